@@ -1,0 +1,11 @@
+"""Offline inference of large language models.
+
+```python
+from nanovllm import LLM, SamplingParams
+```
+"""
+
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]

@@ -1,0 +1,40 @@
+"""Attention over the paged cache: one file per backend, and the choice between them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.sdpa import SdpaBackend
+
+
+def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+    """Return the backend called `name`; "auto" takes triton on CUDA and sdpa elsewhere.
+
+    Raises:
+        ValueError: the backend cannot run on this device, with this dtype or this block size, or is not installed.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "sdpa"
+    if name == "sdpa":
+        return SdpaBackend(block_size)
+    if device.type != "cuda":
+        raise ValueError(f"attention_backend={name!r} needs a CUDA device, not {device.type!r}: use 'sdpa'")
+    if name == "triton":
+        from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
+
+        return TritonBackend()
+    if dtype == torch.float32:
+        raise ValueError("attention_backend='flash_attn' takes bfloat16 or float16, not float32")
+    if block_size % 256:
+        raise ValueError(f"attention_backend='flash_attn' needs a kvcache_block_size multiple of 256, not {block_size}")
+    if find_spec("flash_attn") is None:
+        raise ValueError("attention_backend='flash_attn' is not installed: pip install nanovllm[flash-attn]")
+    from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
+
+    return FlashAttnBackend()
+
+
+__all__ = ["AttentionBackend", "make_backend"]

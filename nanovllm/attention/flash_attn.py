@@ -1,0 +1,50 @@
+"""Attention by flash-attn (Dao 2023, arXiv:2307.08691), which pages by multiples of 256 tokens."""
+
+from __future__ import annotations
+
+import torch
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.utils.context import Context
+
+
+class FlashAttnBackend(AttentionBackend):
+    """See the module."""
+
+    def forward(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+    ) -> torch.Tensor:
+        """See the base class."""
+        n = context.num_decodes
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if n:
+            decoded = flash_attn_with_kvcache(
+                query[:n].unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=context.context_lens[:n],
+                block_table=context.block_tables[:n],
+                softmax_scale=scale,
+                causal=True,
+            )
+            out[:n] = decoded.squeeze(1)
+        if context.query_lens_host:
+            out[n:] = flash_attn_varlen_func(
+                query[n:],
+                k_cache,
+                v_cache,
+                cu_seqlens_q=context.cu_seqlens_q,
+                cu_seqlens_k=_offsets(context.context_lens[n:]),
+                max_seqlen_q=max(context.query_lens_host),
+                max_seqlen_k=max(context.context_lens_host[n:]),
+                softmax_scale=scale,
+                causal=True,
+                block_table=context.block_tables[n:],
+            )
+        return out
+
+
+def _offsets(lens: torch.Tensor) -> torch.Tensor:
+    """Offsets of pieces of these lengths: [n] -> [n + 1] int32, from 0."""
+    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,84 @@
+"""The engine's settings, as the user gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.utils.keywords import strict_keywords
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@strict_keywords
+@dataclass(frozen=True)
+class Config:
+    """Settings of one engine, checked on their own; what depends on the model is checked where the model is known.
+
+    Attributes:
+        model: a folder in the Hub's layout, or a Hub id.
+        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+        dtype: of weights and cache; "auto" is the checkpoint's on CUDA and float32 on the CPU.
+        tensor_parallel_size: number of GPUs that share the model.
+        max_model_len: most tokens of one request, prompt and output together; capped by the model's own.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: token budget of one step, decoded and prompt tokens together.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
+        enforce_eager: launch kernel by kernel instead of replaying CUDA graphs.
+        kvcache_block_size: tokens of one cache block, a multiple of 16.
+        num_kvcache_blocks: blocks of the cache; -1 sizes it by the free memory.
+        enable_prefix_caching: share the blocks of equal prefixes.
+        attention_backend: "auto", "sdpa", "triton" or "flash_attn".
+        load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
+        revision: branch, tag or commit of a Hub id.
+        seed: of dummy weights (0 if None), and of requests without a seed of their own (drawn if None).
+
+    Raises:
+        ValueError: a value out of its range, or an unknown keyword.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int = 4096
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int = -1
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    revision: str | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size must be 1 (one device), not {self.tensor_parallel_size}")
+        if self.kvcache_block_size < 16 or self.kvcache_block_size % 16:
+            raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")
+        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
+            raise ValueError(f"num_kvcache_blocks must be at least 1, or -1, not {self.num_kvcache_blocks}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be None or in 0 ... 2**64 - 1, not {self.seed}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+
+    @property
+    def max_num_running(self) -> int:
+        """Most sequences that may run at once so that each gets its next token within every step's budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

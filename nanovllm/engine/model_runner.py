@@ -1,0 +1,252 @@
+"""One device: loads the model, sizes the cache, runs batches.
+
+`launch` queues a step and returns at once; the newest token of each sequence stays on the device, where the next step
+finds it, and the host gets a copy when it asks.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.attention import make_backend
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graph import DecodeGraphs, batch_size_ladder
+from nanovllm.engine.input_buffers import InputBuffers, StepInputs
+from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.sampler import Sampler
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import make_model
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import set_context
+from nanovllm.utils.loader import init_dummy_weights, load_weights
+
+_CPU_MEMORY_SHARE = 0.1
+_CPU_MEMORY_LIMIT = 2**30
+
+
+@dataclass
+class StepHandle:
+    """A step under way. `token_ids` is on the host once `copied` has happened."""
+
+    token_ids: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return its tokens."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return StepOutput(self.token_ids.tolist())
+
+
+class ModelRunner:
+    """Runs the steps of one engine on one device.
+
+    Args:
+        config: the engine's settings.
+        model_config: the model's shape.
+        folder: where its weights are.
+        max_model_len: most tokens of one sequence.
+
+    Raises:
+        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit the config.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = resolve_device(config.device)
+        self.is_cuda = self.device.type == "cuda"
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
+        # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
+        self.pipeline_depth = 1 if self.is_cuda else 0
+        self.block_size = config.kvcache_block_size
+        self.backend = make_backend(config.attention_backend, self.device, self.dtype, self.block_size)
+        free_before = torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else 0
+        self.model = self._load_model(folder, max_model_len)
+        self.sampler = Sampler()
+        self.max_blocks = -(-max_model_len // self.block_size)
+        self.buffers = InputBuffers(
+            config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, self.device
+        )
+        self._sampled = torch.zeros(config.max_num_running, dtype=torch.int64, device=self.device)
+        self._results = [torch.empty_like(self._sampled, device="cpu", pin_memory=self.is_cuda) for _ in range(2)]
+        self._turn = 0
+        self.max_model_len = max_model_len
+        self.num_kvcache_blocks = self._num_blocks(free_before)
+        self._bind_cache(self.num_kvcache_blocks)
+        self.graphs: DecodeGraphs | None = None
+        if self.is_cuda and not config.enforce_eager and self.backend.supports_cuda_graph:
+            with torch.inference_mode(), self._device_guard():
+                self.graphs = DecodeGraphs(self._decode, batch_size_ladder(config.max_num_running))
+
+    def launch(self, batch: ScheduledBatch) -> StepHandle:
+        """Queue one step and return without waiting for it."""
+        with torch.inference_mode(), self._device_guard():
+            return self._launch(batch)
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched; raises if the device is lost."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _device_guard(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device, whatever its arguments'."""
+        return torch.cuda.device(self.device) if self.is_cuda else nullcontext()
+
+    def _launch(self, batch: ScheduledBatch) -> StepHandle:
+        num_decodes = len(batch.decode_slots)
+        use_graph = self.graphs is not None and not batch.is_prefill
+        if self.graphs is not None and use_graph:
+            num_decodes = next(size for size in self.graphs.sizes if size >= num_decodes)
+        inputs = self.buffers.stage(batch, num_decodes)
+        if self.graphs is not None and use_graph:
+            self.graphs.replay(num_decodes)
+        else:
+            self._forward(inputs)
+        return self._copy_to_host(len(batch.sampled_seq_ids))
+
+    def exit(self) -> None:
+        """Let go of everything on the device."""
+        self.graphs = None
+        del self.model, self.buffers, self._sampled, self.k_cache, self.v_cache
+        self.synchronize()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def _forward(self, inputs: StepInputs) -> None:
+        """Compute, sample, and leave the tokens in the slots and in `_sampled`."""
+        inputs.context.plan = self.backend.plan(inputs.context)
+        with set_context(inputs.context):
+            hidden = self.model(inputs.token_ids, inputs.positions)
+        if inputs.sample_rows is not None:
+            hidden = hidden[inputs.sample_rows]
+        if len(hidden):
+            logits = self.model.compute_logits(hidden)
+            token_ids = self.sampler(logits, *self.buffers.sampling_inputs(inputs))
+            self.buffers.scatter(inputs, token_ids)
+            self._sampled[: len(token_ids)] = token_ids
+
+    def _decode(self, num_decodes: int) -> None:
+        self._forward(self.buffers.decode_inputs(num_decodes, [1] * num_decodes))
+
+    def _copy_to_host(self, num_tokens: int) -> StepHandle:
+        if not self.is_cuda:
+            return StepHandle(self._sampled[:num_tokens].clone(), None)
+        # Two buffers take turns: of the two steps that can be under way, neither overwrites the other's.
+        self._turn ^= 1
+        result = self._results[self._turn][:num_tokens]
+        result.copy_(self._sampled[:num_tokens], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return StepHandle(result, copied)
+
+    def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:
+        with torch.device("meta"):
+            model = make_model(self.model_config)
+        model = model.to(self.dtype).to_empty(device=self.device)
+        if self.config.load_format == "dummy":
+            init_dummy_weights(model, self.config.seed or 0)
+        else:
+            load_weights(model, folder)
+        model.init_rope(max_model_len, self.device)
+        return model.eval()
+
+    def _bind_cache(self, num_blocks: int) -> None:
+        model = self.model_config
+        shape = (2, model.num_layers, num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
+        # Zeros, because a masked key still meets a product, and garbage may be NaN.
+        self.k_cache, self.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        for i, layer in enumerate(layers):
+            layer.bind(self.k_cache[i], self.v_cache[i], self.backend)
+
+    def _num_blocks(self, free_before: int) -> int:
+        if self.config.num_kvcache_blocks != -1:
+            return self.config.num_kvcache_blocks
+        model = self.model_config
+        token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self.dtype.itemsize
+        block_bytes = token_bytes * self.block_size
+        budget = self._gpu_cache_budget(free_before) if self.is_cuda else cpu_cache_budget()
+        if budget < block_bytes:
+            raise ValueError(
+                f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of "
+                f"{block_bytes / 2**30:.3f} GiB; raise gpu_memory_utilization "
+                f"({self.config.gpu_memory_utilization}) or lower max_num_batched_tokens"
+            )
+        # More than every running sequence can use at its longest is of use to the prefix cache alone; on the CPU, where
+        # memory is other programs' too, that much is enough.
+        most = self.max_blocks * self.config.max_num_running
+        return budget // block_bytes if self.is_cuda else min(budget // block_bytes, most)
+
+    def _gpu_cache_budget(self, free_before: int) -> int:
+        """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by a largest step.
+
+        Other processes' memory is not charged to the engine; it only limits what is there to take.
+        """
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        reserved_before_run = torch.cuda.memory_reserved(self.device)
+        self._profile_run()
+        peak = torch.cuda.max_memory_reserved(self.device) - reserved_before_run
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        used = free_before - free
+        # The captured graphs keep a pool of their own, no larger than the peak of an eager step.
+        spare = peak * (1 if self.config.enforce_eager else 2)
+        return int(min(total * self.config.gpu_memory_utilization - used, free) - spare)
+
+    def _profile_run(self) -> None:
+        """Run the step that takes the most memory: the whole token budget in prompts, sampled in every slot."""
+        self._bind_cache(1)
+        num_seqs = self.config.max_num_running
+        lens = [self.config.max_num_batched_tokens // num_seqs] * num_seqs
+        lens[0] += self.config.max_num_batched_tokens - sum(lens)
+        table = [0] * self.max_blocks
+        batch = ScheduledBatch(
+            joins=[SlotJoin(slot, table, 1, 1.0, 0) for slot in range(num_seqs)],
+            chunks=[PromptChunk(slot, 0, [0] * min(n, self.max_model_len), False, True)
+                    for slot, n in enumerate(lens)],
+            sampled_seq_ids=list(range(num_seqs)),
+        )  # fmt: skip
+        self.launch(batch).result()
+
+
+def cpu_cache_budget() -> int:
+    """Bytes for a cache in host memory: a tenth of what is free, at most 1 GiB."""
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn the setting into a device: "auto" takes CUDA if there is one.
+
+    Raises:
+        ValueError: an unknown device, or CUDA where there is none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {name!r}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number = int(index) if index else (torch.cuda.current_device() if count else 0)
+    if number >= count:
+        raise ValueError(f"device={name!r}, but there are {count} CUDA devices")
+    return torch.device("cuda", number)
+
+
+def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
+    """Turn the setting into a dtype: "auto" is the checkpoint's on CUDA and float32 on the CPU."""
+    if name == "auto":
+        name = checkpoint if is_cuda else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,234 @@
+"""Which sequences run in the next step, and how many tokens of each.
+
+A step gives every running sequence its next token and fills what is left of one token budget with chunks of waiting
+prompts, so that a long prompt stalls nobody (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is
+full, the newest sequence loses its blocks and is computed again later (preemption by recomputation, vLLM, Kwon et al.
+2023). Planning needs counts alone, never the values of tokens in flight, so a step can be planned while the one
+before it still runs.
+
+Two orders hold throughout: running sequences are older than waiting ones, and both are in the order of arrival. So
+the newest running sequence is the last, a preempted one goes to the head of the queue, and the oldest, which is
+never preempted, always gets on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.messages import NewBlock, PromptChunk, ScheduledBatch, SlotJoin, StepOutput
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the scheduler began. Prompt and cached tokens count once a request, when it is first admitted."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Scheduler:
+    """Owns every unfinished sequence, from `add` to the step that finishes it."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_running: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        # Every running sequence must get its next token within the budget of one step.
+        assert max_num_running <= max_num_batched_tokens
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.stats = SchedulerStats()
+        self._free_slots = list(reversed(range(max_num_running)))
+        self._sequences: dict[int, Sequence] = {}
+        self._budget = 0
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """Every unfinished sequence."""
+        return self._sequences.values()
+
+    def is_finished(self) -> bool:
+        """Whether no sequence is left, waiting, running or with a token in flight."""
+        return not self._sequences
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        self._sequences[seq.seq_id] = seq
+        self.waiting.append(seq)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan one step; None if nothing can run now.
+
+        Preemption is settled (by the decode rows) before any block of the step is registered (by the chunks).
+        """
+        if not self.waiting and not self.running:
+            return None
+        batch = ScheduledBatch()
+        self._budget = self.max_num_batched_tokens
+        self.block_manager.begin_step()
+        planned = self._schedule_decodes(batch)
+        planned += self._schedule_chunks(batch)
+        if not batch.decode_slots and not batch.chunks:
+            self.block_manager.cancel_step()
+            return None
+        for seq in planned:
+            self._plan_token(seq, batch)
+        self.stats.num_steps += 1
+        return batch
+
+    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> list[Sequence]:
+        """Take in a step's tokens; returns the sequences that they finish."""
+        finished = []
+        for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
+            seq = self._sequences.get(seq_id)
+            # A stop that only a value can show is known one step late: the token after it belongs to nobody.
+            if seq is None:
+                continue
+            seq.token_ids.append(token_id)
+            self.stats.num_output_tokens += 1
+            if token_id in self.eos_token_ids and not seq.params.ignore_eos:
+                self._finish(seq, "stop")
+            elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
+                self._finish(seq, "length")
+            elif seq.status is SequenceStatus.RUNNING:
+                self.block_manager.register(seq)
+            if seq.status is SequenceStatus.FINISHED:
+                finished.append(seq)
+        self.block_manager.confirm_step()
+        return finished
+
+    def abort(self, seq_ids: Iterable[int]) -> None:
+        """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
+        for seq_id in seq_ids:
+            seq = self._sequences.get(seq_id)
+            if seq is not None:
+                self._finish(seq, "abort")
+
+    def fail_in_flight(self) -> list[int]:
+        """A step failed: drop every sequence that was in a step, and all that such steps put into the prefix cache."""
+        failed = [seq.seq_id for seq in self.sequences if seq.status is not SequenceStatus.WAITING or seq.num_in_flight]
+        self.abort(failed)
+        self.block_manager.rollback()
+        return failed
+
+    def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
+        planned: list[Sequence] = []
+        for seq in list(self.running):
+            if seq.is_prefill or not self._make_room(seq, batch):
+                continue
+            batch.decode_slots.append(seq.slot)
+            seq.num_computed_tokens += 1
+            planned.append(seq)
+        self._budget -= len(planned)
+        return planned
+
+    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> bool:
+        """Give a running sequence the block that its next token needs, if need be from the newest one."""
+        if seq.status is not SequenceStatus.RUNNING:
+            return False
+        if not self.block_manager.needs_block(seq):
+            return True
+        while not self.block_manager.num_free_blocks:
+            # Those already in the batch are older, so the newest is never one of them.
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is seq:
+                return False
+        block_id = self.block_manager.append_block(seq)
+        batch.new_blocks.append(NewBlock(seq.slot, len(seq.block_table) - 1, block_id))
+        return True
+
+    def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
+        planned = []
+        # Only the newest can be part-way through its prompt: the next is not admitted before its budget is left over.
+        seq = self.running[-1] if self.running and self.running[-1].is_prefill else self._admit(batch)
+        while seq is not None:
+            self._schedule_chunk(seq, batch)
+            if seq.is_prefill:
+                break
+            planned.append(seq)
+            seq = self._admit(batch)
+        return planned
+
+    def _admit(self, batch: ScheduledBatch) -> Sequence | None:
+        """Move the head of the queue to the running, if budget, slots and blocks allow."""
+        if not self.waiting or not self._free_slots or not self._budget:
+            return None
+        seq = self.waiting[0]
+        # A preempted sequence waits for its token in flight, which it will need as input.
+        if seq.num_in_flight or not self.block_manager.admit(seq):
+            return None
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.slot = self._free_slots.pop()
+        seq.num_prefill_tokens = seq.num_tokens
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.stats.num_prompt_tokens += seq.num_prompt_tokens
+            self.stats.num_cached_tokens += seq.num_cached_tokens
+        batch.joins.append(
+            SlotJoin(seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed)
+        )
+        return seq
+
+    def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        start = seq.num_computed_tokens
+        end = min(seq.num_prefill_tokens, start + self._budget)
+        store = start >= seq.num_registered_blocks * self.block_manager.block_size
+        ends_prompt = end == seq.num_prefill_tokens
+        batch.chunks.append(PromptChunk(seq.slot, start, seq.token_ids[start:end], store, ends_prompt))
+        self._budget -= end - start
+        seq.num_computed_tokens = end
+        self.block_manager.register(seq)
+
+    def _plan_token(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        """Count the token that this step samples; a sequence that ends with it gives back all it holds."""
+        batch.sampled_seq_ids.append(seq.seq_id)
+        seq.num_tokens += 1
+        num_completion_tokens = seq.num_tokens - seq.num_prompt_tokens
+        if num_completion_tokens == seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
+            self.block_manager.register(seq)
+            self.running.remove(seq)
+            self._release(seq)
+            seq.status = SequenceStatus.ENDING
+
+    def _preempt(self, seq: Sequence) -> None:
+        assert self.running.pop() is seq
+        self._release(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.stats.num_preemptions += 1
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            if reason != "abort":
+                self.block_manager.register(seq)
+            self.running.remove(seq)
+            self._release(seq)
+        elif seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        del self._sequences[seq.seq_id]
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.release(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = -1

@@ -1,0 +1,70 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import tl, triton
+
+
+def rms_norm_ref(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch form of `rms_norm`."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype), total
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, size, x_stride,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    total = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+        # What is passed on is rounded, and what is normalised is what is passed on.
+        rounded = total.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * size + offsets, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + offsets, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Triton form of `rms_norm`, one program a row."""
+    num_rows, size = x.shape
+    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(num_rows,)](
+        x, residual, weight, out, total, eps, size, x.stride(0),
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return out, total
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise `x + residual`; computed in float32, returned in x's dtype.
+
+    Args:
+        x: [num_rows, size].
+        weight: [size].
+        eps: added to the mean square.
+        residual: [num_rows, size], or None for zero.
+
+    Returns:
+        The normalised rows, and `x + residual`.
+    """
+    return (rms_norm_triton if x.is_cuda else rms_norm_ref)(x, weight, eps, residual)

@@ -1,0 +1,1 @@
+"""The modules a decoder is built of."""

@@ -1,0 +1,147 @@
+"""What a user holds: an engine that loads a model and answers lists of prompts."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine, RequestOutput
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.model_config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.interrupt import deferred_sigint
+
+Self = TypeVar("Self", bound="LLM")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+class LLM(LLMEngine):
+    """A language model, ready to generate.
+
+    Args:
+        model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
+        kwargs: the fields of `nanovllm.config.Config`.
+
+    Raises:
+        ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
+        self._generating = False
+        config = Config(os.fspath(model), **kwargs)
+        folder = resolve_model(config.model, config.revision)
+        model_config = ModelConfig.from_folder(folder)
+        max_model_len = min(config.max_model_len, model_config.max_position)
+        if max_model_len < config.max_model_len:
+            warnings.warn(
+                f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
+            )
+        tokenizer = _load_tokenizer(folder)
+        tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
+        runner = ModelRunner(config, model_config, folder, max_model_len=max_model_len)
+        super().__init__(
+            config,
+            runner,
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos]),
+            tokenizer=tokenizer,
+        )
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: texts, or token ids; a single text is a list of one.
+            sampling_params: one for all prompts, or one each; the defaults if None.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            For each prompt, in order: `text` (without special tokens), `token_ids` (with the EOS that stopped it),
+            `finish_reason` ("stop" or "length") and `num_cached_tokens` (of the prompt, found in the prefix cache).
+
+        Raises:
+            ValueError: any of the prompts or parameters is out of bounds; none was begun.
+            RuntimeError: another `generate` of this engine is running, the engine is closed, or a step failed.
+            KeyboardInterrupt: between two steps; the requests of this call are dropped, the engine stays usable.
+        """
+        self._require_open()
+        if self._generating:
+            raise RuntimeError("generate is already running on this engine")
+        requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = _one_each(sampling_params, len(requests))
+        token_ids = [self.check_request(prompt, param) for prompt, param in zip(requests, params, strict=True)]
+        self._generating = True
+        try:
+            return self._run(token_ids, params, use_tqdm)
+        finally:
+            self._generating = False
+
+    def _run(self, token_ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        """Queue requests and step until they are done; on any exception drop them."""
+        outputs: dict[int, RequestOutput] = {}
+        others: list[tuple[int, RequestOutput]] = []
+        with deferred_sigint() as act_on_sigint, _progress_bar(len(token_ids), use_tqdm) as bar:
+            ids = [self._queue(tokens, param) for tokens, param in zip(token_ids, params, strict=True)]
+            own = set(ids)
+            started, num_tokens = time.perf_counter(), 0
+            try:
+                while len(outputs) < len(ids):
+                    act_on_sigint()
+                    result = self.step()
+                    num_tokens += result.num_output_tokens
+                    for request_id, output in result.finished:
+                        if request_id not in own:
+                            others.append((request_id, output))
+                            continue
+                        outputs[request_id] = output
+                        bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
+                        bar.update()
+            except BaseException:
+                self.abort(own)
+                raise
+            finally:
+                self._unclaimed = others + self._unclaimed
+        return [outputs[request_id] for request_id in ids]
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.exit()
+
+
+def _load_tokenizer(folder: str) -> Any:
+    if not any(os.path.isfile(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
+    wrong = [param for param in params if not isinstance(param, SamplingParams)]
+    if wrong:
+        raise ValueError(f"sampling_params must be SamplingParams, not {wrong[0]!r}")
+    return params
+
+
+def _progress_bar(total: int, enabled: bool) -> Any:
+    return tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True, disable=not enabled)

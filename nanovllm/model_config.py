@@ -1,0 +1,144 @@
+"""What the engine needs to know of a model, read from the files beside its weights.
+
+The one place that knows how the versions of transformers spell it: 4.x has `rope_theta` and `rope_scaling`, 5.x
+`rope_parameters`; `torch_dtype` became `dtype`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+_YARN_KEYS = {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """Parameters of YaRN (Peng et al. 2023, arXiv:2309.00071), by the names of config.json."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder. Lengths and positions in tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    yarn: YarnConfig | None
+    qkv_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    max_position: int
+    initializer_range: float
+    dtype: str
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_folder(cls, path: str) -> ModelConfig:
+        """Read `config.json` and `generation_config.json`.
+
+        Raises:
+            ValueError: no readable config, or one that asks for something that is not supported; names it.
+        """
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"no config.json in {path!r}")
+        try:
+            hf = AutoConfig.from_pretrained(path)
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
+        return cls.from_hf(hf, eos_token_ids=_generation_eos(path))
+
+    @classmethod
+    def from_hf(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
+        """Take over a transformers config; `eos_token_ids` are known from elsewhere and come on top of its own."""
+        architecture = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
+        _check_supported(hf, architecture)
+        qwen3 = architecture == "Qwen3ForCausalLM"
+        theta, yarn = _rope(hf)
+        max_position = hf.max_position_embeddings
+        if yarn is not None:
+            max_position = max(max_position, int(yarn.factor * yarn.original_max_position_embeddings))
+        return cls(
+            architecture=architecture,
+            vocab_size=hf.vocab_size,
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            num_layers=hf.num_hidden_layers,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=hf.num_key_value_heads,
+            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+            rms_norm_eps=hf.rms_norm_eps,
+            rope_theta=theta,
+            yarn=yarn,
+            qkv_bias=not qwen3,
+            qk_norm=qwen3,
+            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            max_position=max_position,
+            initializer_range=hf.initializer_range,
+            dtype=str(getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32").split(".")[-1],
+            eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
+        )
+
+
+def _check_supported(hf: Any, architecture: str) -> None:
+    if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
+        raise ValueError(f"architecture {architecture!r} is not supported: only Qwen3ForCausalLM and Qwen2ForCausalLM")
+    unsupported = {
+        "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
+        "use_sliding_window": getattr(hf, "use_sliding_window", False),
+        "attention_bias": architecture == "Qwen3ForCausalLM" and getattr(hf, "attention_bias", False),
+        "quantization_config": getattr(hf, "quantization_config", None),
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not supported")
+
+
+def _rope(hf: Any) -> tuple[float, YarnConfig | None]:
+    scaling: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    theta = scaling.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
+    rope_type = scaling.pop("rope_type", None) or scaling.get("type", "default")
+    scaling.pop("type", None)
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "yarn":
+        raise ValueError(f"rope_type {rope_type!r} is not supported: only default and yarn")
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    unknown = set(scaling) - _YARN_KEYS
+    if unknown:
+        raise ValueError(f"yarn parameters {sorted(unknown)} are not supported")
+    scaling.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
+    return theta, YarnConfig(**scaling)
+
+
+def _generation_eos(path: str) -> list[int]:
+    """The EOS list of `generation_config.json`: chat models end on more tokens than their tokenizer's one."""
+    file = os.path.join(path, "generation_config.json")
+    if not os.path.isfile(file):
+        return []
+    with open(file, encoding="utf-8") as stream:
+        return _as_ids(json.load(stream).get("eos_token_id"))
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

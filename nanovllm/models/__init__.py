@@ -1,0 +1,13 @@
+"""Models by the architecture name of their config.json."""
+
+from __future__ import annotations
+
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+_MODELS = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen2ForCausalLM": Qwen3ForCausalLM}
+
+
+def make_model(config: ModelConfig) -> Qwen3ForCausalLM:
+    """Return the model of a config, its parameters not yet filled."""
+    return _MODELS[config.architecture](config)

@@ -1,0 +1,140 @@
+"""Qwen3, dense (Qwen Team 2025, arXiv:2505.09388), and with other switches Qwen2 and Qwen2.5.
+
+Pre-norm decoder with grouped-query attention, rotary embedding and a SwiGLU MLP. Qwen3 normalises each head of queries
+and keys; Qwen2 has biases on them instead. Activations are [num_tokens, size]: sequences lie one after the other, and
+only attention knows where one ends.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.rotary_embedding import cos_sin_table
+from nanovllm.model_config import ModelConfig
+
+
+class Qwen3Attention(nn.Module):
+    """Self-attention of one layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        kv_size = config.num_kv_heads * config.head_dim
+        q_size = config.num_heads * config.head_dim
+        self.qkv_proj = MergedLinear(
+            config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias
+        )
+        self.o_proj = Linear(q_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.attn = Attention(config.head_dim**-0.5)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]; positions: [num_tokens]; cos_sin: [max_position, head_dim]."""
+        # qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        qk, value = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        qk = qk_norm_rope(qk, weights, self.eps, cos_sin, positions, self.num_heads)
+        query, key = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(self.attn(query, key, value).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate": size, "up": size})
+        self.act_fn = SiluAndMul()
+        self.down_proj = Linear(size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, hidden_size], and so the result."""
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm that also adds the branch before it to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output and the residual stream that it is still to be added to."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, positions, cos_sin)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size]."""
+        x, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, cos_sin)
+        return self.norm(x, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The whole model. Parameters are made on whatever device is the default, and filled by the loader."""
+
+    # Projections of the checkpoint that are one here: name there -> (name here, shard).
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Qwen3Model(config)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.cos_sin: torch.Tensor | None = None
+
+    def init_rope(self, max_position: int, device: torch.device) -> None:
+        """Tabulate the rotary embedding for positions below `max_position`."""
+        config = self.config
+        self.cos_sin = cos_sin_table(config.head_dim, max_position, config.rope_theta, config.yarn, device)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """token_ids, positions: [num_tokens] int32 -> hidden states [num_tokens, hidden_size]."""
+        assert self.cos_sin is not None
+        return self.model(token_ids, positions, self.cos_sin)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return self.lm_head(hidden)

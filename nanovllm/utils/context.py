@@ -1,0 +1,58 @@
+"""What attention needs to know of the step, set for exactly one forward pass.
+
+Passing it through every layer's signature would tie the model to the engine; this way a layer is called with
+activations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Context:
+    """The rows of one forward pass: `num_decodes` sequences with one token each, then chunks of several tokens.
+
+    Attributes:
+        num_decodes: decode rows, padding included.
+        kv_slots: [num_tokens] int32; where each token's keys and values go, `block * block_size + offset`; -1: nowhere.
+        block_tables: [num_seqs, max_blocks] int32; block ids of the decoding sequences, then of the chunks'.
+        context_lens: [num_seqs] int32; tokens that each attends to, its own in this step included.
+        cu_seqlens_q: [num_chunks + 1] int32; where each chunk starts among the chunks' tokens.
+        context_lens_host: the same as context_lens, for what has to be sized on the host.
+        query_lens_host: tokens of each chunk, likewise.
+        plan: what the attention backend made of all this, once for all layers.
+    """
+
+    num_decodes: int
+    kv_slots: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens_host: list[int]
+    query_lens_host: list[int]
+    plan: Any = None
+
+
+_context: ContextVar[Context] = ContextVar("nanovllm_context")
+
+
+def get_context() -> Context:
+    """The context of the forward pass that is running."""
+    return _context.get()
+
+
+@contextmanager
+def set_context(context: Context) -> Iterator[None]:
+    """Make `context` the current one inside the `with` block."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)

@@ -1,0 +1,27 @@
+"""From what the user calls a model to a folder."""
+
+from __future__ import annotations
+
+import os
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+
+
+def resolve_model(model: str, revision: str | None) -> str:
+    """Return the folder of a model: itself, or a snapshot of the Hub's, fetched unless `HF_HUB_OFFLINE` forbids it.
+
+    Raises:
+        ValueError: neither a folder nor a Hub id that can be had.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return path
+    if not model or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
+        raise ValueError(f"model folder {model!r} does not exist")
+    try:
+        return snapshot_download(model, revision=revision, allow_patterns=_FILES)
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"{model!r} is neither a folder nor a model that the Hub gives: {error}") from error

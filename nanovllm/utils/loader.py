@@ -1,0 +1,111 @@
+"""Fill a model's parameters: from safetensors, strictly, or with seeded random numbers.
+
+Strictly: every parameter is filled, in whole, and every tensor of the checkpoint is used. Tensors go one at a time
+from the memory-mapped file to the device, so that beside the weights no more than one is ever in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+_INDEX = "model.safetensors.index.json"
+
+
+def load_weights(model: Qwen3ForCausalLM, folder: str) -> None:
+    """Fill `model` from the safetensors of a folder.
+
+    Raises:
+        ValueError: no weights there, a file missing or damaged, tensors missing, left over or of the wrong shape.
+    """
+    filled: dict[str, set[str | None]] = {}
+    surplus = []
+    for file in _weight_files(folder):
+        for name, tensor in _tensors(file):
+            target = _target(model, name)
+            if target is None:
+                surplus.append(name)
+                continue
+            param_name, shard = target
+            _fill(model, param_name, shard, name, tensor)
+            filled.setdefault(param_name, set()).add(shard)
+    # A tied LM head is the embedding; many checkpoints store it all the same.
+    if model.config.tie_word_embeddings:
+        surplus = [name for name in surplus if name != "lm_head.weight"]
+    missing = _missing(model, filled)
+    if surplus or missing:
+        raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
+
+
+def init_dummy_weights(model: Qwen3ForCausalLM, seed: int) -> None:
+    """Fill `model` with normal random numbers of the config's spread; norms with ones."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    for name, param in model.named_parameters():
+        if "norm" in name:
+            param.data.fill_(1.0)
+        else:
+            param.data.normal_(0.0, model.config.initializer_range, generator=generator)
+
+
+def _weight_files(folder: str) -> list[str]:
+    index = os.path.join(folder, _INDEX)
+    if os.path.isfile(index):
+        with open(index, encoding="utf-8") as stream:
+            names = sorted(set(json.load(stream)["weight_map"].values()))
+    else:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if not names:
+        raise ValueError(f"no *.safetensors in {folder!r}; load_format='dummy' needs none")
+    absent = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
+    if absent:
+        raise ValueError(f"{_INDEX} in {folder!r} names files that are not there: {absent}")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _tensors(file: str) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a dict)
+                yield name, weights.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file!r} is damaged: {error}") from error
+
+
+def _target(model: Qwen3ForCausalLM, name: str) -> tuple[str, str | None] | None:
+    """The parameter, and the shard of it, that a checkpoint's tensor belongs to; None if there is none."""
+    parts = name.split(".")
+    shard = None
+    if len(parts) >= 2 and parts[-2] in model.packed_modules_mapping:
+        parts[-2], shard = model.packed_modules_mapping[parts[-2]]
+    param_name = ".".join(parts)
+    return (param_name, shard) if param_name in dict(model.named_parameters()) else None
+
+
+def _fill(model: nn.Module, param_name: str, shard: str | None, name: str, tensor: torch.Tensor) -> None:
+    module_name, _, leaf = param_name.rpartition(".")
+    module = model.get_submodule(module_name)
+    param = getattr(module, leaf)
+    weight_region = getattr(module, "weight_region", None)
+    region = param.data if weight_region is None else weight_region(param, shard)
+    if region.shape != tensor.shape:
+        raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(region.shape)}")
+    region.copy_(tensor)
+
+
+def _missing(model: Qwen3ForCausalLM, filled: dict[str, set[str | None]]) -> list[str]:
+    missing = []
+    for name, _ in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        wanted: set[str | None] = set(getattr(module, "shards", (None,)))
+        absent = wanted - filled.get(name, set())
+        if absent:
+            missing.append(name if absent == {None} else f"{name}[{', '.join(sorted(map(str, absent)))}]")
+    return missing

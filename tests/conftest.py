@@ -1,0 +1,72 @@
+"""Shared fixtures. Without a GPU, Triton's kernels run in its interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined, so before the library is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+# The tests' tensors are too small to share between threads.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Write a random model of transformers to a folder; keyword arguments change its config."""
+
+    def make(architecture: str = "qwen3", seed: int = 0, **changes: object) -> Path:
+        settings: dict[str, object] = {
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.2,
+            "use_sliding_window": False,
+        }
+        if architecture == "qwen3":
+            settings["head_dim"] = 32
+        config_class, model_class = {
+            "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        }[architecture]
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(settings | changes)))
+        for name, param in model.named_parameters():
+            # Freshly made norms are all ones and biases all zeros, which would hide a wrong one.
+            if "norm" in name or "bias" in name:
+                torch.nn.init.normal_(param, mean=float("norm" in name), std=0.2)
+        folder = tmp_path_factory.mktemp(architecture)
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
+    """A random Qwen3 of two layers."""
+    return make_checkpoint()

@@ -1,0 +1,153 @@
+"""A runner whose model is a hash of what the cache says the context is.
+
+Every block it is told of holds token ids, written and read as a real runner writes and reads keys. A token that comes
+out right therefore shows that each page was the right one, at the right time, with the right content.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from dataclasses import dataclass
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.messages import ScheduledBatch, StepOutput
+
+VOCAB_SIZE = 50
+EMPTY = -1
+
+
+def next_token(context: list[int]) -> int:
+    """The mock model."""
+    return zlib.crc32(array("i", context).tobytes()) % VOCAB_SIZE
+
+
+def complete(prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int) -> list[int]:
+    """What the mock model says, without any engine."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens and (len(tokens) < max_model_len or len(tokens) == len(prompt)):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class MockHandle:
+    token_ids: list[int]
+    error: Exception | None = None
+
+    def result(self) -> StepOutput:
+        if self.error is not None:
+            raise self.error
+        return StepOutput(self.token_ids)
+
+
+class MockRunner:
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int, pipeline_depth: int) -> None:
+        self.num_kvcache_blocks = num_blocks
+        self.block_size = block_size
+        self.pipeline_depth = pipeline_depth
+        self.cache = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self.last_token = [EMPTY] * num_slots
+        self.num_computed = [0] * num_slots
+        self.batches: list[ScheduledBatch] = []
+        self.fail_launch = False
+        self.fail_result = False
+        self.closed = 0
+
+    def launch(self, batch: ScheduledBatch) -> MockHandle:
+        if self.fail_launch:
+            self.fail_launch = False
+            raise RuntimeError("launch failed")
+        self.batches.append(batch)
+        for join in batch.joins:
+            self.tables[join.slot] = list(join.block_table)
+        for new in batch.new_blocks:
+            assert new.index == len(self.tables[new.slot])
+            self.tables[new.slot].append(new.block_id)
+        # All keys of a step are stored before any is read.
+        for slot in batch.decode_slots:
+            self._store(slot, self.num_computed[slot], self.last_token[slot])
+        for chunk in batch.chunks:
+            for position, token in enumerate(chunk.token_ids, chunk.start):
+                if chunk.store:
+                    self._store(chunk.slot, position, token)
+                else:
+                    assert self._load(chunk.slot, position) == token, "what is not stored must be there"
+        sampled = []
+        for slot in batch.decode_slots:
+            self.num_computed[slot] += 1
+            sampled.append(self._sample(slot))
+        for chunk in batch.chunks:
+            self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
+            if chunk.samples:
+                sampled.append(self._sample(chunk.slot))
+        assert len(sampled) == len(batch.sampled_seq_ids)
+        if self.fail_result:
+            self.fail_result = False
+            # A step that failed may have left anything in the blocks that it was to write.
+            for chunk in batch.chunks:
+                for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
+                    self._store(chunk.slot, position, EMPTY)
+            return MockHandle([], RuntimeError("step failed"))
+        return MockHandle(sampled)
+
+    def synchronize(self) -> None:
+        pass
+
+    def exit(self) -> None:
+        self.closed += 1
+
+    def _store(self, slot: int, position: int, token: int) -> None:
+        self.cache[self.tables[slot][position // self.block_size]][position % self.block_size] = token
+
+    def _load(self, slot: int, position: int) -> int:
+        return self.cache[self.tables[slot][position // self.block_size]][position % self.block_size]
+
+    def _sample(self, slot: int) -> int:
+        context = [self._load(slot, position) for position in range(self.num_computed[slot])]
+        assert EMPTY not in context
+        self.last_token[slot] = next_token(context)
+        return self.last_token[slot]
+
+
+def make_engine(
+    *,
+    pipeline_depth: int,
+    num_blocks: int = 16,
+    block_size: int = 16,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 128,
+    eos: frozenset[int] = frozenset(),
+    enable_prefix_caching: bool = True,
+) -> tuple[LLMEngine, MockRunner]:
+    config = Config(
+        "mock",
+        kvcache_block_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        seed=0,
+    )
+    # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
+    object.__setattr__(config, "kvcache_block_size", block_size)
+    runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth)
+    engine = LLMEngine(
+        config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, tokenizer=None
+    )
+    return engine, runner
+
+
+def check_engine(engine: LLMEngine) -> None:
+    """Assert what must hold between any two steps."""
+    engine.block_manager.check_integrity(engine.scheduler.sequences)
+    running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
+    order = [seq.seq_id for seq in running + waiting]
+    assert order == sorted(order)
+    slots = [seq.slot for seq in running]
+    assert len(set(slots)) == len(slots) and -1 not in slots
+    assert all(not seq.block_table for seq in waiting)

@@ -1,0 +1,274 @@
+"""Scheduler, block manager and engine against a mock model: no GPU, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanovllm import SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepError
+from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def run(engine: LLMEngine) -> dict[int, RequestOutput]:
+    outputs = {}
+    while not engine.is_finished():
+        outputs.update(engine.step().finished)
+        check_engine(engine)
+    return outputs
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> dict[str, object]:
+    """Engine sizes, and what happens to it: requests (often of equal prefixes), steps, aborts, failures."""
+    block_size = draw(st.sampled_from([2, 3, 4]))
+    max_model_len = draw(st.integers(4, 24))
+    engine = {
+        "pipeline_depth": draw(st.sampled_from([0, 1])),
+        "block_size": block_size,
+        "num_blocks": draw(st.integers(2, 14)),
+        "max_num_seqs": draw(st.integers(1, 5)),
+        "max_num_batched_tokens": draw(st.integers(1, 16)),
+        "max_model_len": max_model_len,
+        "eos": frozenset(draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=8))),
+        "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
+    }
+    prefix = st.sampled_from([[], [1] * 4, [1] * 8, [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    tail = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+    prompt = st.builds(lambda a, b: (a + b)[:max_model_len], prefix, tail)
+    event = st.one_of(
+        st.tuples(st.just("add"), prompt, st.integers(1, 12)),
+        st.tuples(st.just("add"), prompt, st.integers(1, 12)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["fail_launch", "fail_result"])),
+    )
+    return {"engine": engine, "events": draw(st.lists(event, min_size=1, max_size=25))}
+
+
+@settings(max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios())
+def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
+    engine, runner = make_engine(**scenario["engine"])
+    wanted: dict[int, list[int]] = {}
+    outputs: dict[int, RequestOutput] = {}
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        try:
+            yield
+        except StepError as error:
+            for request_id in error.request_ids:
+                del wanted[request_id]
+        check_engine(engine)
+
+    def step() -> None:
+        with failing():
+            outputs.update(engine.step().finished)
+
+    for kind, *arguments in scenario["events"]:
+        if kind == "add":
+            prompt, max_tokens = arguments
+            try:
+                request_id = engine.add_request(prompt, greedy(max_tokens))
+            except ValueError:
+                assert len(prompt) + max_tokens - 1 > runner.num_kvcache_blocks * runner.block_size
+                continue
+            wanted[request_id] = complete(
+                prompt, max_tokens, scenario["engine"]["eos"], scenario["engine"]["max_model_len"]
+            )
+        elif kind == "step":
+            for _ in range(arguments[0]):
+                step()
+        elif kind == "abort":
+            with failing():
+                engine.abort(arguments)
+            if arguments[0] not in outputs and arguments[0] not in dict(engine._unclaimed):
+                wanted.pop(arguments[0], None)
+        else:
+            setattr(runner, kind, True)
+    runner.fail_launch = runner.fail_result = False
+    for _ in range(10_000):
+        if engine.is_finished():
+            break
+        step()
+    assert engine.is_finished(), "some request never finishes"
+    assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
+    assert engine.block_manager.num_used_blocks == 0
+    for output in outputs.values():
+        stopped = output["token_ids"][-1] in scenario["engine"]["eos"]
+        assert output["finish_reason"] == ("stop" if stopped else "length")
+
+
+@DEPTHS
+def test_identical_prompts_of_one_step_are_computed_once(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=128)
+    prompt = list(range(40))
+    ids = [engine.add_request(prompt, greedy(3)) for _ in range(3)]
+    outputs = run(engine)
+    assert runner.batches[0].num_prompt_tokens == 40 + 8 + 8
+    assert [outputs[i]["num_cached_tokens"] for i in ids] == [0, 32, 32]
+    assert len({tuple(outputs[i]["token_ids"]) for i in ids}) == 1
+
+
+@DEPTHS
+def test_full_hit_recomputes_one_token_and_stores_nothing(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth)
+    prompt = list(range(32))
+    first = engine.add_request(prompt, greedy(4))
+    cold = run(engine)[first]
+    runner.batches.clear()
+    second = engine.add_request(prompt, greedy(4))
+    warm = run(engine)[second]
+    chunks = [chunk for batch in runner.batches for chunk in batch.chunks]
+    assert [(chunk.start, chunk.token_ids, chunk.store) for chunk in chunks] == [(31, [31], False)]
+    assert warm["num_cached_tokens"] == 31 and cold["num_cached_tokens"] == 0
+    assert warm["token_ids"] == cold["token_ids"]
+
+
+@DEPTHS
+def test_generated_blocks_are_shared(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    first = engine.add_request([7] * 10, greedy(40))
+    tokens = [7] * 10 + run(engine)[first]["token_ids"]
+    second = engine.add_request(tokens, greedy(1))
+    assert run(engine)[second]["num_cached_tokens"] == 48
+
+
+@DEPTHS
+def test_a_long_prompt_stalls_nobody(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=16)
+    short = engine.add_request([1, 2, 3], greedy(12))
+    engine.step()
+    engine.add_request(list(range(50)) * 2, greedy(2))
+    outputs = run(engine)
+    mixed = [batch for batch in runner.batches if batch.decode_slots and batch.chunks]
+    assert len(mixed) >= 6
+    assert all(len(batch.decode_slots) + batch.num_prompt_tokens <= 16 for batch in runner.batches)
+    assert len(outputs[short]["token_ids"]) == 12
+
+
+@DEPTHS
+def test_preempted_sequences_come_back(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, num_blocks=6, max_num_seqs=4)
+    prompts = [[i] * 14 for i in range(4)]
+    ids = [engine.add_request(prompt, greedy(60)) for prompt in prompts]
+    outputs = run(engine)
+    assert engine.stats()["num_preemptions"] > 0
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert outputs[request_id]["token_ids"] == complete(prompt, 60, frozenset(), 128)
+
+
+@DEPTHS
+def test_decode_steps_with_the_same_members_send_nothing_new(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth)
+    engine.add_request([1] * 4, greedy(10))
+    run(engine)
+    for batch in runner.batches[1:]:
+        assert not batch.joins and not batch.new_blocks and not batch.chunks
+
+
+@DEPTHS
+def test_budget_smaller_than_max_num_seqs(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=8, max_num_batched_tokens=3)
+    ids = [engine.add_request([i, i + 1], greedy(5)) for i in range(8)]
+    outputs = run(engine)
+    assert sorted(outputs) == ids
+    assert max(len(batch.decode_slots) + batch.num_prompt_tokens for batch in runner.batches) == 3
+
+
+@DEPTHS
+def test_eos_is_kept_and_nothing_comes_after_it(depth: int) -> None:
+    prompt = [3, 1, 4]
+    free = complete(prompt, 20, frozenset(), 128)
+    eos = frozenset([free[6]])
+    engine, _ = make_engine(pipeline_depth=depth, eos=eos)
+    stopped = engine.add_request(prompt, greedy(20))
+    ignoring = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    outputs = run(engine)
+    assert outputs[stopped]["token_ids"] == complete(prompt, 20, eos, 128)
+    assert outputs[stopped]["finish_reason"] == "stop"
+    assert outputs[ignoring]["token_ids"] == free
+    assert outputs[ignoring]["finish_reason"] == "length"
+
+
+@DEPTHS
+def test_a_prompt_of_max_model_len_gets_one_token(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, max_model_len=20)
+    request = engine.add_request(list(range(20)), greedy(9))
+    output = run(engine)[request]
+    assert len(output["token_ids"]) == 1 and output["finish_reason"] == "length"
+    with pytest.raises(ValueError, match="21 tokens, over max_model_len=20"):
+        engine.add_request(list(range(21)), greedy(9))
+
+
+@DEPTHS
+@pytest.mark.parametrize("kind", ["fail_launch", "fail_result"])
+def test_a_failed_step_fails_its_requests_and_no_others(depth: int, kind: str) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=2)
+    prompt = list(range(40))
+    ids = [engine.add_request(prompt, greedy(30)) for _ in range(3)]
+    for _ in range(3):
+        engine.step()
+    setattr(runner, kind, True)
+    with pytest.raises(StepError, match="failed") as caught:
+        for _ in range(3):
+            engine.step()
+    assert caught.value.request_ids == ids[:2]
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert engine.block_manager.num_used_blocks == 0
+    outputs = run(engine)
+    assert outputs[ids[2]]["token_ids"] == complete(prompt, 30, frozenset(), 128)
+    assert list(outputs) == ids[2:]
+
+
+@DEPTHS
+def test_blocks_of_a_failed_step_are_not_shared(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
+    prompt = list(range(40))
+    engine.add_request(prompt, greedy(4))
+    runner.fail_result = True
+    with pytest.raises(StepError):
+        run(engine)
+    again = engine.add_request(prompt, greedy(4))
+    output = run(engine)[again]
+    assert output["num_cached_tokens"] == 0
+    assert output["token_ids"] == complete(prompt, 4, frozenset(), 128)
+
+
+@DEPTHS
+def test_abort_frees_at_once(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    ids = [engine.add_request([i] * 20, greedy(50)) for i in range(6)]
+    for _ in range(4):
+        engine.step()
+    engine.abort(ids[1:])
+    assert engine.block_manager.num_used_blocks == engine.block_manager.num_blocks_for(20 + 4)
+    assert list(run(engine)) == ids[:1]
+
+
+def test_stats_count_what_happened() -> None:
+    engine, _ = make_engine(pipeline_depth=0)
+    engine.add_request(list(range(20)), greedy(5))
+    run(engine)
+    engine.add_request(list(range(20)), greedy(5))
+    run(engine)
+    assert engine.stats() == {
+        "num_steps": 10,
+        "num_prompt_tokens": 40,
+        "num_output_tokens": 10,
+        "num_cached_tokens": 16,
+        "num_preemptions": 0,
+        "num_used_blocks": 0,
+        "num_free_blocks": 16,
+    }

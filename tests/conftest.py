@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     # Read when a kernel is defined, so before the library is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 # The tests' tensors are too small to share between threads.
 torch.set_num_threads(1)

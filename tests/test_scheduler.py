@@ -17,7 +17,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 def run(engine: LLMEngine) -> dict[int, RequestOutput]:
-    outputs = {}
+    outputs: dict[int, RequestOutput] = {}
     while not engine.is_finished():
         outputs.update(engine.step().finished)
         check_engine(engine)

@@ -23,13 +23,13 @@ _MAX_QUERIES = 1024
 class Piece:
     """Sequences `[num_seqs]` of equally many queries that are computed by one call.
 
-    `rows` are the piece's query rows; `tokens` [num_seqs, max_len] the cache places of the keys; `mask`
+    `rows` are the piece's query rows; `kv_slots` [num_seqs * max_len] the cache places of the keys; `mask`
     [num_seqs, 1, num_queries, max_len] is true where a query sees a key.
     """
 
     rows: slice
     num_seqs: int
-    tokens: torch.Tensor
+    kv_slots: torch.Tensor
     mask: torch.Tensor
 
 
@@ -79,7 +79,8 @@ class SdpaBackend(AttentionBackend):
         mask = position <= query_position[:, :, None]
         num_seqs = seqs.stop - seqs.start
         rows = slice(row, row + num_seqs * num_queries)
-        return Piece(rows, num_seqs, blocks * self.block_size + position % self.block_size, mask.unsqueeze(1))
+        kv_slots = blocks * self.block_size + position % self.block_size
+        return Piece(rows, num_seqs, kv_slots.flatten(), mask.unsqueeze(1))
 
     def forward(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
@@ -99,8 +100,11 @@ def _attend(
     # The heads of a group share their keys, so they are queries of one KV head: [seqs, kv_heads, group, queries, dim].
     q = query.view(piece.num_seqs, -1, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     group, num_queries = q.shape[2:4]
-    key = k_cache.flatten(0, 1)[piece.tokens].transpose(1, 2)
-    value = v_cache.flatten(0, 1)[piece.tokens].transpose(1, 2)
+    # index_select copies whole rows; on the CPU it takes a quarter of the time of indexing.
+    key, value = (
+        cache.flatten(0, 1).index_select(0, piece.kv_slots).unflatten(0, (piece.num_seqs, -1)).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
     mask = piece.mask.repeat(1, 1, group, 1)
     out = functional.scaled_dot_product_attention(q.flatten(2, 3), key, value, attn_mask=mask, scale=scale)
     out = out.view(piece.num_seqs, num_kv_heads, group, num_queries, head_dim)

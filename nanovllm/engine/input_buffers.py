@@ -169,7 +169,7 @@ class InputBuffers:
         return [index, state.reshape(-1)[index]]
 
     def _chunk_arrays(self, chunks: list[PromptChunk]) -> list[np.ndarray]:
-        """Token ids, positions, cache places; slots, borders, context lengths; last rows and slots of those that sample."""
+        """Token ids, positions, cache places; slots, borders, context lengths; last rows and slots that sample."""
         if not chunks:
             return []
         lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)

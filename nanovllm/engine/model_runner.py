@@ -78,9 +78,9 @@ class ModelRunner:
         self._results = [torch.empty_like(self._sampled, device="cpu", pin_memory=self.is_cuda) for _ in range(2)]
         self._turn = 0
         self.max_model_len = max_model_len
+        self.graphs: DecodeGraphs | None = None
         self.num_kvcache_blocks = self._num_blocks(free_before)
         self._bind_cache(self.num_kvcache_blocks)
-        self.graphs: DecodeGraphs | None = None
         if self.is_cuda and not config.enforce_eager and self.backend.supports_cuda_graph:
             with torch.inference_mode(), self._device_guard():
                 self.graphs = DecodeGraphs(self._decode, batch_size_ladder(config.max_num_running))

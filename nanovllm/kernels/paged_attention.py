@@ -115,8 +115,9 @@ def _decode_kernel(
             in_split[None, :], scale, kv_row_stride, acc, row_max, row_sum,
             BLOCK_SIZE, HEAD_DIM,
         )  # fmt: skip
-    # A split past the end of its context leaves zeros, weighted by exp2(-inf).
-    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    # A split past the end of its context has maximum -inf: it leaves zeros, weighted by exp2(-inf).
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    out = acc / row_sum[:, None]
     partial = (seq * num_heads + heads) * num_splits + split
     tl.store(partial_ptr + partial[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask[:, None])
     tl.store(lse_ptr + partial, row_max + tl.log2(row_sum), mask=group_mask)

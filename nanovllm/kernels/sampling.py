@@ -121,7 +121,7 @@ def sample_triton(
 ) -> torch.Tensor:
     """Triton form of `sample`: the best of each piece of the vocabulary in one kernel, the best of those in torch."""
     num_rows, vocab_size = logits.shape
-    block = min(4096, triton.next_power_of_2(vocab_size))
+    block = min(4096, max(16, triton.next_power_of_2(vocab_size)))
     num_pieces = triton.cdiv(vocab_size, block)
     scores = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_pieces, dtype=torch.int64, device=logits.device)

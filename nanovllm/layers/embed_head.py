@@ -1,4 +1,4 @@
-"""Token embedding and LM head."""
+"""Token embedding and LM head: one table, read by rows and multiplied; in tied models the same one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class Embedding(nn.Module):
-    """Rows of a table; weight [vocab_size, hidden_size]."""
+    """A table of one row a token; weight [vocab_size, hidden_size]."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -23,10 +23,6 @@ class Embedding(nn.Module):
         """token_ids: [num_tokens] -> [num_tokens, hidden_size]."""
         return functional.embedding(token_ids, self.weight)
 
-
-class LMHead(Embedding):
-    """The same table read the other way: hidden states to logits."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Read the table the other way. hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
         return functional.linear(hidden, self.weight)

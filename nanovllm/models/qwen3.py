@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.rotary_embedding import cos_sin_table
@@ -120,9 +120,8 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Qwen3Model(config)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        tied = config.tie_word_embeddings
+        self.lm_head = self.model.embed_tokens if tied else Embedding(config.vocab_size, config.hidden_size)
         self.cos_sin: torch.Tensor | None = None
 
     def init_rope(self, max_position: int, device: torch.device) -> None:
@@ -137,4 +136,4 @@ class Qwen3ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.lm_head(hidden)
+        return self.lm_head.logits(hidden)

@@ -1,0 +1,8 @@
+"""The bundled checkpoint, and the scripts that made it: `train.py` repeats it on one GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BUNDLED_MODEL = str(Path(__file__).resolve().parent / "qwen3-tiny")
+"""Folder of a Qwen3 of 4.9 million parameters, for machines with no network and no GPU."""

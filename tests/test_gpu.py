@@ -1,0 +1,188 @@
+"""The engine on a CUDA device. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.model_config import ModelConfig
+from tests.conftest import MakeCheckpoint
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["sdpa", "triton", "flash_attn"]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "initializer_range": 0.05,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint(**SHAPE)
+
+
+def make_llm(folder: Path, **kwargs: Any) -> LLM:
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "max_model_len": 512,
+        "max_num_seqs": 256,
+        "num_kvcache_blocks": 600,
+        "seed": 0,
+        "dtype": "bfloat16",
+    }
+    settings |= kwargs
+    if settings.get("attention_backend") == "flash_attn":
+        pytest.importorskip("flash_attn")
+    return LLM(folder, **settings)
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    assert isinstance(llm._runner, ModelRunner)
+    return llm._runner
+
+
+def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
+    """Make an eager engine take these tokens, step by step, whatever it computes; returns its logits as they come."""
+    runner, recorded, device = runner_of(llm), [], runner_of(llm).device
+
+    def sampler(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        recorded.append(logits.float().clone())
+        return torch.tensor(forced[len(recorded) - 1], device=device)
+
+    runner.sampler = sampler  # type: ignore[assignment]
+    return recorded
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, backend: str) -> None:
+    (prompt,) = prompts((202,))
+    model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
+    with torch.inference_mode():
+        exact = model(torch.tensor([prompt], device="cuda")).logits[0]
+        theirs = model.bfloat16()(torch.tensor([prompt], device="cuda")).logits[0].float()
+    ends = [20, 63, 64, 65, 150, 198]
+    steps = 4
+    with make_llm(folder, attention_backend=backend, enforce_eager=True, enable_prefix_caching=False) as llm:
+        recorded = force_tokens(llm, [[prompt[n + i] for n in ends] for i in range(steps)])
+        llm.generate([prompt[:n] for n in ends], greedy(steps), use_tqdm=False)
+    assert len(recorded) == steps
+    for i, logits in enumerate(recorded):
+        places = [n - 1 + i for n in ends]
+        assert (logits - exact[places]).abs().max() <= 2 * (theirs - exact).abs().max(), f"step {i}"
+        assert (logits - exact[places]).norm() <= 2 * (theirs - exact)[places].norm(), f"step {i}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("eager", [True, False])
+def test_float32_and_bf16_tokens_agree_with_transformers(folder: Path, backend: str, eager: bool) -> None:
+    dtype = "bfloat16" if backend == "flash_attn" else "float32"
+    batch = prompts((1, 5, 64, 100, 255, 256, 257, 300), seed=1)
+    model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
+    with make_llm(
+        folder, attention_backend=backend, enforce_eager=eager, dtype=dtype, max_num_batched_tokens=300
+    ) as llm:
+        outputs = llm.generate(batch, greedy(40), use_tqdm=False)
+        warm = llm.generate(batch, greedy(40), use_tqdm=False)
+        llm.block_manager.check_integrity([])
+    agree = 0
+    for prompt, output in zip(batch, outputs, strict=True):
+        token_ids = torch.tensor([prompt], device="cuda")
+        want = model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        agree += output["token_ids"] == want
+        if dtype == "bfloat16":
+            assert len(output["token_ids"]) == 40
+    if dtype == "float32":
+        assert agree == len(batch)
+        assert [output["token_ids"] for output in warm] == [output["token_ids"] for output in outputs]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_seeded_tokens_are_the_same_alone_and_in_a_batch(folder: Path, eager: bool) -> None:
+    batch = prompts((30,) * 256, seed=2)
+    params = [SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True, seed=i) for i in range(256)]
+    with make_llm(folder, dtype="float32", enforce_eager=eager) as llm:
+        together = llm.generate(batch, params, use_tqdm=False)
+        for i in (0, 100, 255):
+            (alone,) = llm.generate([batch[i]], params[i], use_tqdm=False)
+            assert alone["token_ids"] == together[i]["token_ids"]
+
+
+def test_overlapped_steps_with_preemption_and_eos(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(**(SHAPE | {"eos_token_id": list(range(0, 1000, 25))}))
+    batch = prompts(tuple(range(1, 200, 3)), seed=3)
+    params = SamplingParams(temperature=1.0, max_tokens=100, seed=7)
+    with make_llm(folder, dtype="float32") as llm:
+        want = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
+        assert llm.stats()["num_preemptions"] == 0
+    with make_llm(folder, dtype="float32", num_kvcache_blocks=40, kvcache_block_size=16, max_num_seqs=19) as llm:
+        got = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
+        assert llm.stats()["num_preemptions"] > 0
+        llm.block_manager.check_integrity([])
+    assert got == want
+    assert any(len(tokens) < 100 for tokens in want)
+
+
+def test_memory_is_sized_used_and_freed(folder: Path) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    llm = make_llm(folder, num_kvcache_blocks=-1, gpu_memory_utilization=0.5, max_num_seqs=512)
+    llm.generate(prompts((300,) * 600, seed=4), greedy(10), use_tqdm=False)
+    used = free - torch.cuda.mem_get_info()[0]
+    assert 0.45 * total < used < 0.51 * total
+    del llm
+    gc.collect()
+    assert free - torch.cuda.mem_get_info()[0] < 2**30
+    with pytest.raises(ValueError, match="KV cache"):
+        make_llm(folder, num_kvcache_blocks=-1, gpu_memory_utilization=0.001)
+
+
+def test_dummy_weights_of_a_published_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "head_dim": 128,'
+        '"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,'
+        '"max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "vocab_size": 151936,'
+        '"tie_word_embeddings": true, "torch_dtype": "bfloat16"}'
+    )
+    assert ModelConfig.from_folder(str(tmp_path)).dtype == "bfloat16"
+    with LLM(tmp_path, load_format="dummy", max_num_seqs=64, gpu_memory_utilization=0.5) as llm:
+        assert runner_of(llm).dtype == torch.bfloat16
+        params = SamplingParams(temperature=0.6, max_tokens=30, ignore_eos=True, seed=1)
+        outputs = llm.generate([[i] * 100 for i in range(100)], params, use_tqdm=False)
+    assert all(len(output["token_ids"]) == 30 for output in outputs)
+    assert len({tuple(output["token_ids"]) for output in outputs}) > 90
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="cuda:99"):
+        resolve_device("cuda:99")

@@ -1,0 +1,216 @@
+"""Every Triton kernel against its torch reference: on the GPU where there is one, else in Triton's interpreter.
+
+A kernel passes if its error against float32 is at most twice that of the same op done by torch in the kernel's dtype
+(plus float32's own rounding). Outputs are filled with NaN first wherever the kernel is handed them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm.kernels import qk_norm_rope, rms_norm, sampling, silu_mul, store_kv
+from nanovllm.kernels.paged_attention import decode_attention, prefill_attention
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+BATCHES = (1, 19, 99, 989) if GPU else (1, 19)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if GPU else (torch.float32, torch.float16)
+FLOAT32_ROUNDING = 1e-5
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def check_error(out: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that `out` is about as near to the float32 result as torch gets in the same dtype."""
+    assert out.isfinite().all()
+    error = (out.float() - exact).abs().max().item()
+    allowed = 2 * (same_dtype.float() - exact).abs().max().item() + FLOAT32_ROUNDING * exact.abs().max().item()
+    assert error <= allowed, f"error {error} over {allowed}"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool) -> None:
+    size = 1024 if GPU else 80
+    x = randn(rows, 2 * size, dtype=dtype)[:, :size]
+    residual = randn(rows, size, dtype=dtype) if with_residual else None
+    weight = randn(size, dtype=dtype)
+    out, total = rms_norm.rms_norm_triton(x, weight, 1e-6, residual)
+    _, same_total = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
+    torch.testing.assert_close(total, same_total, rtol=0, atol=0)
+    wide = total.float()
+    exact = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-6)
+    check_error(out, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
+    reference, _ = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
+    check_error(reference, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
+
+
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
+    gate_up = randn(rows, 2 * (3072 if GPU else 112), dtype=dtype)
+    exact = silu_mul.silu_mul_ref(gate_up.float())
+    gate, up = gate_up.chunk(2, dim=-1)
+    check_error(silu_mul.silu_mul_triton(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(silu_mul.silu_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
+
+
+@pytest.mark.parametrize("tokens", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_qk_norm_rope(tokens: int, dtype: torch.dtype, head_dim: int, with_norm: bool) -> None:
+    num_heads, num_kv_heads, max_position = 6, 3, 64
+    qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    qk = qkv[:, : num_heads + num_kv_heads]
+    weights = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)) if with_norm else None
+    cos_sin = torch.rand(max_position, head_dim, device=DEVICE)
+    positions = torch.randint(max_position, (tokens,), device=DEVICE, dtype=torch.int32)
+    wide = None if weights is None else (weights[0].float(), weights[1].float())
+    exact = qk_norm_rope.qk_norm_rope_ref(qk.float(), wide, 1e-6, cos_sin, positions, num_heads)
+    reference = qk_norm_rope.qk_norm_rope_ref(qk, weights, 1e-6, cos_sin, positions, num_heads)
+    check_error(qk_norm_rope.qk_norm_rope_triton(qk, weights, 1e-6, cos_sin, positions, num_heads), reference, exact)
+
+
+@pytest.mark.parametrize("tokens", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv(tokens: int, dtype: torch.dtype) -> None:
+    kv_heads, head_dim, block_size = 3, 16, 16
+    num_blocks = tokens // block_size + 3
+    key, value = randn(tokens, 2 * kv_heads, head_dim, dtype=dtype).split(kv_heads, dim=1)
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:tokens].int()
+    slots[::5] = -1
+    caches = [randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(1)]
+    out, want = caches[0].clone(), caches[0].clone()
+    store_kv.store_kv_triton(key, value, out[0], out[1], slots)
+    store_kv.store_kv_ref(key, value, want[0], want[1], slots)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    written = slots[slots >= 0].long()
+    torch.testing.assert_close(want[0].flatten(0, 1)[written], key[slots >= 0], rtol=0, atol=0)
+    assert (want != caches[0]).flatten(1, 2).any(-1).any(-1).sum() == 2 * len(written)
+
+
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 257, 5003])
+def test_sampling(rows: int, dtype: torch.dtype, vocab_size: int) -> None:
+    logits = (3 * randn(rows, vocab_size + 3, dtype=dtype))[:, :vocab_size]
+    temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) % 3 > 0)
+    seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
+    output_index = torch.randint(4096, (rows,), dtype=torch.int32, device=DEVICE)
+    out = sampling.sample_triton(logits, temperatures, seeds, output_index)
+    want = sampling.sample_ref(logits, temperatures, seeds, output_index)
+    greedy = temperatures == 0
+    assert torch.equal(out[greedy], want[greedy])
+    # exp and log differ in the last bit from one implementation to the other, which may decide a draw.
+    noise = sampling.gumbel_noise(vocab_size, seeds, output_index)
+    scores = logits.float() + temperatures[:, None] * noise
+    drawn = scores.gather(1, out[:, None]).squeeze(1)
+    assert (scores.amax(1) - drawn).max() < 1e-5
+    assert (out == want).float().mean() > 0.99
+
+
+def test_sampling_takes_the_lowest_id_of_a_tie() -> None:
+    logits = torch.zeros(3, 9001, device=DEVICE)
+    logits[0, [5000, 7000, 8999]] = 1
+    logits[1, [10, 11]] = 1
+    zeros = torch.zeros(3, device=DEVICE)
+    seeds = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    for form in (sampling.sample_triton, sampling.sample_ref):
+        assert form(logits, zeros, seeds, seeds[:, 0]).tolist() == [5000, 10, 0]
+
+
+def test_philox_known_answers() -> None:
+    """The vectors published with Random123."""
+    key = torch.tensor([[0, 0], [0xFFFFFFFF, 0xFFFFFFFF]])
+    words = sampling.philox(torch.tensor([0]), torch.tensor([0]), key[0])
+    assert [f"{word:08x}" for word in words.flatten().tolist()] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+
+
+def test_samples_follow_the_softmax() -> None:
+    """20,000 draws of one distribution, by different seeds: chi-squared against softmax(logits / temperature)."""
+    count, temperature = 20000, 0.7
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0], device=DEVICE)
+    seeds = torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2)
+    temperatures = torch.full((count,), temperature, device=DEVICE)
+    drawn = sampling.sample_ref(logits.expand(count, -1), temperatures, seeds, seeds[:, 0] % 50)
+    expected = torch.softmax(logits / temperature, 0) * count
+    chi_squared = ((torch.bincount(drawn, minlength=6) - expected) ** 2 / expected).sum().item()
+    # The 99.9th percentile of chi-squared with 5 degrees of freedom.
+    assert chi_squared < 20.5
+
+
+def paged(lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple:
+    """A cache with contexts of these lengths in shuffled blocks; every other place holds large numbers."""
+    needed = [-(-n // block_size) for n in lens]
+    num_blocks = sum(needed) + 2
+    cache = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
+    order = torch.randperm(num_blocks, device=DEVICE).int()
+    tables = torch.zeros(len(lens), max(needed) + 1, dtype=torch.int32, device=DEVICE)
+    used = torch.zeros(num_blocks, block_size, dtype=torch.bool, device=DEVICE)
+    start = 0
+    for i, n in enumerate(lens):
+        blocks = order[start : start + needed[i]]
+        tables[i, : needed[i]] = blocks
+        positions = torch.arange(n, device=DEVICE)
+        used[blocks[positions // block_size].long(), positions % block_size] = True
+        start += needed[i]
+    cache[:, ~used] = 1e4
+    return cache, tables, torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+
+
+def dense_attention(query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """Causal attention of the last queries of one sequence, in the query's dtype. query: [n, heads, head_dim]."""
+    key, value = cache[:, table.long()].flatten(1, 2)[:, :length].to(query.dtype)
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[2] ** -0.5
+    first = length - len(query)
+    mask = torch.arange(length, device=DEVICE) <= first + torch.arange(len(query), device=DEVICE)[:, None]
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+SHAPES = [(16, 1, 16), (32, 2, 16), (64, 4, 32), (128, 8, 256), (128, 2, 256), (64, 7, 48), (64, 3, 16)]
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 8])
+def test_decode_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, splits: int) -> None:
+    kv_heads = 2
+    lens = [1, 2, 15, 16, 17, 129, 300, *([1000, 2047, 4100] * 3 if GPU else [])]
+    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    decode_attention(query, cache[0], cache[1], out, tables, context_lens, splits, head_dim**-0.5)
+    exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
+    same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
+    check_error(out, same, exact)
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    kv_heads = 2
+    pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(70, 90)])]
+    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
+    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    borders = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    scale = head_dim**-0.5
+    prefill_attention(query, cache[0], cache[1], out, tables, context_lens, borders, max(query_lens), scale)
+    pieces = query.split(query_lens)
+    exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
+    same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
+    check_error(out, same, exact)

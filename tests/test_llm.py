@@ -1,0 +1,389 @@
+"""What a user sees: arguments, outputs, errors, and an engine that survives them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine.llm_engine import RequestOutput, StepError
+from tests.conftest import MakeCheckpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def make_llm(folder: Path | str, **kwargs: Any) -> LLM:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "max_model_len": 128,
+        "kvcache_block_size": 16,
+        "num_kvcache_blocks": 20,
+        "seed": 0,
+    }
+    return LLM(folder, **(settings | kwargs))
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return make_llm(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> LLM:
+    return make_llm(BUNDLED_MODEL, max_model_len=512, num_kvcache_blocks=200)
+
+
+def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:
+    (output,) = bundled.generate("introduce yourself", GREEDY, use_tqdm=False)
+    assert set(output) == {"text", "token_ids", "finish_reason", "num_cached_tokens"}
+    assert isinstance(output["text"], str) and len(output["token_ids"]) == 8
+    assert bundled.generate([], use_tqdm=False) == []
+
+
+def test_special_tokens_end_a_text_but_do_not_show(bundled: LLM) -> None:
+    prompt = bundled.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "introduce yourself"}], tokenize=False, add_generation_prompt=True
+    )
+    (output,) = bundled.generate(prompt, SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)
+    assert output["finish_reason"] == "stop"
+    assert output["token_ids"][-1] == bundled.tokenizer.eos_token_id
+    assert "<|" not in output["text"] and "Nano" in output["text"]
+
+
+def test_every_eos_of_the_generation_config_stops(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(eos_token_id=3)
+    prompt = list(range(10, 30))
+    with make_llm(folder) as llm:
+        (free,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, free["token_ids"][5]]}))
+    with make_llm(folder) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    first = free["token_ids"].index(free["token_ids"][5])
+    assert output["token_ids"] == free["token_ids"][: first + 1]
+    assert output["finish_reason"] == "stop"
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM) -> None:
+    prompts = [[5 + i] * (1 + 3 * i) for i in range(6)]
+    params = [SamplingParams(temperature=0, max_tokens=12 - 2 * i, ignore_eos=True) for i in range(6)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(output["token_ids"]) for output in together] == [12, 10, 8, 6, 4, 2]
+    for prompt, param, output in zip(prompts, params, together, strict=True):
+        assert llm.generate([prompt], param, use_tqdm=False)[0]["token_ids"] == output["token_ids"]
+
+
+def test_seeds(llm: LLM, checkpoint: Path) -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(12)]
+    seeded = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=2**64 - 1)
+    unseeded = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    together = [output["token_ids"] for output in llm.generate(prompts, seeded, use_tqdm=False)]
+    alone = [llm.generate([prompt], seeded, use_tqdm=False)[0]["token_ids"] for prompt in prompts]
+    assert together == alone
+    same_prompt = [output["token_ids"] for output in llm.generate([prompts[0]] * 12, unseeded, use_tqdm=False)]
+    assert len({tuple(tokens) for tokens in same_prompt}) > 6
+    with make_llm(checkpoint, seed=5, num_kvcache_blocks=8, max_num_seqs=5, max_num_batched_tokens=16) as other:
+        assert [output["token_ids"] for output in other.generate(prompts, seeded, use_tqdm=False)] == together
+    runs = []
+    for _ in range(2):
+        with make_llm(checkpoint, seed=5) as other:
+            runs.append([output["token_ids"] for output in other.generate(prompts, unseeded, use_tqdm=False)])
+    assert runs[0] == runs[1]
+
+
+def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
+    prompts = [[i] * 20 for i in range(8)]
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=3)
+    with make_llm(checkpoint, num_kvcache_blocks=100) as roomy, make_llm(checkpoint, num_kvcache_blocks=9) as tight:
+        want = [output["token_ids"] for output in roomy.generate(prompts, params, use_tqdm=False)]
+        got = [output["token_ids"] for output in tight.generate(prompts, params, use_tqdm=False)]
+        assert roomy.stats()["num_preemptions"] == 0 < tight.stats()["num_preemptions"]
+    assert got == want
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty"),
+        ("", "empty"),
+        ([1] * 129, "129 tokens, over max_model_len=128"),
+        ([1, 512], r"token id 512 is outside the vocabulary, 0 \.\.\. 511"),
+        ([-1], "token id -1"),
+        ([1.5], "list of token ids"),
+        ({"prompt": "x"}, "dict"),
+    ],
+)
+def test_bad_prompts(bundled_small: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bundled_small.generate([[1, 2, 3], prompt], GREEDY, use_tqdm=False)
+    assert bundled_small.is_finished()
+    assert len(bundled_small.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
+
+
+@pytest.fixture(scope="module")
+def bundled_small() -> LLM:
+    return make_llm(BUNDLED_MODEL)
+
+
+def test_request_over_the_cache(checkpoint: Path) -> None:
+    with make_llm(checkpoint, num_kvcache_blocks=2) as llm:
+        with pytest.raises(ValueError, match="over the cache's 32"):
+            llm.generate([[1] * 40], GREEDY)
+        with pytest.raises(ValueError, match="need 33 places"):
+            llm.generate([[1] * 26], GREEDY)
+        (output,) = llm.generate([[1] * 25], GREEDY, use_tqdm=False)
+        assert len(output["token_ids"]) == 8
+
+
+def test_strings_need_a_tokenizer(llm: LLM) -> None:
+    assert llm.tokenizer is None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        llm.generate("hello")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be an integer >= 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature must be a finite number >= 0, not -0.1"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"top_q": 1}, "unknown argument top_q; SamplingParams takes temperature"),
+    ],
+)
+def test_bad_sampling_params(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**settings)
+
+
+def test_lists_of_different_lengths(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.generate([[1]], [{"temperature": 0}])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seq": 4}, "unknown argument max_num_seq; Config takes model, device"),
+        ({"kvcache_block_size": 24}, "multiple of 16, not 24"),
+        ({"kvcache_block_size": 0}, "multiple of 16, not 0"),
+        ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"dtype": "float8"}, "dtype must be one of"),
+        ({"device": "tpu"}, "device must be"),
+        ({"attention_backend": "magic"}, "attention_backend must be one of"),
+        ({"attention_backend": "triton", "device": "cpu"}, "needs a CUDA device"),
+        ({"load_format": "gguf"}, "load_format must be one of"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_bad_settings(checkpoint: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_llm(checkpoint, **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="device='cuda', but there are 0 CUDA devices"):
+        make_llm(checkpoint, device="cuda")
+
+
+def test_max_model_len_is_capped_with_a_warning(checkpoint: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="max_model_len=4096 is capped: the model has 1024"),
+        LLM(checkpoint, device="cpu") as llm,
+    ):
+        assert llm.max_model_len == 1024
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_llm(checkpoint).exit()
+
+
+def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path) -> None:
+    with make_llm(checkpoint, num_kvcache_blocks=-1, max_num_seqs=4) as llm:
+        # As much as 4 sequences of 128 tokens can use, though a tenth of the memory would hold far more.
+        assert llm.stats()["num_free_blocks"] == 32
+        llm.generate([[1] * 100] * 9, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=4)])
+def test_dummy_weights_need_a_config_alone(checkpoint: Path, tmp_path: Path, params: SamplingParams) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    runs = []
+    for seed in (1, 1, 2):
+        with make_llm(tmp_path, load_format="dummy", seed=seed) as llm:
+            runs.append([output["token_ids"] for output in llm.generate([[1, 2, 3]] * 3, params, use_tqdm=False)])
+    assert runs[0] == runs[1] != runs[2]
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        make_llm(tmp_path)
+
+
+def test_requests_by_hand(llm: LLM) -> None:
+    first = llm.add_request([1, 2, 3], GREEDY)
+    second = llm.add_request([4] * 30)
+    outputs: dict[int, RequestOutput] = {}
+    counts = [0, 0]
+    while not llm.is_finished():
+        result = llm.step()
+        outputs.update(result.finished)
+        counts[0] += result.num_prompt_tokens
+        counts[1] += result.num_output_tokens
+    assert set(outputs) == {first, second}
+    assert counts == [33, 8 + len(outputs[second]["token_ids"])]
+
+
+def test_generate_leaves_the_requests_of_others_alone(llm: LLM) -> None:
+    other = llm.add_request([9, 8, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert len(output["token_ids"]) == 8
+    finished: dict[int, RequestOutput] = {}
+    while not llm.is_finished():
+        finished.update(llm.step().finished)
+    assert len(finished[other]["token_ids"]) == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int) -> None:
+    with make_llm(checkpoint) as llm:
+        runner: Any = llm._runner
+        runner.pipeline_depth = depth
+        launch, in_launch = runner.launch, []
+
+        def interrupted_launch(batch: Any) -> Any:
+            if llm.scheduler.stats.num_steps == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+                in_launch.append("survived")
+            return launch(batch)
+
+        runner.launch = interrupted_launch
+        other = llm.add_request([3, 2, 1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1] * 20] * 30, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+        assert in_launch == ["survived"]
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert [seq.seq_id for seq in llm.scheduler.sequences] == [other]
+        llm.block_manager.check_integrity(llm.scheduler.sequences)
+        assert llm.stats()["num_used_blocks"] == 1
+        runner.launch = launch
+        finished: dict[int, RequestOutput] = {}
+        while not llm.is_finished():
+            finished.update(llm.step().finished)
+        assert len(finished[other]["token_ids"]) == 9
+        assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
+        assert llm.stats()["num_used_blocks"] == 0
+
+
+def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
+    runner: Any = llm._runner
+    launch, raised = runner.launch, []
+
+    def launch_and_generate(batch: Any) -> Any:
+        with pytest.raises(RuntimeError, match="already running"):
+            llm.generate([[1]], GREEDY)
+        raised.append(True)
+        return launch(batch)
+
+    runner.launch = launch_and_generate
+    try:
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    finally:
+        runner.launch = launch
+    assert len(raised) == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) -> None:
+    with make_llm(checkpoint) as llm:
+        runner: Any = llm._runner
+        runner.pipeline_depth = depth
+        model, calls = runner.model.forward, []
+
+        def failing(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise MemoryError("no room")
+            return model(*args)
+
+        prompts = [[i] * 40 for i in range(4)]
+        want = llm.generate(prompts, GREEDY, use_tqdm=False)
+        with make_llm(checkpoint) as fresh:
+            runner = fresh._runner
+            runner.pipeline_depth = depth
+            model = runner.model.forward
+            runner.model.forward = failing
+            with pytest.raises(StepError, match="no room") as caught:
+                fresh.generate(prompts, GREEDY, use_tqdm=False)
+            assert isinstance(caught.value.__cause__, MemoryError)
+            assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
+            fresh.block_manager.check_integrity([])
+            got = fresh.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
+
+
+def test_exit_twice_and_use_after(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint)
+    llm.exit()
+    llm.exit()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1]], GREEDY)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.add_request([1])
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step()
+
+
+def test_del_frees_the_model(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint)
+    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    runner: Any = llm._runner
+    freed = weakref.ref(runner.model.model.embed_tokens.weight)
+    del runner, llm
+    assert freed() is None
+
+
+def test_engines_live_side_by_side_also_in_threads(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as first, make_llm(checkpoint, kvcache_block_size=32) as second:
+        want = [output["token_ids"] for output in first.generate([[1] * 50, [2]], GREEDY, use_tqdm=False)]
+        results: list[list[list[int]]] = []
+
+        def work() -> None:
+            outputs = second.generate([[1] * 50, [2]], GREEDY, use_tqdm=False)
+            results.append([output["token_ids"] for output in outputs])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        again = [output["token_ids"] for output in first.generate([[1] * 50, [2]], GREEDY, use_tqdm=False)]
+        thread.join()
+    assert results == [want] and again == want
+
+
+def test_torch_and_environment_are_left_alone(checkpoint: Path) -> None:
+    before = (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), dict(os.environ))
+    with make_llm(checkpoint, dtype="bfloat16") as llm:
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before[:3]
+    assert dict(os.environ) == before[3]

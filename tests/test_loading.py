@@ -1,0 +1,215 @@
+"""Checkpoints: what loads, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers.rotary_embedding import cos_sin_table
+from nanovllm.model_config import ModelConfig
+from nanovllm.utils import loader
+from nanovllm.utils.hub import resolve_model
+
+PROMPTS = [[1, 2, 3], list(range(40))]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def load(folder: Path, **kwargs: Any) -> LLM:
+    return LLM(folder, device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20, **kwargs)
+
+
+def tokens(folder: Path, **kwargs: Any) -> list[list[int]]:
+    with load(folder, **kwargs) as llm:
+        return [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del weights[name]
+        else:
+            weights[name] = tensor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_sharded_files_with_an_index(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert tokens(tmp_path) == tokens(checkpoint)
+    shards[0].unlink()
+    with pytest.raises(ValueError, match=f"names files that are not there.*{shards[0].name}"):
+        load(tmp_path)
+
+
+def test_a_tied_checkpoint_may_store_its_head(make_checkpoint: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint(tie_word_embeddings=True)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    weights = load_file(copy / "model.safetensors")
+    change_weights(copy, **{"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    assert tokens(copy) == tokens(folder)
+
+
+def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+    fill = loader._fill
+
+    def counting_fill(model: Any, param: str, shard: str | None, name: str, tensor: torch.Tensor) -> None:
+        import weakref  # noqa: PLC0415
+
+        alive[:] = [ref for ref in alive if ref() is not None]
+        assert len(alive) <= 1, "the tensor before the last is still there"
+        alive.append(weakref.ref(tensor))
+        fill(model, param, shard, name, tensor)
+
+    monkeypatch.setattr(loader, "_fill", counting_fill)
+    load(checkpoint).exit()
+    assert alive
+
+
+def test_missing_tensors(copy: Path) -> None:
+    change_weights(copy, **{"model.layers.1.self_attn.k_proj.weight": None, "model.norm.weight": None})
+    with pytest.raises(ValueError, match=r"missing \['model.layers.1.self_attn.qkv_proj.weight\[k\]', 'model.norm.w"):
+        load(copy)
+
+
+def test_surplus_tensors(copy: Path) -> None:
+    change_weights(copy, **{"model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"left over \['model.layers.7.mlp.up_proj.weight'\]"):
+        load(copy)
+
+
+def test_wrong_shapes(copy: Path) -> None:
+    change_weights(copy, **{"model.layers.0.self_attn.v_proj.weight": torch.zeros(32, 64)})
+    with pytest.raises(ValueError, match=r"v_proj.weight' has shape \[32, 64\]; the config asks for \[64, 64\]"):
+        load(copy)
+
+
+def test_truncated_weights(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
+        load(copy)
+
+
+def test_no_weights_no_config_no_folder(copy: Path, tmp_path: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        load(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load(copy)
+    with pytest.raises(ValueError, match="missing' does not exist"):
+        load(tmp_path / "missing")
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve_model("some/relative/folder", None)
+
+
+def test_hub_ids_honour_offline_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="neither a folder nor a model that the Hub gives"):
+        resolve_model("Qwen/Qwen3-0.6B", None)
+    with pytest.raises(ValueError, match="neither a folder"):
+        resolve_model("no such model", None)
+
+
+def test_a_hub_id_in_the_cache_loads(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path) -> None:
+    repo = tmp_path / "models--me--tiny"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    shutil.copytree(checkpoint, snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert Path(resolve_model("me/tiny", None)) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"model_type": "no_such_type"}, "is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window=True"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(copy: Path, changes: dict[str, object], message: str) -> None:
+    if "rope_parameters" in changes:
+        changes = changes | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    change_config(copy, **changes)
+    with pytest.raises(ValueError, match=message):
+        load(copy)
+
+
+def test_published_configs_are_understood() -> None:
+    """Names and values of Qwen/Qwen3-0.6B and Qwen/Qwen2.5-7B-Instruct-1M's family, as transformers 4.x wrote them."""
+    hf = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"], hidden_size=1024, head_dim=128, intermediate_size=3072,
+        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=40960,
+        rope_theta=1000000, rope_scaling=None, tie_word_embeddings=True, vocab_size=151936, eos_token_id=151645,
+    )  # fmt: skip
+    config = ModelConfig.from_hf(hf, eos_token_ids=[151643])
+    assert (config.rope_theta, config.yarn, config.max_position) == (1000000, None, 40960)
+    assert config.eos_token_ids == {151643, 151645}
+    assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
+
+
+def test_yarn_as_the_model_card_says() -> None:
+    hf = Qwen3Config(
+        max_position_embeddings=40960,
+        rope_theta=1000000,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    )
+    config = ModelConfig.from_hf(hf)
+    assert config.yarn is not None and config.yarn.factor == 4.0
+    assert config.max_position == 131072
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 4.0])
+def test_rotary_table_is_transformers(factor: float | None) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding  # noqa: PLC0415
+
+    scaling = factor and {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 512}
+    length = int(512 * (factor or 1))
+    hf = Qwen3Config(head_dim=64, max_position_embeddings=length, rope_theta=10000.0, rope_scaling=scaling or None)
+    config = ModelConfig.from_hf(hf)
+    positions = torch.arange(2000)
+    cos, sin = Qwen3RotaryEmbedding(hf)(torch.zeros(1), positions[None])
+    table = cos_sin_table(64, 2000, config.rope_theta, config.yarn, torch.device("cpu"))
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=1e-5, atol=2e-4)
+
+
+def test_dtypes(checkpoint: Path) -> None:
+    for dtype, want in (("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        with load(checkpoint, dtype=dtype) as llm:
+            runner: Any = llm._runner
+            assert {param.dtype for param in runner.model.parameters()} == {want}
+            assert runner.k_cache.dtype == want
+            assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)[1]["token_ids"]) == 8

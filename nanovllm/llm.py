@@ -38,7 +38,7 @@ class LLM(LLMEngine):
         self._generating = False
         config = Config(os.fspath(model), **kwargs)
         folder = resolve_model(config.model, config.revision)
-        model_config = ModelConfig.from_folder(folder)
+        self.model_config = model_config = ModelConfig.from_folder(folder)
         max_model_len = min(config.max_model_len, model_config.max_position)
         if max_model_len < config.max_model_len:
             warnings.warn(

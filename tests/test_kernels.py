@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.kernels import qk_norm_rope, rms_norm, sampling, silu_mul, store_kv
-from nanovllm.kernels.paged_attention import decode_attention, prefill_attention
+from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul
+from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.prefill_attention import prefill_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -68,35 +69,74 @@ def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_qk_norm_rope(tokens: int, dtype: torch.dtype, head_dim: int, with_norm: bool) -> None:
-    num_heads, num_kv_heads, max_position = 6, 3, 64
-    qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    qk = qkv[:, : num_heads + num_kv_heads]
+def test_qkv_rope_store(tokens: int, dtype: torch.dtype, head_dim: int, with_norm: bool) -> None:
+    num_heads, kv_heads, max_position, block_size = 6, 3, 64, 16
+    num_blocks = tokens // block_size + 3
+    qkv = randn(tokens, 2 * (num_heads + 2 * kv_heads), head_dim, dtype=dtype)[:, : num_heads + 2 * kv_heads]
     weights = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)) if with_norm else None
+    wide = None if weights is None else (weights[0].float(), weights[1].float())
     cos_sin = torch.rand(max_position, head_dim, device=DEVICE)
     positions = torch.randint(max_position, (tokens,), device=DEVICE, dtype=torch.int32)
-    wide = None if weights is None else (weights[0].float(), weights[1].float())
-    exact = qk_norm_rope.qk_norm_rope_ref(qk.float(), wide, 1e-6, cos_sin, positions, num_heads)
-    reference = qk_norm_rope.qk_norm_rope_ref(qk, weights, 1e-6, cos_sin, positions, num_heads)
-    check_error(qk_norm_rope.qk_norm_rope_triton(qk, weights, 1e-6, cos_sin, positions, num_heads), reference, exact)
-
-
-@pytest.mark.parametrize("tokens", BATCHES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv(tokens: int, dtype: torch.dtype) -> None:
-    kv_heads, head_dim, block_size = 3, 16, 16
-    num_blocks = tokens // block_size + 3
-    key, value = randn(tokens, 2 * kv_heads, head_dim, dtype=dtype).split(kv_heads, dim=1)
     slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:tokens].int()
     slots[::5] = -1
-    caches = [randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(1)]
-    out, want = caches[0].clone(), caches[0].clone()
-    store_kv.store_kv_triton(key, value, out[0], out[1], slots)
-    store_kv.store_kv_ref(key, value, want[0], want[1], slots)
-    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
+    out, same, exact = before.clone(), before.clone(), before.float()
+    rope = (1e-6, cos_sin, positions)
+    query = qkv_rope_store.qkv_rope_store_triton(qkv, weights, *rope, out[0], out[1], slots)
+    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, weights, *rope, same[0], same[1], slots)
+    exact_query = qkv_rope_store.qkv_rope_store_ref(qkv.float(), wide, *rope, exact[0], exact[1], slots)
+    check_error(query, same_query, exact_query)
+    check_error(out[0], same[0], exact[0])
+    torch.testing.assert_close(out[1], same[1], rtol=0, atol=0)
     written = slots[slots >= 0].long()
-    torch.testing.assert_close(want[0].flatten(0, 1)[written], key[slots >= 0], rtol=0, atol=0)
-    assert (want != caches[0]).flatten(1, 2).any(-1).any(-1).sum() == 2 * len(written)
+    torch.testing.assert_close(same[1].flatten(0, 1)[written], qkv[slots >= 0, num_heads + kv_heads :], rtol=0, atol=0)
+    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
+    untouched[written] = False
+    for cache in (out, same):
+        assert torch.equal(cache.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+
+
+LINEARS = [
+    {"norm": False, "residual": False, "bias": False, "gated": False},
+    {"norm": True, "residual": False, "bias": True, "gated": False},
+    {"norm": True, "residual": True, "bias": True, "gated": False},
+    {"norm": True, "residual": True, "bias": False, "gated": True},
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", LINEARS)
+@pytest.mark.parametrize("size", [(48, 80), (1024, 3072), (3072, 1024), (12288, 520)] if GPU else [(48, 80), (80, 34)])
+def test_thin_norm_linear(rows: int, dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
+    in_features, out_features = size
+    x, weight = randn(rows, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype) * in_features**-0.5
+    bias = randn(out_features, dtype=dtype) if parts["bias"] else None
+    norm = (randn(in_features, dtype=dtype), 1e-6) if parts["norm"] else None
+    residual = randn(rows, in_features, dtype=dtype) if parts["residual"] else None
+    out, total = norm_linear.norm_linear_triton(x, weight, bias, norm, residual, parts["gated"])
+    same, same_total = norm_linear.norm_linear_ref(x, weight, bias, norm, residual, parts["gated"])
+    assert torch.equal(total, same_total)
+    exact, _ = norm_linear.norm_linear_ref(
+        total.float(),
+        weight.float(),
+        None if bias is None else bias.float(),
+        None if norm is None else (norm[0].float(), norm[1]),
+        None,
+        parts["gated"],
+    )
+    check_error(out, same, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 99])
+def test_norm_linear_takes_either_road(rows: int) -> None:
+    """The dispatcher's result is the reference's, whether the rows are few or many."""
+    x, residual, weight = randn(rows, 64), randn(rows, 64), randn(96, 64)
+    norm = (randn(64), 1e-6)
+    out, total = norm_linear.norm_linear(x, weight, None, norm, residual, True)
+    want, want_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual, True)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total, want_total, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", BATCHES)
@@ -185,14 +225,19 @@ SHAPES = [(16, 1, 16), (32, 2, 16), (64, 4, 32), (128, 8, 256), (128, 2, 256), (
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 8])
-def test_decode_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize(("programs", "tile"), [(1, 32), (7, 64), (100, 16)])
+def test_decode_attention(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int
+) -> None:
     kv_heads = 2
     lens = [1, 2, 15, 16, 17, 129, 300, *([1000, 2047, 4100] * 3 if GPU else [])]
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    decode_attention(query, cache[0], cache[1], out, tables, context_lens, splits, head_dim**-0.5)
+    plan = plan_decode(context_lens, programs, tile, group, head_dim)
+    plan.partial.fill_(float("nan"))
+    plan.lse.fill_(float("nan"))
+    decode_attention(query, cache[0], cache[1], out, tables, context_lens, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)

@@ -10,8 +10,17 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaBackend
 
 
-def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+def make_backend(
+    name: str, device: torch.device, dtype: torch.dtype, block_size: int, group: int, head_dim: int
+) -> AttentionBackend:
     """Return the backend called `name`; "auto" takes triton on CUDA and sdpa elsewhere.
+
+    Args:
+        name: "auto", "sdpa", "triton" or "flash_attn".
+        device, dtype: of queries and cache.
+        block_size: tokens of a cache block.
+        group: query heads of a KV head.
+        head_dim: elements of a head.
 
     Raises:
         ValueError: the backend cannot run on this device, with this dtype or this block size, or is not installed.
@@ -25,7 +34,7 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     if name == "triton":
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
-        return TritonBackend()
+        return TritonBackend(device, dtype, group, head_dim)
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' takes bfloat16 or float16, not float32")
     if block_size % 256:

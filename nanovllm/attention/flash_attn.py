@@ -17,7 +17,7 @@ class FlashAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """See the base class."""
         n = context.num_decodes
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = torch.empty_like(query)
         if n:
             decoded = flash_attn_with_kvcache(
                 query[:n].unsqueeze(1),

@@ -86,7 +86,7 @@ class SdpaBackend(AttentionBackend):
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
     ) -> torch.Tensor:
         """See the base class."""
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = torch.empty_like(query)
         for piece in context.plan:
             out[piece.rows] = _attend(query[piece.rows], k_cache, v_cache, piece, scale)
         return out

@@ -66,7 +66,10 @@ class ModelRunner:
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         self.block_size = config.kvcache_block_size
-        self.backend = make_backend(config.attention_backend, self.device, self.dtype, self.block_size)
+        group = model_config.num_heads // model_config.num_kv_heads
+        self.backend = make_backend(
+            config.attention_backend, self.device, self.dtype, self.block_size, group, model_config.head_dim
+        )
         free_before = torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else 0
         self.model = self._load_model(folder, max_model_len)
         self.sampler = Sampler()

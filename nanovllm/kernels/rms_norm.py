@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
 
 
 def rms_norm_ref(
@@ -20,11 +20,15 @@ def rms_norm_ref(
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, size, x_stride,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     total = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -33,7 +37,6 @@ def _rms_norm_kernel(
         tl.store(total_ptr + row * size + offsets, rounded, mask=mask)
         total = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + offsets, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -49,6 +52,7 @@ def rms_norm_triton(
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, eps, size, x.stride(0),
         HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        **pdl_options(x.device),
     )  # fmt: skip
     return out, total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -17,10 +17,13 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * 2 * size + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * size + size + offsets, mask=mask, other=0.0).to(tl.float32)
     out = gate / (1 + tl.exp(-gate)) * up
@@ -34,7 +37,8 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     assert gate_up.is_contiguous()
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    _silu_mul_kernel[(num_rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
+    grid = (num_rows, triton.cdiv(size, block))
+    _silu_mul_kernel[grid](gate_up, out, size, BLOCK=block, num_warps=4, **pdl_options(gate_up.device))
     return out
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.kernels.store_kv import store_kv
+from nanovllm.kernels.qkv_rope_store import NormWeights, qkv_rope_store
 from nanovllm.utils.context import get_context
 
 
@@ -17,16 +17,21 @@ class Attention(nn.Module):
     v_cache: torch.Tensor
     backend: AttentionBackend
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, head_dim: int, eps: float) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = head_dim**-0.5
+        self.eps = eps
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, backend: AttentionBackend) -> None:
         """Give the layer its cache, [num_blocks, block_size, num_kv_heads, head_dim] each, and its backend."""
         self.k_cache, self.v_cache, self.backend = k_cache, v_cache, backend
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]."""
+    def forward(
+        self, qkv: torch.Tensor, norm_weights: NormWeights | None, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend; the arguments are those of `qkv_rope_store`. Returns [num_tokens, num_heads, head_dim]."""
         context = get_context()
-        store_kv(key, value, self.k_cache, self.v_cache, context.kv_slots)
+        query = qkv_rope_store(
+            qkv, norm_weights, self.eps, cos_sin, positions, self.k_cache, self.v_cache, context.kv_slots
+        )
         return self.backend.forward(query, self.k_cache, self.v_cache, context, self.scale)

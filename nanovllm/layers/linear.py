@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from nanovllm.kernels.norm_linear import norm_linear
+from nanovllm.layers.layernorm import RMSNorm
 
 
 class Linear(nn.Module):
@@ -22,21 +24,23 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
-        return functional.linear(x, self.weight, self.bias)
+        return norm_linear(x, self.weight, self.bias)[0]
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one product; their weights are stacked by output.
+    """Several projections of one normalised input as one product; their weights are stacked by output.
 
     Args:
         in_features: size of the input.
         shards: output size of each projection, by the name that the model's mapping gives it, in order.
         bias: whether the projections have biases.
+        gated: whether the first of two projections, through SiLU, multiplies the second (SwiGLU, Shazeer 2020).
     """
 
-    def __init__(self, in_features: int, shards: dict[str, int], bias: bool = False) -> None:
+    def __init__(self, in_features: int, shards: dict[str, int], bias: bool = False, gated: bool = False) -> None:
         super().__init__(in_features, sum(shards.values()), bias)
         self.shards = shards
+        self.gated = gated
 
     def weight_region(self, param: nn.Parameter, shard: str | None) -> torch.Tensor:
         """The rows of one projection."""
@@ -47,3 +51,9 @@ class MergedLinear(Linear):
                 return param.data[start : start + size]
             start += size
         raise AssertionError(f"no projection {shard!r} among {list(self.shards)}")
+
+    def project(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the normalised `x + residual`, [num_tokens, in_features]; returns that and `x + residual`."""
+        return norm_linear(x, self.weight, self.bias, (norm.weight, norm.eps), residual, self.gated)

@@ -12,8 +12,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.kernels.qk_norm_rope import qk_norm_rope
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -27,10 +25,7 @@ class Qwen3Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         self.qkv_proj = MergedLinear(
@@ -39,17 +34,25 @@ class Qwen3Attention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.attn = Attention(config.head_dim**-0.5)
+        self.attn = Attention(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; positions: [num_tokens]; cos_sin: [max_position, head_dim]."""
-        # qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, value = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend from the normalised `x + residual`; returns the result and `x + residual`.
+
+        x, residual: [num_tokens, hidden_size]; positions: [num_tokens]; cos_sin: [max_position, head_dim].
+        """
+        qkv, residual = self.qkv_proj.project(x, residual, norm)
+        # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        qkv = qkv.view(len(x), -1, self.head_dim)
         weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        qk = qk_norm_rope(qk, weights, self.eps, cos_sin, positions, self.num_heads)
-        query, key = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(query, key, value).flatten(1))
+        return self.o_proj(self.attn(qkv, weights, positions, cos_sin).flatten(1)), residual
 
 
 class Qwen3MLP(nn.Module):
@@ -58,13 +61,13 @@ class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate": size, "up": size})
-        self.act_fn = SiluAndMul()
+        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate": size, "up": size}, gated=True)
         self.down_proj = Linear(size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size], and so the result."""
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Work on the normalised `x + residual`, [num_tokens, hidden_size]; returns the result and `x + residual`."""
+        x, residual = self.gate_up_proj.project(x, residual, norm)
+        return self.down_proj(x), residual
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -81,10 +84,8 @@ class Qwen3DecoderLayer(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the MLP's output and the residual stream that it is still to be added to."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, positions, cos_sin)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(x, residual, self.input_layernorm, positions, cos_sin)
+        return self.mlp(x, residual, self.post_attention_layernorm)
 
 
 class Qwen3Model(nn.Module):

@@ -1,0 +1,204 @@
+"""Attention of single new tokens over pages, in Triton, balanced over the device whatever the contexts.
+
+All contexts are cut into tiles, and the tiles of all sequences and KV heads, in one row, into equal pieces, one for
+each program (Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanovar et al. 2024). So a batch of one long
+context keeps the whole device busy, a batch of uneven ones has no tail, and nothing depends on contexts but numbers on
+the device: a captured graph stays valid as they grow. What more than one program has worked on is merged by its
+log-sum-exp (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels.online_softmax import LOG2E, attend_tile
+
+_MERGE_PIECES = 16
+
+
+@dataclass
+class DecodePlan:
+    """What all layers of a step share.
+
+    Attributes:
+        tile: tokens of a tile.
+        tile_ends: [num_seqs] int32; tiles of the sequences up to each, its own included.
+        partial: [2 * num_programs, group, head_dim] float32; unfinished outputs, two places a program.
+        lse: [2 * num_programs, group] float32; base-2 logarithm of the sum of their weights.
+    """
+
+    tile: int
+    tile_ends: torch.Tensor
+    partial: torch.Tensor
+    lse: torch.Tensor
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr, tile_ends_ptr, scale,
+    q_stride, table_stride, num_seqs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SEQS_PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    seqs = tl.arange(0, SEQS_PADDED)
+    unit_ends = tl.load(tile_ends_ptr + seqs, mask=seqs < num_seqs, other=2**30 // KV_HEADS) * KV_HEADS
+    share = tl.cdiv(tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS, tl.num_programs(0))
+    first_unit = program * share
+    unit = first_unit
+    end = tl.minimum(first_unit + share, tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS)
+    group = tl.arange(0, GROUP_PADDED)
+    dims = tl.arange(0, HEAD_DIM)
+    group_mask = (group < GROUP)[:, None]
+    while unit < end:
+        # The sequence, head and tile that this unit is; then as many tiles as are left of the head or of the share.
+        seq = tl.sum((unit_ends <= unit).to(tl.int32), axis=0)
+        tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
+        num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
+        in_seq = unit - tiles_before * KV_HEADS
+        head = in_seq // num_tiles
+        first_tile = in_seq % num_tiles
+        count = tl.minimum(num_tiles - first_tile, end - unit)
+        context_len = tl.load(context_lens_ptr + seq)
+        heads = head * GROUP + group
+        query = tl.load(
+            q_ptr + seq.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=group_mask, other=0.0
+        )
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+        acc = tl.zeros([GROUP_PADDED, HEAD_DIM], dtype=tl.float32)
+        row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
+        row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
+        for tile in range(first_tile, first_tile + count):
+            positions = tile * TILE + tl.arange(0, TILE)
+            seen = positions < context_len
+            acc, row_max, row_sum = attend_tile(
+                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, tile * TILE, seen, seen[None, :],
+                scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
+            )  # fmt: skip
+        out = acc / row_sum[:, None]
+        if count == num_tiles:
+            row = seq.to(tl.int64) * (KV_HEADS * GROUP)
+            tl.store(
+                out_ptr + (row + heads)[:, None] * HEAD_DIM + dims[None, :],
+                out.to(out_ptr.dtype.element_ty),
+                mask=group_mask,
+            )
+        else:
+            place = 2 * program + (unit > first_unit).to(tl.int32)
+            tl.store(partial_ptr + (place * GROUP + group)[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
+            tl.store(lse_ptr + place * GROUP + group, row_max + tl.log2(row_sum), mask=group < GROUP)
+        unit += count
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, partial_ptr, lse_ptr, tile_ends_ptr, num_seqs, num_programs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seq, query_head = tl.program_id(0), tl.program_id(1)
+    tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
+    num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
+    share = tl.cdiv(tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS, num_programs)
+    first_unit = tiles_before * KV_HEADS + (query_head // GROUP) * num_tiles
+    first, last = first_unit // share, (first_unit + num_tiles - 1) // share
+    if first != last:
+        dims = tl.arange(0, HEAD_DIM)
+        acc = tl.zeros([HEAD_DIM], dtype=tl.float32)
+        top = -float("inf")
+        total = 0.0
+        for start in range(first, last + 1, PIECES):
+            programs = start + tl.arange(0, PIECES)
+            mask = programs <= last
+            # A program's first piece lies in its first place; only the first program here may have begun with another.
+            places = 2 * programs + ((programs == first) & (first_unit > first * share)).to(tl.int32)
+            rows = places * GROUP + query_head % GROUP
+            lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
+            partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, axis=0))
+            weights = tl.exp2(lse - new_top)
+            correction = tl.exp2(top - new_top)
+            acc = acc * correction + tl.sum(partial * weights[:, None], axis=0)
+            total = total * correction + tl.sum(weights, axis=0)
+            top = new_top
+        row = seq.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+        tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _tile_ends_kernel(
+    context_lens_ptr, tile_ends_ptr, num_seqs, TILE: tl.constexpr, SEQS: tl.constexpr, PDL: tl.constexpr
+):
+    seqs = tl.arange(0, SEQS)
+    mask = seqs < num_seqs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tiles = tl.cdiv(tl.load(context_lens_ptr + seqs, mask=mask, other=0), TILE)
+    tl.store(tile_ends_ptr + seqs, tl.cumsum(tiles, axis=0), mask=mask)
+
+
+def plan_decode(context_lens: torch.Tensor, num_programs: int, tile: int, group: int, head_dim: int) -> DecodePlan:
+    """Plan the attention of one step for all its layers.
+
+    Args:
+        context_lens: [num_seqs] int32, at least 1 each.
+        num_programs: programs to share the work.
+        tile: tokens of a tile.
+        group: query heads of a KV head.
+        head_dim: elements of a head.
+    """
+    tile_ends = torch.empty_like(context_lens)
+    _tile_ends_kernel[(1,)](
+        context_lens, tile_ends, len(context_lens), TILE=tile, SEQS=triton.next_power_of_2(len(context_lens)),
+        **pdl_options(context_lens.device),
+    )  # fmt: skip
+    partial = torch.empty(2 * num_programs, group, head_dim, dtype=torch.float32, device=context_lens.device)
+    lse = torch.empty(2 * num_programs, group, dtype=torch.float32, device=context_lens.device)
+    return DecodePlan(tile, tile_ends, partial, lse)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+) -> None:
+    """Attention of one new token of each sequence over all its pages, into `out`.
+
+    Args:
+        query, out: [num_seqs, num_heads, head_dim]; query's rows and all of out contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        block_tables: [num_seqs, max_blocks] int32.
+        context_lens: [num_seqs] int32, at least 1, the new token included.
+        plan: of these context_lens.
+        scale: factor of the scores.
+    """
+    num_seqs, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    num_programs = len(plan.partial) // 2
+    options = pdl_options(query.device)
+    _decode_kernel[(num_programs,)](
+        query, k_cache, v_cache, out, plan.partial, plan.lse, block_tables, context_lens, plan.tile_ends,
+        scale * LOG2E, query.stride(0), block_tables.stride(0), num_seqs,
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=triton.next_power_of_2(num_seqs),
+        num_warps=4, num_stages=2, **options,
+    )  # fmt: skip
+    _merge_kernel[(num_seqs, num_heads)](
+        out, plan.partial, plan.lse, plan.tile_ends, num_seqs, num_programs,
+        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PIECES=_MERGE_PIECES, num_warps=1, **options,
+    )  # fmt: skip

@@ -1,0 +1,45 @@
+"""One step of attention over pages: fold a tile of keys into a running softmax.
+
+The running maximum and sum are those of the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
+2022). Products of float32 inputs are IEEE float32, never tf32.
+"""
+
+from __future__ import annotations
+
+from nanovllm.kernels._triton import tl, triton
+
+LOG2E = 1.4426950408889634
+"""Scores are multiplied by this, so that the softmax can use base 2."""
+
+
+@triton.jit
+def attend_tile(
+    query, k_ptr, v_ptr, table_ptr, start, key_mask, score_mask, scale, row_stride, acc, row_max, row_sum,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys `start ... start + TILE - 1`, `start` a multiple of TILE; returns acc, row_max and row_sum.
+
+    query [M, HEAD_DIM]; k_ptr and v_ptr at the KV head's first row; row_stride elements from one token's row to the
+    next; key_mask [TILE] and score_mask (broadcast to [M, TILE]) say which keys exist and which are seen; acc
+    [M, HEAD_DIM], row_max and row_sum [M] float32.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    offsets = tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        # The tile lies in one block: one look-up, and rows that follow one another.
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        rows = (block * BLOCK_SIZE + start % BLOCK_SIZE + offsets) * row_stride
+    else:
+        blocks = tl.load(table_ptr + (start + offsets) // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        rows = (blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE) * row_stride
+    key = tl.load(k_ptr + rows[None, :] + dims[:, None], mask=key_mask[None, :], other=0.0)
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.where(score_mask, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
+    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = tl.exp2(scores - safe_max[:, None])
+    correction = tl.exp2(row_max - safe_max)
+    value = tl.load(v_ptr + rows[:, None] + dims[None, :], mask=key_mask[:, None], other=0.0)
+    acc = tl.dot(weights.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
+    return acc, new_max, row_sum * correction + tl.sum(weights, axis=1)

@@ -1,0 +1,145 @@
+"""From a projection to attention: norm and rotate queries and keys, store keys and values in the paged cache.
+
+The per-head RMS norm is Qwen3's; the rotary embedding is RoPE (Su et al. 2021, arXiv:2104.09864). One op, because each
+of its parts alone is a launch and a pass over memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+
+NormWeights = tuple[torch.Tensor, torch.Tensor]
+
+
+def qkv_rope_store_ref(
+    qkv: torch.Tensor,
+    norm_weights: NormWeights | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_slots: torch.Tensor,
+) -> torch.Tensor:
+    """Plain torch form of `qkv_rope_store`."""
+    num_kv_heads = k_cache.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    x = qkv[:, : num_heads + num_kv_heads].float()
+    if norm_weights is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        q_weight, k_weight = norm_weights
+        x = x * torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1))).float()
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+    stored = kv_slots >= 0
+    slots = kv_slots[stored]
+    k_cache.flatten(0, 1)[slots] = x[stored, num_heads:]
+    v_cache.flatten(0, 1)[slots] = qkv[stored, num_heads + num_kv_heads :]
+    return x[:, :num_heads].contiguous()
+
+
+@triton.jit
+def _qkv_rope_store_kernel(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, kv_slots_ptr, query_ptr, k_cache_ptr, v_cache_ptr,
+    eps, row_stride,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, HALF)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    mask = (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
+    offsets = heads[:, None] * (2 * HALF) + dims[None, :]
+    raw_first = tl.load(qkv_ptr + token * row_stride + offsets, mask=mask, other=0.0)
+    raw_second = tl.load(qkv_ptr + token * row_stride + HALF + offsets, mask=mask, other=0.0)
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+    is_query = (heads < NUM_HEADS)[:, None]
+    if HAS_NORM:
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+        q_first, q_second = tl.load(q_weight_ptr + dims), tl.load(q_weight_ptr + HALF + dims)
+        k_first, k_second = tl.load(k_weight_ptr + dims), tl.load(k_weight_ptr + HALF + dims)
+        first *= scale * tl.where(is_query, q_first[None, :], k_first[None, :]).to(tl.float32)
+        second *= scale * tl.where(is_query, q_second[None, :], k_second[None, :]).to(tl.float32)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims)[None, :]
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims)[None, :]
+    dtype = query_ptr.dtype.element_ty
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+
+    query = query_ptr + token * (NUM_HEADS * 2 * HALF) + offsets
+    tl.store(query, rotated_first, mask=is_query)
+    tl.store(query + HALF, rotated_second, mask=is_query)
+    slot = tl.load(kv_slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        is_value = (heads >= NUM_HEADS + KV_HEADS)[:, None]
+        is_key = mask & (is_query == 0) & (is_value == 0)
+        row = slot * (KV_HEADS * 2 * HALF) + offsets
+        key = k_cache_ptr + row - NUM_HEADS * 2 * HALF
+        tl.store(key, rotated_first, mask=is_key)
+        tl.store(key + HALF, rotated_second, mask=is_key)
+        value = v_cache_ptr + row - (NUM_HEADS + KV_HEADS) * 2 * HALF
+        tl.store(value, raw_first, mask=mask & is_value)
+        tl.store(value + HALF, raw_second, mask=mask & is_value)
+
+
+def qkv_rope_store_triton(
+    qkv: torch.Tensor,
+    norm_weights: NormWeights | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_slots: torch.Tensor,
+) -> torch.Tensor:
+    """Triton form of `qkv_rope_store`, one program for a few heads of a token."""
+    num_tokens, all_heads, head_dim = qkv.shape
+    num_kv_heads = k_cache.shape[2]
+    num_heads = all_heads - 2 * num_kv_heads
+    assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight = norm_weights if norm_weights is not None else (cos_sin, cos_sin)
+    heads = 8
+    _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+        qkv, q_weight, k_weight, cos_sin, positions, kv_slots, query, k_cache, v_cache, eps, qkv.stride(0),
+        NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads, HAS_NORM=norm_weights is not None,
+        num_warps=2, **pdl_options(qkv.device),
+    )  # fmt: skip
+    return query
+
+
+def qkv_rope_store(
+    qkv: torch.Tensor,
+    norm_weights: NormWeights | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_slots: torch.Tensor,
+) -> torch.Tensor:
+    """Norm each head of queries and keys, if there are weights, rotate them, and store keys and values in place.
+
+    Args:
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries', keys', values' heads; rows contiguous.
+        norm_weights: of the queries' norm and of the keys', [head_dim] each.
+        eps: added to the mean square.
+        cos_sin: [max_position, head_dim] float32, cosines then sines of the angles of the head's two halves.
+        positions: [num_tokens] int32.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        kv_slots: [num_tokens] int32, `block * block_size + offset`; -1 stores nothing.
+
+    Returns:
+        The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
+    """
+    form = qkv_rope_store_triton if qkv.is_cuda else qkv_rope_store_ref
+    return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots)

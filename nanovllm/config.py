@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.utils.keywords import strict_keywords
+from nanovllm.utils.checks import check_bool, check_float, check_int, strict_keywords
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
 LOAD_FORMATS = ("auto", "dummy")
+_LEAST = {
+    "tensor_parallel_size": 1,
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": -1,
+}
 
 
 @strict_keywords
@@ -56,19 +64,22 @@ class Config:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, low in _LEAST.items():
+            object.__setattr__(self, name, check_int(name, getattr(self, name), low))
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            check_bool(name, getattr(self, name))
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1 (one device), not {self.tensor_parallel_size}")
-        if self.kvcache_block_size < 16 or self.kvcache_block_size % 16:
+        if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")
-        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
-            raise ValueError(f"num_kvcache_blocks must be at least 1, or -1, not {self.num_kvcache_blocks}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be None or in 0 ... 2**64 - 1, not {self.seed}")
+        if self.num_kvcache_blocks == 0:
+            raise ValueError("num_kvcache_blocks must be at least 1, or -1, not 0")
+        if not 0 < check_float("gpu_memory_utilization", self.gpu_memory_utilization) <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
+        if not isinstance(self.device, str):
+            raise ValueError(f"device must be a string such as 'cuda:0', not {self.device!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)

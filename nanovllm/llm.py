@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,12 +13,11 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, RequestOutput
+from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepError
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hub import resolve_model
-from nanovllm.utils.interrupt import deferred_sigint
 
 Self = TypeVar("Self", bound="LLM")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -37,7 +37,7 @@ class LLM(LLMEngine):
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
         self._generating = False
         config = Config(os.fspath(model), **kwargs)
-        folder = resolve_model(config.model, config.revision)
+        folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
         self.model_config = model_config = ModelConfig.from_folder(folder)
         max_model_len = min(config.max_model_len, model_config.max_position)
         if max_model_len < config.max_model_len:
@@ -76,11 +76,13 @@ class LLM(LLMEngine):
         Raises:
             ValueError: any of the prompts or parameters is out of bounds; none was begun.
             RuntimeError: another `generate` of this engine is running, the engine is closed, or a step failed.
-            KeyboardInterrupt: between two steps; the requests of this call are dropped, the engine stays usable.
+            KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
         """
         self._require_open()
         if self._generating:
             raise RuntimeError("generate is already running on this engine")
+        if not isinstance(prompts, (str, list, tuple)):
+            raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_each(sampling_params, len(requests))
         token_ids = [self.check_request(prompt, param) for prompt, param in zip(requests, params, strict=True)]
@@ -92,30 +94,45 @@ class LLM(LLMEngine):
 
     def _run(self, token_ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they are done; on any exception drop them."""
+        ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}
         others: list[tuple[int, RequestOutput]] = []
-        with deferred_sigint() as act_on_sigint, _progress_bar(len(token_ids), use_tqdm) as bar:
-            ids = [self._queue(tokens, param) for tokens, param in zip(token_ids, params, strict=True)]
-            own = set(ids)
-            started, num_tokens = time.perf_counter(), 0
-            try:
-                while len(outputs) < len(ids):
-                    act_on_sigint()
-                    result = self.step()
-                    num_tokens += result.num_output_tokens
-                    for request_id, output in result.finished:
-                        if request_id not in own:
-                            others.append((request_id, output))
-                            continue
-                        outputs[request_id] = output
-                        bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
-                        bar.update()
-            except BaseException:
-                self.abort(own)
-                raise
-            finally:
-                self._unclaimed = others + self._unclaimed
+        try:
+            for tokens, param in zip(token_ids, params, strict=True):
+                ids.append(self._queue(tokens, param))
+            self._step_until_done(set(ids), outputs, others, use_tqdm)
+        except BaseException:
+            # What went wrong is what the user must see, not a step in flight that fails too.
+            with suppress(StepError):
+                self.abort(ids)
+            raise
+        finally:
+            mine = set(ids)
+            self._unclaimed = others + [item for item in self._unclaimed if item[0] not in mine]
         return [outputs[request_id] for request_id in ids]
+
+    def _step_until_done(
+        self,
+        ids: set[int],
+        outputs: dict[int, RequestOutput],
+        others: list[tuple[int, RequestOutput]],
+        use_tqdm: bool,
+    ) -> None:
+        """Fill `outputs` with those of requests `ids`; what finishes besides goes to `others`."""
+        started, num_tokens = time.perf_counter(), 0
+        with _progress_bar(len(ids), use_tqdm) as bar:
+            while len(outputs) < len(ids):
+                if self.is_finished():
+                    raise RuntimeError("requests of this generate were aborted by somebody else")
+                result = self.step()
+                num_tokens += result.num_output_tokens
+                for request_id, output in result.finished:
+                    if request_id not in ids:
+                        others.append((request_id, output))
+                        continue
+                    outputs[request_id] = output
+                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
+                    bar.update()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -129,18 +146,20 @@ class LLM(LLMEngine):
 def _load_tokenizer(folder: str) -> Any:
     if not any(os.path.isfile(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise ValueError(f"the tokenizer in {folder!r} cannot be read: {error}") from error
 
 
 def _one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)):
+        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, not {params!r}")
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
-    wrong = [param for param in params if not isinstance(param, SamplingParams)]
-    if wrong:
-        raise ValueError(f"sampling_params must be SamplingParams, not {wrong[0]!r}")
-    return params
+    return list(params)
 
 
 def _progress_bar(total: int, enabled: bool) -> Any:

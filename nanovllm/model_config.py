@@ -6,7 +6,6 @@ The one place that knows how the versions of transformers spell it: 4.x has `rop
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from nanovllm.utils.checks import check_int, read_json
+
+_HEAD_DIMS = (16, 32, 64, 128)
+_DTYPES = ("float32", "bfloat16", "float16")
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 _YARN_KEYS = {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
 
 
@@ -62,7 +69,7 @@ class ModelConfig:
             raise ValueError(f"no config.json in {path!r}")
         try:
             hf = AutoConfig.from_pretrained(path)
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # each version of transformers has its own ways to refuse a config
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
         return cls.from_hf(hf, eos_token_ids=_generation_eos(path))
 
@@ -84,7 +91,7 @@ class ModelConfig:
             num_layers=hf.num_hidden_layers,
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
-            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+            head_dim=_head_dim(hf),
             rms_norm_eps=hf.rms_norm_eps,
             rope_theta=theta,
             yarn=yarn,
@@ -93,7 +100,7 @@ class ModelConfig:
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             max_position=max_position,
             initializer_range=hf.initializer_range,
-            dtype=str(getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32").split(".")[-1],
+            dtype=_dtype(hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
         )
 
@@ -101,19 +108,41 @@ class ModelConfig:
 def _check_supported(hf: Any, architecture: str) -> None:
     if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
         raise ValueError(f"architecture {architecture!r} is not supported: only Qwen3ForCausalLM and Qwen2ForCausalLM")
+    for name in _SIZES:
+        check_int(name, getattr(hf, name, None), 1)
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
     unsupported = {
         "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
         "use_sliding_window": getattr(hf, "use_sliding_window", False),
         "attention_bias": architecture == "Qwen3ForCausalLM" and getattr(hf, "attention_bias", False),
         "quantization_config": getattr(hf, "quantization_config", None),
+        "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention"},
     }
     for name, value in unsupported.items():
         if value:
             raise ValueError(f"{name}={value!r} is not supported")
 
 
+def _head_dim(hf: Any) -> int:
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim not in _HEAD_DIMS:
+        raise ValueError(f"head_dim={head_dim} is not supported: only {_HEAD_DIMS}")
+    return int(head_dim)
+
+
+def _dtype(hf: Any) -> str:
+    name = str(getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32").rsplit(".", maxsplit=1)[-1]
+    if name not in _DTYPES:
+        raise ValueError(f"the checkpoint's dtype {name!r} is not supported: only {_DTYPES}")
+    return name
+
+
 def _rope(hf: Any) -> tuple[float, YarnConfig | None]:
     scaling: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError(f"rope_parameters={scaling!r} that differ between layers are not supported")
     theta = scaling.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
     rope_type = scaling.pop("rope_type", None) or scaling.get("type", "default")
     scaling.pop("type", None)
@@ -125,6 +154,8 @@ def _rope(hf: Any) -> tuple[float, YarnConfig | None]:
     unknown = set(scaling) - _YARN_KEYS
     if unknown:
         raise ValueError(f"yarn parameters {sorted(unknown)} are not supported")
+    if "factor" not in scaling:
+        raise ValueError(f"yarn needs a factor; rope parameters are {scaling}")
     scaling.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
     return theta, YarnConfig(**scaling)
 
@@ -134,11 +165,9 @@ def _generation_eos(path: str) -> list[int]:
     file = os.path.join(path, "generation_config.json")
     if not os.path.isfile(file):
         return []
-    with open(file, encoding="utf-8") as stream:
-        return _as_ids(json.load(stream).get("eos_token_id"))
+    return _as_ids(read_json(file).get("eos_token_id"))
 
 
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+def _as_ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [check_int("eos_token_id", token, 0) for token in values]

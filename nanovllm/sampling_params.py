@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from nanovllm.utils.keywords import strict_keywords
+from nanovllm.utils.checks import check_bool, check_float, check_int, strict_keywords
 
 
 @strict_keywords
@@ -30,14 +29,8 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature must be a finite number >= 0, not {self.temperature!r}")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be an integer >= 1, not {self.max_tokens!r}")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
-            raise ValueError(f"seed must be None or an integer in 0 ... 2**64 - 1, not {self.seed!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        object.__setattr__(self, "temperature", check_float("temperature", self.temperature))
+        object.__setattr__(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1))
+        check_bool("ignore_eos", self.ignore_eos)
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))

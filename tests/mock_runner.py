@@ -89,6 +89,8 @@ class MockRunner:
         if self.fail_result:
             self.fail_result = False
             # A step that failed may have left anything in the blocks that it was to write.
+            for slot in batch.decode_slots:
+                self._store(slot, self.num_computed[slot] - 1, EMPTY)
             for chunk in batch.chunks:
                 for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
                     self._store(chunk.slot, position, EMPTY)

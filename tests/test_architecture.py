@@ -10,7 +10,7 @@ import nanovllm
 ROOT = Path(nanovllm.__file__).parent
 # Each part may import those before it, and its own.
 LAYERS = [
-    {"utils.keywords", "utils.context", "utils.interrupt", "utils.hub", "config", "sampling_params", "model_config",
+    {"utils.checks", "utils.context", "utils.interrupt", "utils.hub", "config", "sampling_params", "model_config",
      "kernels", "assets"},
     {"attention"},
     {"layers"},
@@ -76,7 +76,7 @@ def test_the_runner_never_sees_a_sequence() -> None:
         assert not own(found[name]) & {"engine.sequence", "engine.scheduler", "engine.block_manager"}, name
 
 
-def test_files_and_functions_stay_short() -> None:
+def test_files_stay_short() -> None:
     for file in ROOT.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        assert text.count("\n") <= 320, file
+        assert text.count("\n") <= 300, file

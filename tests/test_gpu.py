@@ -107,7 +107,7 @@ def test_float32_and_bf16_tokens_agree_with_transformers(folder: Path, backend: 
         outputs = llm.generate(batch, greedy(40), use_tqdm=False)
         warm = llm.generate(batch, greedy(40), use_tqdm=False)
         llm.block_manager.check_integrity([])
-    agree = 0
+    agree = first = 0
     for prompt, output in zip(batch, outputs, strict=True):
         token_ids = torch.tensor([prompt], device="cuda")
         want = model.generate(
@@ -119,8 +119,9 @@ def test_float32_and_bf16_tokens_agree_with_transformers(folder: Path, backend: 
             pad_token_id=0,
         )[0, len(prompt) :].tolist()
         agree += output["token_ids"] == want
-        if dtype == "bfloat16":
-            assert len(output["token_ids"]) == 40
+        # In bf16 a near tie may fall the other way, and after it the texts differ; but not at once, and not often.
+        first += output["token_ids"][:3] == want[:3]
+    assert first >= len(batch) - 2
     if dtype == "float32":
         assert agree == len(batch)
         assert [output["token_ids"] for output in warm] == [output["token_ids"] for output in outputs]

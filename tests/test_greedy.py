@@ -91,19 +91,25 @@ def test_alone_batched_and_resubmitted(model: tuple[Path, Reference], block_size
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_chunked(model: tuple[Path, Reference], depth: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_chunked(model: tuple[Path, Reference], depth: int, block_size: int) -> None:
     folder, reference = model
-    with make_llm(folder, max_num_batched_tokens=32, max_num_seqs=6) as llm:
+    sizes = {"kvcache_block_size": block_size, "num_kvcache_blocks": 6400 // block_size}
+    with make_llm(folder, max_num_batched_tokens=32, max_num_seqs=6, **sizes) as llm:
         set_depth(llm, depth)
         check(llm, reference, prompts())
         assert llm.stats()["num_steps"] > sum(LENGTHS) // 32
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_preempted(model: tuple[Path, Reference], depth: int) -> None:
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(16, 16), (32, 8), (256, 3)])
+def test_preempted(model: tuple[Path, Reference], depth: int, block_size: int, num_blocks: int) -> None:
     folder, reference = model
     batch = prompts((31, 33, 64, 100, 15, 16, 17, 2, 1, 31, 33, 64), seed=1)
-    with make_llm(folder, num_kvcache_blocks=16, max_num_seqs=8) as llm:
+    if block_size == 256:
+        batch = prompts((250, 240, 255, 300), seed=1)
+    sizes = {"kvcache_block_size": block_size, "num_kvcache_blocks": num_blocks}
+    with make_llm(folder, max_num_seqs=8, **sizes) as llm:
         set_depth(llm, depth)
         check(llm, reference, batch)
         assert llm.stats()["num_preemptions"] > 0

@@ -169,6 +169,21 @@ def test_sampling_takes_the_lowest_id_of_a_tie() -> None:
         assert form(logits, zeros, seeds, seeds[:, 0]).tolist() == [5000, 10, 0]
 
 
+def test_sampling_gives_a_token_whatever_the_logits() -> None:
+    vocab_size = 319
+    logits = torch.randn(3, vocab_size, device=DEVICE)
+    logits[0] = float("nan")
+    logits[1, 5] = float("nan")
+    logits[2] = float("-inf")
+    seeds = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    for temperature in (0.0, 1.0):
+        temperatures = torch.full((3,), temperature, device=DEVICE)
+        for form in (sampling.sample_triton, sampling.sample_ref):
+            tokens = form(logits, temperatures, seeds, seeds[:, 0]).tolist()
+            assert tokens[0] == tokens[2] == 0
+            assert tokens[1] != 5 and 0 <= tokens[1] < vocab_size
+
+
 def test_philox_known_answers() -> None:
     """The vectors published with Random123."""
     key = torch.tensor([[0, 0], [0xFFFFFFFF, 0xFFFFFFFF]])

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,7 @@ def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
         ([-1], "token id -1"),
         ([1.5], "list of token ids"),
         ({"prompt": "x"}, "dict"),
+        ("\ud800", "cannot be tokenized"),
     ],
 )
 def test_bad_prompts(bundled_small: LLM, prompt: Any, message: str) -> None:
@@ -155,8 +157,11 @@ def test_strings_need_a_tokenizer(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens must be an integer >= 1, not 0"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1, not 0"),
         ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
         ({"temperature": -0.1}, "temperature must be a finite number >= 0, not -0.1"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
@@ -176,6 +181,19 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="must be SamplingParams"):
         llm.generate([[1]], [{"temperature": 0}])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.generate([[1]], 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.add_request([1], {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompts must be a string or a list, not dict"):
+        llm.generate({"a": 1})  # type: ignore[arg-type]
+    assert llm.is_finished()
+
+
+def test_numpy_numbers_are_numbers(llm: LLM) -> None:
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int64(1), ignore_eos=True)
+    (output,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    assert len(output["token_ids"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -183,7 +201,7 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
     [
         ({"max_num_seq": 4}, "unknown argument max_num_seq; Config takes model, device"),
         ({"kvcache_block_size": 24}, "multiple of 16, not 24"),
-        ({"kvcache_block_size": 0}, "multiple of 16, not 0"),
+        ({"kvcache_block_size": 0}, "kvcache_block_size must be >= 16, not 0"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
@@ -197,6 +215,13 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
         ({"attention_backend": "triton", "device": "cpu"}, "needs a CUDA device"),
         ({"load_format": "gguf"}, "load_format must be one of"),
         ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"max_num_seqs": 4.5}, "max_num_seqs must be an integer"),
+        ({"max_model_len": None}, "max_model_len must be an integer"),
+        ({"num_kvcache_blocks": "9"}, "num_kvcache_blocks must be an integer"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization"),
+        ({"enforce_eager": "no"}, "enforce_eager must be True or False"),
+        ({"device": None}, "device must be a string"),
     ],
 )
 def test_bad_settings(checkpoint: Path, settings: dict[str, Any], message: str) -> None:
@@ -295,6 +320,80 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
         assert len(finished[other]["token_ids"]) == 9
         assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
         assert llm.stats()["num_used_blocks"] == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int) -> None:
+    with make_llm(checkpoint) as llm:
+        runner: Any = llm._runner
+        runner.pipeline_depth = depth
+        launch = runner.launch
+
+        def interrupted_launch(batch: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return launch(batch)
+
+        runner.launch = interrupted_launch
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
+        # By hand, the step is whole and nothing of it is lost.
+        request = llm.add_request([1, 2], SamplingParams(max_tokens=1))
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+        runner.launch = launch
+        finished: dict[int, RequestOutput] = {}
+        while not llm.is_finished():
+            finished.update(llm.step().finished)
+        assert list(finished) == [request]
+
+
+def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as llm:
+        runner: Any = llm._runner
+        runner.pipeline_depth = 1
+        launch = runner.launch
+
+        def failing_launch(batch: Any) -> Any:
+            if llm.scheduler.stats.num_steps == 2:
+                raise RuntimeError("no launch")
+            return launch(batch)
+
+        runner.launch = failing_launch
+        lens = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 9)]
+        with pytest.raises(StepError, match="no launch"):
+            llm.generate([[1, 2], [3, 4]], lens, use_tqdm=False)
+        assert llm.is_finished()
+        assert llm.step().finished == []
+
+
+def test_after_generate_no_step_is_under_way(make_checkpoint: MakeCheckpoint) -> None:
+    with make_llm(make_checkpoint(eos_token_id=list(range(0, 320, 2)))) as llm:
+        runner: Any = llm._runner
+        runner.pipeline_depth = 1
+        outputs = llm.generate([[i] for i in range(5)], SamplingParams(max_tokens=30), use_tqdm=False)
+        assert {output["finish_reason"] for output in outputs} == {"stop"}
+        assert llm.is_finished()
+        before = llm.stats()["num_output_tokens"]
+        assert before == sum(len(output["token_ids"]) for output in outputs)
+        assert llm.step() == ([], 0, 0)
+
+
+def test_requests_aborted_by_somebody_else_do_not_hang_generate(llm: LLM) -> None:
+    runner: Any = llm._runner
+    launch = runner.launch
+
+    def aborting_launch(batch: Any) -> Any:
+        handle = launch(batch)
+        llm.scheduler.abort(batch.sampled_seq_ids)
+        return handle
+
+    runner.launch = aborting_launch
+    try:
+        with pytest.raises(RuntimeError, match="aborted"):
+            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    finally:
+        runner.launch = launch
 
 
 def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:

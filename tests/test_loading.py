@@ -80,13 +80,13 @@ def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytes
         import weakref  # noqa: PLC0415
 
         alive[:] = [ref for ref in alive if ref() is not None]
-        assert len(alive) <= 1, "the tensor before the last is still there"
+        assert not alive, "the tensor before this one is still there"
         alive.append(weakref.ref(tensor))
         fill(model, param, shard, name, tensor)
 
     monkeypatch.setattr(loader, "_fill", counting_fill)
     load(checkpoint).exit()
-    assert alive
+    assert len(alive) == 1
 
 
 def test_missing_tensors(copy: Path) -> None:
@@ -98,6 +98,32 @@ def test_missing_tensors(copy: Path) -> None:
 def test_surplus_tensors(copy: Path) -> None:
     change_weights(copy, **{"model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)})
     with pytest.raises(ValueError, match=r"left over \['model.layers.7.mlp.up_proj.weight'\]"):
+        load(copy)
+
+
+def test_tensors_given_twice(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    save_file({"model.norm.weight": weights["model.norm.weight"]}, copy / "zzz.safetensors")
+    with pytest.raises(ValueError, match=r"'model.norm.weight' is there twice.*zzz.safetensors"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("generation_config.json", "{", "generation_config.json in .* is not JSON"),
+        ("generation_config.json", "[1]", "must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id must be an integer"),
+        ("model.safetensors.index.json", "nope", "model.safetensors.index.json in .* is not JSON"),
+        ("model.safetensors.index.json", "{}", "has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
+        ("config.json", "{", r"config\.json"),
+        ("tokenizer.json", "{}", "tokenizer in .* cannot be read"),
+    ],
+)
+def test_odd_files(copy: Path, file: str, content: str, message: str) -> None:
+    (copy / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
         load(copy)
 
 
@@ -125,6 +151,19 @@ def test_no_weights_no_config_no_folder(copy: Path, tmp_path: Path) -> None:
         load(tmp_path / "missing")
     with pytest.raises(ValueError, match="does not exist"):
         resolve_model("some/relative/folder", None)
+
+
+def test_dummy_weights_fetch_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted: list[list[str]] = []
+
+    def fake_download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        wanted.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("nanovllm.utils.hub.snapshot_download", fake_download)
+    resolve_model("me/large", None)
+    resolve_model("me/large", None, weights=False)
+    assert ["*.safetensors" in patterns for patterns in wanted] == [True, False]
 
 
 def test_hub_ids_honour_offline_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,6 +196,11 @@ def test_a_hub_id_in_the_cache_loads(monkeypatch: pytest.MonkeyPatch, checkpoint
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"head_dim": 80}, "head_dim=80 is not supported"),
+        ({"num_hidden_layers": 0, "layer_types": None}, "num_hidden_layers must be >= 1, not 0|not supported"),
+        ({"dtype": "float64", "torch_dtype": "float64"}, "dtype 'float64' is not supported"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be >= 1"),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(copy: Path, changes: dict[str, object], message: str) -> None:

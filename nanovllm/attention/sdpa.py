@@ -80,6 +80,8 @@ class SdpaBackend(AttentionBackend):
         num_seqs = seqs.stop - seqs.start
         rows = slice(row, row + num_seqs * num_queries)
         kv_slots = blocks * self.block_size + position % self.block_size
+        # A masked key still meets a product, and 0 times another sequence's infinity is NaN: it is this one's own.
+        kv_slots = torch.where(position < lens[:, None], kv_slots, kv_slots[:, :1])
         return Piece(rows, num_seqs, kv_slots.flatten(), mask.unsqueeze(1))
 
     def forward(

@@ -122,11 +122,10 @@ class BlockManager:
         self._unconfirmed.popleft()
 
     def rollback(self) -> None:
-        """Take every block registered by a step without a result out of the prefix cache."""
+        """Take every block registered by a step without a result out of the prefix cache; none is in use any more."""
         for block_id in (block_id for step in self._unconfirmed for block_id in step):
             self._unregister(self.blocks[block_id])
-            if block_id in self._free:
-                self._free.move_to_end(block_id, last=False)
+            self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
 
     def register(self, seq: Sequence) -> None:

@@ -29,7 +29,8 @@ class DecodeGraphs:
         for size in reversed(sizes):
             decode(size)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Other threads may go on using the device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 decode(size)
             pool = pool or graph.pool()
             self._graphs[size] = graph

@@ -18,6 +18,7 @@ from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.interrupt import deferred_sigint
 
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
@@ -119,7 +120,7 @@ class LLMEngine:
         Raises:
             ValueError: the prompt or the request's size is out of bounds.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         return self._queue(self.check_request(prompt, params), params)
 
     def check_request(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
@@ -128,6 +129,8 @@ class LLMEngine:
         Raises:
             ValueError: it cannot; says what is out of bounds.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
         token_ids = self._tokenize(prompt)
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
@@ -154,9 +157,12 @@ class LLMEngine:
             StepError: the step failed; the requests in it are gone, the others stay queued.
             RuntimeError: the engine is closed.
         """
-        result = self._step()
-        unclaimed, self._unclaimed = self._unclaimed, []
-        return result._replace(finished=unclaimed + result.finished)
+        before = self.scheduler.stats.num_output_tokens
+        # An interrupted step would leave requests half-moved; and what a whole one finished is not lost to a Ctrl-C.
+        with deferred_sigint():
+            num_prompt_tokens = self._step()
+        finished, self._unclaimed = self._unclaimed, []
+        return StepResult(finished, num_prompt_tokens, self.scheduler.stats.num_output_tokens - before)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests, wherever they stand; ids of finished ones are ignored. Returns with no step under way.
@@ -164,8 +170,9 @@ class LLMEngine:
         Raises:
             StepError: the step that was under way failed.
         """
-        self.scheduler.abort(request_ids)
-        self._unclaimed += self._collect(0).finished
+        with deferred_sigint():
+            self.scheduler.abort(request_ids)
+            self._collect(0)
 
     def is_finished(self) -> bool:
         """Whether no request is left, and no step is under way."""
@@ -203,7 +210,10 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt {prompt[:40]!r} is a string, but the model has no tokenizer: pass token ids")
-            token_ids: list[int] = self.tokenizer.encode(prompt)
+            try:
+                token_ids: list[int] = self.tokenizer.encode(prompt)
+            except TypeError as error:
+                raise ValueError(f"prompt {prompt[:40]!r} cannot be tokenized: {error}") from error
             return token_ids
         if isinstance(prompt, list) and all(type(token) is int for token in prompt):
             return prompt
@@ -214,7 +224,8 @@ class LLMEngine:
             raise RuntimeError("the engine is closed")
         return self._runner
 
-    def _step(self) -> StepResult:
+    def _step(self) -> int:
+        """Do a step; what it finishes is unclaimed. Returns the prompt tokens that it takes in."""
         runner = self._require_open()
         try:
             batch = self.scheduler.schedule()
@@ -222,25 +233,25 @@ class LLMEngine:
                 self._in_flight.append((batch, runner.launch(batch)))
         except Exception as error:
             # The steps before the one that failed are good.
-            self._unclaimed += self._collect(0).finished
+            self._collect(0)
             raise self._fail(error) from error
         # With nothing launched the pipeline drains: an empty plan still collects the last result.
-        result = self._collect(runner.pipeline_depth if batch is not None else 0)
-        return result._replace(num_prompt_tokens=batch.num_prompt_tokens if batch is not None else 0)
+        self._collect(runner.pipeline_depth if batch is not None else 0)
+        if self.scheduler.is_finished():
+            # What is still under way computes tokens past an EOS.
+            self._collect(0)
+        return batch.num_prompt_tokens if batch is not None else 0
 
-    def _collect(self, depth: int) -> StepResult:
+    def _collect(self, depth: int) -> None:
         """Take in results until no more than `depth` steps are under way."""
-        finished: list[Sequence] = []
-        num_output_tokens = 0
         while len(self._in_flight) > depth:
             batch, handle = self._in_flight.popleft()
             try:
                 output = handle.result()
             except Exception as error:
                 raise self._fail(error) from error
-            finished += self.scheduler.postprocess(batch, output)
-            num_output_tokens += len(output.token_ids)
-        return StepResult([(seq.seq_id, self._output(seq)) for seq in finished], 0, num_output_tokens)
+            for seq in self.scheduler.postprocess(batch, output):
+                self._unclaimed.append((seq.seq_id, self._output(seq)))
 
     def _fail(self, error: Exception) -> StepError:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost."""

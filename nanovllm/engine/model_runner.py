@@ -70,7 +70,7 @@ class ModelRunner:
         self.backend = make_backend(
             config.attention_backend, self.device, self.dtype, self.block_size, group, model_config.head_dim
         )
-        free_before = torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else 0
+        free_before = self._free_memory()
         self.model = self._load_model(folder, max_model_len)
         self.sampler = Sampler()
         self.max_blocks = -(-max_model_len // self.block_size)
@@ -116,9 +116,9 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Let go of everything on the device."""
+        self.synchronize()
         self.graphs = None
         del self.model, self.buffers, self._sampled, self.k_cache, self.v_cache
-        self.synchronize()
         if self.is_cuda:
             torch.cuda.empty_cache()
 
@@ -192,24 +192,32 @@ class ModelRunner:
 
         Other processes' memory is not charged to the engine; it only limits what is there to take.
         """
-        torch.cuda.synchronize(self.device)
+        self._free_memory()
         torch.cuda.reset_peak_memory_stats(self.device)
         reserved_before_run = torch.cuda.memory_reserved(self.device)
         self._profile_run()
         peak = torch.cuda.max_memory_reserved(self.device) - reserved_before_run
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
+        free, total = self._free_memory(), torch.cuda.mem_get_info(self.device)[1]
         used = free_before - free
         # The captured graphs keep a pool of their own, no larger than the peak of an eager step.
         spare = peak * (1 if self.config.enforce_eager else 2)
         return int(min(total * self.config.gpu_memory_utilization - used, free) - spare)
 
+    def _free_memory(self) -> int:
+        """Bytes free on the GPU, once torch has given back what it holds for nothing; 0 on the CPU."""
+        if not self.is_cuda:
+            return 0
+        torch.cuda.synchronize(self.device)
+        with self._device_guard():
+            torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def _profile_run(self) -> None:
         """Run the step that takes the most memory: the whole token budget in prompts, sampled in every slot."""
         self._bind_cache(1)
         num_seqs = self.config.max_num_running
-        lens = [self.config.max_num_batched_tokens // num_seqs] * num_seqs
-        lens[0] += self.config.max_num_batched_tokens - sum(lens)
+        share, rest = divmod(self.config.max_num_batched_tokens, num_seqs)
+        lens = [share + (slot < rest) for slot in range(num_seqs)]
         table = [0] * self.max_blocks
         batch = ScheduledBatch(
             joins=[SlotJoin(slot, table, 1, 1.0, 0) for slot in range(num_seqs)],

@@ -69,10 +69,10 @@ def sample_ref(
 ) -> torch.Tensor:
     """Plain torch form of `sample`."""
     scores = logits.float()
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     hot = temperatures > 0
     if hot.any():
         noise = gumbel_noise(logits.shape[1], seeds[hot], output_index[hot])
-        scores = scores.clone()
         scores[hot] += temperatures[hot].unsqueeze(1) * noise
     return scores.argmax(dim=1)
 
@@ -96,6 +96,8 @@ def _partial_argmax_kernel(
     tokens = start + tl.arange(0, BLOCK)
     logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     scores = tl.load(logits_row_ptr + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
+    # NaN has no place in an order; what comes out must be a token in any case.
+    scores = tl.where(scores == scores, scores, -float("inf"))  # noqa: PLR0124
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
     if temperature > 0:
         seed_lo = tl.load(seeds_ptr + row * seed_stride).to(tl.uint32, bitcast=True)
@@ -148,7 +150,7 @@ def sample(
     """Draw one token a row; ties take the lowest id.
 
     Args:
-        logits: [num_rows, vocab_size], any float dtype; scores are float32.
+        logits: [num_rows, vocab_size], any float dtype; scores are float32, and NaN is the least.
         temperatures: [num_rows] float32; 0 is argmax.
         seeds: [num_rows, 2] int32, low and high word of each request's seed.
         output_index: [num_rows] int32, how many tokens the request has generated before this one.

@@ -7,11 +7,17 @@ import os
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+_CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
+_WEIGHT_FILES = ["*.safetensors"]
 
 
-def resolve_model(model: str, revision: str | None) -> str:
+def resolve_model(model: str, revision: str | None, weights: bool = True) -> str:
     """Return the folder of a model: itself, or a snapshot of the Hub's, fetched unless `HF_HUB_OFFLINE` forbids it.
+
+    Args:
+        model: a folder or a Hub id.
+        revision: branch, tag or commit of a Hub id.
+        weights: whether the weights are wanted, or only what describes the model.
 
     Raises:
         ValueError: neither a folder nor a Hub id that can be had.
@@ -19,9 +25,10 @@ def resolve_model(model: str, revision: str | None) -> str:
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return path
-    if not model or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
-        raise ValueError(f"model folder {model!r} does not exist")
+    if not model or os.path.exists(path) or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
+        raise ValueError(f"model folder {model!r} does not exist, or is no folder")
     try:
-        return snapshot_download(model, revision=revision, allow_patterns=_FILES)
+        patterns = _CONFIG_FILES + (_WEIGHT_FILES if weights else [])
+        return snapshot_download(model, revision=revision, allow_patterns=patterns)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{model!r} is neither a folder nor a model that the Hub gives: {error}") from error

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 
 @contextmanager
-def deferred_sigint() -> Iterator[Callable[[], None]]:
-    """Hold back SIGINT inside the `with` block; the function that it gives lets a held one act.
+def deferred_sigint() -> Iterator[None]:
+    """Hold back SIGINT inside the `with` block; one that came acts, in whatever way it would have, at its end.
 
-    In a thread other than the main one, where signals do not arrive, it does nothing.
+    In a thread other than the main one, where signals do not arrive, and under a handler that Python did not set, it
+    does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    held: list[tuple[int, FrameType | None]] = []
     previous = signal.getsignal(signal.SIGINT)
-
-    def release() -> None:
-        if held and callable(previous):
-            previous(*held.pop())
-
-    signal.signal(signal.SIGINT, lambda signum, frame: held.append((signum, frame)))
+    if threading.current_thread() is not threading.main_thread() or previous is None:
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda signum, frame: held.append(signum))
     try:
-        yield release
+        yield
     finally:
         signal.signal(signal.SIGINT, previous)
+        if held:
+            signal.raise_signal(signal.SIGINT)

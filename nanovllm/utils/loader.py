@@ -6,7 +6,6 @@ from the memory-mapped file to the device, so that beside the weights no more th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.checks import read_json
 
 _INDEX = "model.safetensors.index.json"
 
@@ -25,17 +25,20 @@ def load_weights(model: Qwen3ForCausalLM, folder: str) -> None:
     Raises:
         ValueError: no weights there, a file missing or damaged, tensors missing, left over or of the wrong shape.
     """
-    filled: dict[str, set[str | None]] = {}
+    param_names = {name for name, _ in model.named_parameters()}
+    filled: dict[str, set[str | None]] = {name: set() for name in param_names}
     surplus = []
     for file in _weight_files(folder):
         for name, tensor in _tensors(file):
-            target = _target(model, name)
-            if target is None:
+            param_name, shard = _target(model, name)
+            if param_name not in param_names:
                 surplus.append(name)
                 continue
-            param_name, shard = target
+            if shard in filled[param_name]:
+                raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
             _fill(model, param_name, shard, name, tensor)
-            filled.setdefault(param_name, set()).add(shard)
+            filled[param_name].add(shard)
+            del tensor
     # A tied LM head is the embedding; many checkpoints store it all the same.
     if model.config.tie_word_embeddings:
         surplus = [name for name in surplus if name != "lm_head.weight"]
@@ -58,8 +61,10 @@ def init_dummy_weights(model: Qwen3ForCausalLM, seed: int) -> None:
 def _weight_files(folder: str) -> list[str]:
     index = os.path.join(folder, _INDEX)
     if os.path.isfile(index):
-        with open(index, encoding="utf-8") as stream:
-            names = sorted(set(json.load(stream)["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{_INDEX} in {folder!r} has no weight_map from tensors to files")
+        names = sorted(set(weight_map.values()))
     else:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
@@ -74,19 +79,19 @@ def _tensors(file: str) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
+                # Nothing here keeps the tensor while the next one is read.
                 yield name, weights.get_tensor(name)
     except SafetensorError as error:
         raise ValueError(f"{file!r} is damaged: {error}") from error
 
 
-def _target(model: Qwen3ForCausalLM, name: str) -> tuple[str, str | None] | None:
-    """The parameter, and the shard of it, that a checkpoint's tensor belongs to; None if there is none."""
+def _target(model: Qwen3ForCausalLM, name: str) -> tuple[str, str | None]:
+    """The name of the parameter, and the shard of it, that a checkpoint's tensor would belong to."""
     parts = name.split(".")
     shard = None
     if len(parts) >= 2 and parts[-2] in model.packed_modules_mapping:
         parts[-2], shard = model.packed_modules_mapping[parts[-2]]
-    param_name = ".".join(parts)
-    return (param_name, shard) if param_name in dict(model.named_parameters()) else None
+    return ".".join(parts), shard
 
 
 def _fill(model: nn.Module, param_name: str, shard: str | None, name: str, tensor: torch.Tensor) -> None:
@@ -105,7 +110,7 @@ def _missing(model: Qwen3ForCausalLM, filled: dict[str, set[str | None]]) -> lis
     for name, _ in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         wanted: set[str | None] = set(getattr(module, "shards", (None,)))
-        absent = wanted - filled.get(name, set())
+        absent = wanted - filled[name]
         if absent:
             missing.append(name if absent == {None} else f"{name}[{', '.join(sorted(map(str, absent)))}]")
     return missing

@@ -18,7 +18,7 @@ LAYERS = [
     {"utils.loader"},
 ]  # fmt: skip
 HOST = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.messages"}
-DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.cuda_graph"}
+DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.prompt_arrays", "engine.cuda_graph"}
 
 
 def imports() -> dict[str, set[str]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul
+from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, slot_state
 from nanovllm.kernels.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.prefill_attention import prefill_attention
+from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -184,6 +184,31 @@ def test_sampling_gives_a_token_whatever_the_logits() -> None:
             assert tokens[1] != 5 and 0 <= tokens[1] < vocab_size
 
 
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int) -> None:
+    num_slots, max_blocks, block_size = 300, 7, 16
+    state = torch.randint(0, 1000, (num_slots + 1, 6 + max_blocks), dtype=torch.int32, device=DEVICE)
+    state[:, slot_state.NUM_COMPUTED] = torch.randint(0, max_blocks * block_size, (num_slots + 1,), device=DEVICE)
+    slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
+    if rows > 1:
+        slots[-2:] = num_slots
+    got = slot_state.gather_decode_rows_triton(state, slots, block_size)
+    want = slot_state.gather_decode_rows_ref(state, slots, block_size)
+    for name in ("token_ids", "positions", "kv_slots", "context_lens"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    live = slots < num_slots
+    assert ((want.kv_slots < 0) == ~live).all()
+    token_ids = torch.randint(0, 1000, (rows,), device=DEVICE)
+    states, sampled = [state.clone(), state.clone()], [torch.zeros(2 * rows, dtype=torch.int64, device=DEVICE)] * 2
+    num_decodes = rows - rows // 2
+    slot_state.scatter_tokens_triton(states[0], slots, token_ids, num_decodes, sampled[0])
+    slot_state.scatter_tokens_ref(states[1], slots, token_ids, num_decodes, sampled[1])
+    assert torch.equal(states[0][:-1], states[1][:-1]) and torch.equal(sampled[0], sampled[1])
+    assert torch.equal(states[0][slots[live].long(), slot_state.LAST_TOKEN], token_ids[live].int())
+    counted = states[0][:, slot_state.NUM_COMPUTED] - state[:, slot_state.NUM_COMPUTED]
+    assert counted.sum() == live[:num_decodes].sum() and counted[-1] == 0
+
+
 def test_philox_known_answers() -> None:
     """The vectors published with Random123."""
     key = torch.tensor([[0, 0], [0xFFFFFFFF, 0xFFFFFFFF]])
@@ -268,8 +293,10 @@ def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: to
     query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
     borders = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
-    scale = head_dim**-0.5
-    prefill_attention(query, cache[0], cache[1], out, tables, context_lens, borders, max(query_lens), scale)
+    work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))] + [(-1, 0)] * 3
+    tiles = torch.tensor([work[i] for i in torch.randperm(len(work)).tolist()], dtype=torch.int32, device=DEVICE)
+    tiles = tiles.T.flatten()
+    prefill_attention(query, cache[0], cache[1], out, tables, context_lens, borders, tiles, head_dim**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

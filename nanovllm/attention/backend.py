@@ -14,6 +14,9 @@ class AttentionBackend(ABC):
     """Causal attention of the rows of one step over the paged cache, which holds those rows' keys already."""
 
     supports_cuda_graph = True
+    """Whether decode steps can be captured."""
+    supports_mixed_graph = False
+    """Whether steps with prompt tokens can: sizes and work lists then come from tensors on the device alone."""
 
     def plan(self, context: Context) -> Any:
         """Prepare once a step what every layer's `forward` will want; lands in `context.plan`."""

@@ -24,6 +24,8 @@ class TritonBackend(AttentionBackend):
         head_dim: elements of a head.
     """
 
+    supports_mixed_graph = True
+
     def __init__(self, device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> None:
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
@@ -49,9 +51,7 @@ class TritonBackend(AttentionBackend):
         tables, lens = context.block_tables, context.context_lens
         if n:
             decode_attention(query[:n], k_cache, v_cache, out[:n], tables[:n], lens[:n], context.plan, scale)
-        if context.query_lens_host:
-            longest = max(context.query_lens_host)
-            prefill_attention(
-                query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], context.cu_seqlens_q, longest, scale
-            )
+        if len(context.query_tiles):
+            borders, tiles = context.cu_seqlens_q, context.query_tiles
+            prefill_attention(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], borders, tiles, scale)
         return out

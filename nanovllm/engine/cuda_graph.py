@@ -1,4 +1,4 @@
-"""The whole decode step as a CUDA graph, one for each rung of a ladder of batch sizes."""
+"""Whole steps as CUDA graphs, one for each rung of a ladder of sizes; a step is padded up to the next rung."""
 
 from __future__ import annotations
 
@@ -6,36 +6,68 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm.engine.input_buffers import StepShape
 
-def batch_size_ladder(max_batch_size: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, every 8 up to 64, every 16 beyond, and exactly the largest at the end."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_batch_size + 1, 16)]
-    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+_MIXED_DECODES = (8, 32, 64, 128, 256)
+_MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
+"""Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel."""
+_MIXED_CHUNKS = 32
 
 
-class DecodeGraphs:
-    """Captured decode steps.
+def decode_ladder(max_num_seqs: int) -> list[StepShape]:
+    """Decode steps to capture: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
+    return [StepShape(size) for size in [*(size for size in sizes if size < max_num_seqs), max_num_seqs]]
+
+
+def mixed_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+    """Steps with prompt tokens to capture."""
+    decodes = [*(size for size in _MIXED_DECODES if size < max_num_seqs), max_num_seqs]
+    tokens = [size for size in _MIXED_TOKENS if size < 2 * max_num_batched_tokens]
+    chunks = min(_MIXED_CHUNKS, max_num_seqs)
+    return [StepShape(num_decodes, num_tokens, chunks) for num_tokens in tokens for num_decodes in decodes]
+
+
+class StepGraphs:
+    """Captured steps.
 
     Args:
-        decode: runs the decode step of its argument's number of rows, from static tensors to static tensors.
-        sizes: numbers of rows, ascending.
+        prepare: stages an empty step of a shape, and returns what runs it, from static tensors to static tensors.
+        shapes: what to capture.
     """
 
-    def __init__(self, decode: Callable[[int], None], sizes: list[int]) -> None:
-        self.sizes = sizes
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, prepare: Callable[[StepShape], Callable[[], None]], shapes: list[StepShape]) -> None:
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         pool = None
         # The largest first: the others then fit into its memory.
-        for size in reversed(sizes):
-            decode(size)
+        for shape in sorted(shapes, key=_cost, reverse=True):
+            run = prepare(shape)
+            run()
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the device.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                decode(size)
+                run()
             pool = pool or graph.pool()
-            self._graphs[size] = graph
+            self._graphs[shape] = graph
+        self._ascending = sorted(shapes, key=_cost)
         torch.cuda.synchronize()
 
-    def replay(self, size: int) -> None:
-        """Queue the step of `size` rows, one of `sizes`."""
-        self._graphs[size].replay()
+    def fit(self, shape: StepShape) -> StepShape | None:
+        """The smallest captured shape that a step fits into; None if there is none."""
+        for rung in self._ascending:
+            if (
+                bool(rung.num_chunks) == bool(shape.num_chunks)
+                and rung.num_decodes >= shape.num_decodes
+                and rung.num_tokens >= shape.num_tokens
+                and rung.num_chunks >= shape.num_chunks
+            ):
+                return rung
+        return None
+
+    def replay(self, shape: StepShape) -> None:
+        """Queue the step of a captured shape."""
+        self._graphs[shape].replay()
+
+
+def _cost(shape: StepShape) -> int:
+    return shape.num_tokens + shape.num_decodes

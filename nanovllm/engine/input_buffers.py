@@ -11,19 +11,56 @@ The host keeps a copy of the slots for what must be known there: the sizes of co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 
-from nanovllm.engine.messages import PromptChunk, ScheduledBatch
+from nanovllm.engine.messages import ScheduledBatch
+from nanovllm.engine.prompt_arrays import PromptArrays, make_prompt_arrays
+from nanovllm.kernels.slot_state import (
+    BLOCK_TABLE,
+    NUM_COMPUTED,
+    NUM_PROMPT,
+    SEED,
+    TEMPERATURE,
+    gather_decode_rows,
+    scatter_tokens,
+)
 from nanovllm.utils.context import Context
-
-LAST_TOKEN, NUM_COMPUTED, NUM_PROMPT, TEMPERATURE, SEED, BLOCK_TABLE = 0, 1, 2, 3, 4, 6
-"""Columns of the slot state. The seed takes two, low word first; the block table takes the rest."""
 
 # Finite in float32 with any noise on it; hotter than this is uniform all the same.
 _MAX_TEMPERATURE = 1e30
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of one step's tensors, padding included: decode rows, prompt tokens, chunks of prompts."""
+
+    num_decodes: int
+    num_tokens: int = 0
+    num_chunks: int = 0
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> StepShape:
+        """The sizes that a batch has without padding."""
+        return cls(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks))
+
+
+@dataclass
+class StagedStep:
+    """What a forward pass is made of, once all of it is on its way to the device.
+
+    Attributes:
+        shape: sizes, padding included.
+        prompts: the prompt chunks, as tensors on the device; the next step's staging overwrites them.
+        context_lens_host: tokens that each sequence attends to, decode rows first.
+        query_lens_host: tokens of each chunk.
+    """
+
+    shape: StepShape
+    prompts: PromptArrays
+    context_lens_host: list[int]
+    query_lens_host: list[int]
 
 
 @dataclass
@@ -34,8 +71,7 @@ class StepInputs:
         token_ids, positions: [num_tokens] int32; decode rows first.
         context: for attention.
         sample_rows: [num_samples] rows of the hidden states to sample from; None for all.
-        sample_slots: [num_samples] the slots that the sampled tokens belong to.
-        decode_slots: [num_decodes] slots of the decode rows, padding included.
+        sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
     """
 
     token_ids: torch.Tensor
@@ -43,7 +79,6 @@ class StepInputs:
     context: Context
     sample_rows: torch.Tensor | None
     sample_slots: torch.Tensor
-    decode_slots: torch.Tensor
 
 
 class InputBuffers:
@@ -61,91 +96,81 @@ class InputBuffers:
         self, num_slots: int, max_blocks: int, block_size: int, max_num_batched_tokens: int, device: torch.device
     ) -> None:
         self.block_size = block_size
-        self.device = device
         self.padding_slot = num_slots
         width = BLOCK_TABLE + max_blocks
         self.host_state = np.zeros((num_slots + 1, width), dtype=np.int32)
         self.state = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
         self.decode_slots = torch.full((num_slots,), self.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots: list[int] = []
-        # Joining rows in whole, one new block for each slot, decode slots, tokens with places, and chunk borders.
-        capacity = 2 * (num_slots + 1) * width + 8 * num_slots + 3 * max_num_batched_tokens + 8
-        self._staging = Staging(capacity, device)
+        # Prompt tokens and chunks, padded; decode slots; joining rows in whole, and one new block for each slot.
+        prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
+        self._staging = Staging(prompts + 2 * (num_slots + 1) * width + 4 * num_slots, device)
 
-    def stage(self, batch: ScheduledBatch, num_decodes: int) -> StepInputs:
-        """Send what a batch changes, and return its tensors, with decode rows padded to `num_decodes`."""
-        updates = self._update_host_state(batch)
-        slots = batch.decode_slots + [self.padding_slot] * (num_decodes - len(batch.decode_slots))
+    def stage(self, batch: ScheduledBatch, shape: StepShape) -> StagedStep:
+        """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""
+        index, value = self._update_host_state(batch)
+        prompts = make_prompt_arrays(
+            batch.chunks, shape.num_tokens, shape.num_chunks, self.host_state, self.padding_slot, self.block_size
+        )
+        slots = batch.decode_slots + [self.padding_slot] * (shape.num_decodes - len(batch.decode_slots))
         changed_slots = np.array([] if slots == self._sent_decode_slots else slots, dtype=np.int32)
-        chunks = self._chunk_arrays(batch.chunks)
-        sent = self._staging.send([*updates, changed_slots, *chunks])
-        index, value, new_slots, *chunk_tensors = sent
+        # The prompts' arrays come first, since their sizes follow from the shape.
+        sent = self._staging.send([*prompts, changed_slots, index, value])
+        *prompt_tensors, new_slots, index_tensor, value_tensor = sent
         if len(index):
-            self.state.view(-1)[index] = value
+            self.state.view(-1)[index_tensor] = value_tensor
         if len(new_slots):
             self.decode_slots[: len(new_slots)] = new_slots
             self._sent_decode_slots = slots
         lens = [int(n) + 1 for n in self.host_state[batch.decode_slots, NUM_COMPUTED]]
-        lens += [1] * (num_decodes - len(lens))
-        inputs = self.assemble(num_decodes, batch.chunks, chunk_tensors, lens)
         self.host_state[batch.decode_slots, NUM_COMPUTED] += 1
-        return inputs
+        lens += [1] * (shape.num_decodes - len(lens))
+        lens += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
+        return StagedStep(shape, PromptArrays(*prompt_tensors), lens, [len(chunk.token_ids) for chunk in batch.chunks])
 
-    def assemble(
-        self, num_decodes: int, chunks: list[PromptChunk], chunk_tensors: list[torch.Tensor], decode_lens: list[int]
-    ) -> StepInputs:
-        """Make one forward pass of decode rows, read from their slots on the device, and of chunks."""
-        decode = self.decode_inputs(num_decodes, decode_lens)
-        if not chunks:
-            return decode
-        token_ids, positions, kv_slots, chunk_slots, cu_seqlens_q, chunk_lens, sample_rows, sample_slots = chunk_tensors
-        context = decode.context
-        context.kv_slots = torch.cat((context.kv_slots, kv_slots))
-        context.block_tables = torch.cat((context.block_tables, self.state[chunk_slots, BLOCK_TABLE:]))
-        context.context_lens = torch.cat((context.context_lens, chunk_lens))
-        context.cu_seqlens_q = cu_seqlens_q
-        context.context_lens_host += [chunk.start + len(chunk.token_ids) for chunk in chunks]
-        context.query_lens_host = [len(chunk.token_ids) for chunk in chunks]
-        decode.token_ids = torch.cat((decode.token_ids, token_ids))
-        decode.positions = torch.cat((decode.positions, positions))
-        decode.sample_rows = torch.cat((torch.arange(num_decodes, device=self.device), sample_rows + num_decodes))
-        decode.sample_slots = torch.cat((decode.decode_slots, sample_slots))
-        return decode
-
-    def decode_inputs(self, num_decodes: int, context_lens_host: list[int]) -> StepInputs:
-        """Make a forward pass of the first `num_decodes` decode rows; reads nothing but tensors on the device."""
-        slots = self.decode_slots[:num_decodes]
-        rows = self.state[slots]
-        positions = rows[:, NUM_COMPUTED].contiguous()
-        block_tables = rows[:, BLOCK_TABLE:]
-        blocks = block_tables.gather(1, (positions // self.block_size).long().unsqueeze(1)).squeeze(1)
-        kv_slots = blocks * self.block_size + positions % self.block_size
+    def assemble(self, staged: StagedStep) -> StepInputs:
+        """Make one forward pass of decode rows and chunks; its tensors come from the device alone."""
+        shape, prompts = staged.shape, staged.prompts
+        slots = self.decode_slots[: shape.num_decodes]
+        rows = gather_decode_rows(self.state, slots, self.block_size)
+        tables = self.state[slots, BLOCK_TABLE:]
         context = Context(
-            num_decodes=num_decodes,
-            kv_slots=torch.where(slots == self.padding_slot, -1, kv_slots),
-            block_tables=block_tables,
-            context_lens=positions + 1,
-            cu_seqlens_q=slots[:0],
-            context_lens_host=context_lens_host,
-            query_lens_host=[],
+            num_decodes=shape.num_decodes,
+            kv_slots=rows.kv_slots,
+            block_tables=tables,
+            context_lens=rows.context_lens,
+            cu_seqlens_q=prompts.borders,
+            query_tiles=prompts.tiles,
+            context_lens_host=staged.context_lens_host,
+            query_lens_host=staged.query_lens_host,
         )
-        return StepInputs(rows[:, LAST_TOKEN], positions, context, None, slots, slots)
+        if not shape.num_chunks:
+            return StepInputs(rows.token_ids, rows.positions, context, None, slots)
+        context.kv_slots = torch.cat((context.kv_slots, prompts.kv_slots))
+        context.block_tables = torch.cat((context.block_tables, self.state[prompts.slots, BLOCK_TABLE:]))
+        context.context_lens = torch.cat((context.context_lens, prompts.context_lens))
+        return StepInputs(
+            token_ids=torch.cat((rows.token_ids, prompts.token_ids)),
+            positions=torch.cat((rows.positions, prompts.positions)),
+            context=context,
+            sample_rows=torch.cat(
+                (torch.arange(shape.num_decodes, device=slots.device), prompts.sample_rows + shape.num_decodes)
+            ),
+            sample_slots=torch.cat((slots, prompts.sample_slots)),
+        )
 
     def sampling_inputs(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Temperatures [n], seeds [n, 2], and output indices [n] of the rows to sample."""
-        rows = self.state[inputs.sample_slots]
+        rows = self.state[inputs.sample_slots, :BLOCK_TABLE]
         positions = inputs.positions if inputs.sample_rows is None else inputs.positions[inputs.sample_rows]
         output_index = positions + 1 - rows[:, NUM_PROMPT]
         return rows.view(torch.float32)[:, TEMPERATURE], rows[:, SEED : SEED + 2], output_index
 
-    def scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Put the sampled tokens [num_samples] into their slots, and count the decoded ones as computed."""
-        self.state[:, LAST_TOKEN][inputs.sample_slots] = token_ids.int()
-        slots = inputs.decode_slots
-        live = (slots != self.padding_slot).int()
-        self.state[:, NUM_COMPUTED][slots] = inputs.positions[: len(slots)] + live
+    def scatter(self, inputs: StepInputs, token_ids: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Put the sampled tokens [num_samples] into their slots, and into `sampled` for the host."""
+        scatter_tokens(self.state, inputs.sample_slots, token_ids, inputs.context.num_decodes, sampled)
 
-    def _update_host_state(self, batch: ScheduledBatch) -> list[np.ndarray]:
+    def _update_host_state(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
         """Apply joins, new blocks and chunk ends to the host's copy; return flat indices and values for the device."""
         state = self.host_state
         width = state.shape[1]
@@ -166,25 +191,7 @@ class InputBuffers:
         singles += [chunk.slot * width + NUM_COMPUTED for chunk in batch.chunks]
         changed.append(np.array(singles, dtype=np.int32))
         index = np.concatenate(changed)
-        return [index, state.reshape(-1)[index]]
-
-    def _chunk_arrays(self, chunks: list[PromptChunk]) -> list[np.ndarray]:
-        """Token ids, positions, cache places; slots, borders, context lengths; last rows and slots that sample."""
-        if not chunks:
-            return []
-        lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
-        borders = np.concatenate(([0], lens.cumsum())).astype(np.int32)
-        token_ids = np.concatenate([np.array(chunk.token_ids, dtype=np.int32) for chunk in chunks])
-        positions = np.arange(borders[-1], dtype=np.int32) + np.repeat(starts - borders[:-1], lens)
-        blocks = self.host_state[np.repeat(slots, lens), BLOCK_TABLE + positions // self.block_size]
-        kv_slots = blocks * self.block_size + positions % self.block_size
-        for chunk, (first, end) in zip(chunks, pairwise(borders), strict=True):
-            if not chunk.store:
-                kv_slots[first:end] = -1
-        samples = np.array([chunk.samples for chunk in chunks])
-        return [token_ids, positions, kv_slots, slots, borders, starts + lens, borders[1:][samples] - 1, slots[samples]]
+        return index, state.reshape(-1)[index]
 
 
 class Staging:
@@ -195,7 +202,7 @@ class Staging:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
-        self._device_buffer = torch.empty(capacity, dtype=torch.int32, device=device)
+        self._device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._host_buffers = [torch.empty(capacity, dtype=torch.int32, pin_memory=self.is_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if self.is_cuda else []
         self._turn = 0

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from nanovllm.attention import make_backend
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graph import DecodeGraphs, batch_size_ladder
-from nanovllm.engine.input_buffers import InputBuffers, StepInputs
+from nanovllm.engine.cuda_graph import StepGraphs, decode_ladder, mixed_ladder
+from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
@@ -32,16 +33,23 @@ _CPU_MEMORY_LIMIT = 2**30
 
 @dataclass
 class StepHandle:
-    """A step under way. `token_ids` is on the host once `copied` has happened."""
+    """A step under way.
+
+    `token_ids` is on the host once `copied` has happened: `num_decodes` decoded ones, padding up to
+    `num_padded_decodes`, then those of the prompts that ended.
+    """
 
     token_ids: torch.Tensor
+    num_decodes: int
+    num_padded_decodes: int
     copied: torch.cuda.Event | None
 
     def result(self) -> StepOutput:
         """Wait for the step and return its tokens."""
         if self.copied is not None:
             self.copied.synchronize()
-        return StepOutput(self.token_ids.tolist())
+        token_ids = self.token_ids.tolist()
+        return StepOutput(token_ids[: self.num_decodes] + token_ids[self.num_padded_decodes :])
 
 
 class ModelRunner:
@@ -77,16 +85,17 @@ class ModelRunner:
         self.buffers = InputBuffers(
             config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, self.device
         )
-        self._sampled = torch.zeros(config.max_num_running, dtype=torch.int64, device=self.device)
+        # Decoded tokens, and those of the prompts that end in the same step; padding in between.
+        self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._results = [torch.empty_like(self._sampled, device="cpu", pin_memory=self.is_cuda) for _ in range(2)]
         self._turn = 0
         self.max_model_len = max_model_len
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.num_kvcache_blocks = self._num_blocks(free_before)
         self._bind_cache(self.num_kvcache_blocks)
         if self.is_cuda and not config.enforce_eager and self.backend.supports_cuda_graph:
             with torch.inference_mode(), self._device_guard():
-                self.graphs = DecodeGraphs(self._decode, batch_size_ladder(config.max_num_running))
+                self.graphs = self._capture_graphs()
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
@@ -103,16 +112,15 @@ class ModelRunner:
         return torch.cuda.device(self.device) if self.is_cuda else nullcontext()
 
     def _launch(self, batch: ScheduledBatch) -> StepHandle:
-        num_decodes = len(batch.decode_slots)
-        use_graph = self.graphs is not None and not batch.is_prefill
-        if self.graphs is not None and use_graph:
-            num_decodes = next(size for size in self.graphs.sizes if size >= num_decodes)
-        inputs = self.buffers.stage(batch, num_decodes)
-        if self.graphs is not None and use_graph:
-            self.graphs.replay(num_decodes)
+        exact = StepShape.of(batch)
+        captured = self.graphs.fit(exact) if self.graphs is not None else None
+        staged = self.buffers.stage(batch, captured or exact)
+        if self.graphs is not None and captured is not None:
+            self.graphs.replay(captured)
         else:
-            self._forward(inputs)
-        return self._copy_to_host(len(batch.sampled_seq_ids))
+            self._forward(staged)
+        num_prompts = len(batch.sampled_seq_ids) - exact.num_decodes
+        return self._copy_to_host(exact.num_decodes, (captured or exact).num_decodes, num_prompts)
 
     def exit(self) -> None:
         """Let go of everything on the device."""
@@ -122,8 +130,9 @@ class ModelRunner:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
-    def _forward(self, inputs: StepInputs) -> None:
+    def _forward(self, staged: StagedStep) -> None:
         """Compute, sample, and leave the tokens in the slots and in `_sampled`."""
+        inputs = self.buffers.assemble(staged)
         inputs.context.plan = self.backend.plan(inputs.context)
         with set_context(inputs.context):
             hidden = self.model(inputs.token_ids, inputs.positions)
@@ -132,22 +141,26 @@ class ModelRunner:
         if len(hidden):
             logits = self.model.compute_logits(hidden)
             token_ids = self.sampler(logits, *self.buffers.sampling_inputs(inputs))
-            self.buffers.scatter(inputs, token_ids)
-            self._sampled[: len(token_ids)] = token_ids
+            self.buffers.scatter(inputs, token_ids, self._sampled)
 
-    def _decode(self, num_decodes: int) -> None:
-        self._forward(self.buffers.decode_inputs(num_decodes, [1] * num_decodes))
+    def _capture_graphs(self) -> StepGraphs:
+        config = self.config
+        shapes = decode_ladder(config.max_num_running)
+        if self.backend.supports_mixed_graph:
+            shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens)
+        return StepGraphs(lambda shape: partial(self._forward, self.buffers.stage(ScheduledBatch(), shape)), shapes)
 
-    def _copy_to_host(self, num_tokens: int) -> StepHandle:
+    def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:
+        num_tokens = num_padded_decodes + num_prompts
         if not self.is_cuda:
-            return StepHandle(self._sampled[:num_tokens].clone(), None)
+            return StepHandle(self._sampled[:num_tokens].clone(), num_decodes, num_padded_decodes, None)
         # Two buffers take turns: of the two steps that can be under way, neither overwrites the other's.
         self._turn ^= 1
         result = self._results[self._turn][:num_tokens]
         result.copy_(self._sampled[:num_tokens], non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return StepHandle(result, copied)
+        return StepHandle(result, num_decodes, num_padded_decodes, copied)
 
     def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:
         with torch.device("meta"):

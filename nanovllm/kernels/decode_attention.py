@@ -39,7 +39,7 @@ class DecodePlan:
 @triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr, tile_ends_ptr, scale,
-    q_stride, table_stride, num_seqs,
+    q_stride, table_stride, table_size, num_seqs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SEQS_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -78,8 +78,8 @@ def _decode_kernel(
             positions = tile * TILE + tl.arange(0, TILE)
             seen = positions < context_len
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, tile * TILE, seen, seen[None, :],
-                scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
+                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, tile * TILE,
+                seen, seen[None, :], scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
             )  # fmt: skip
         out = acc / row_sum[:, None]
         if count == num_tiles:
@@ -193,7 +193,7 @@ def decode_attention(
     options = pdl_options(query.device)
     _decode_kernel[(num_programs,)](
         query, k_cache, v_cache, out, plan.partial, plan.lse, block_tables, context_lens, plan.tile_ends,
-        scale * LOG2E, query.stride(0), block_tables.stride(0), num_seqs,
+        scale * LOG2E, query.stride(0), block_tables.stride(0), block_tables.shape[1], num_seqs,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=triton.next_power_of_2(num_seqs),
         num_warps=4, num_stages=2, **options,

@@ -14,14 +14,14 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def attend_tile(
-    query, k_ptr, v_ptr, table_ptr, start, key_mask, score_mask, scale, row_stride, acc, row_max, row_sum,
+    query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, row_stride, acc, row_max, row_sum,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys `start ... start + TILE - 1`, `start` a multiple of TILE; returns acc, row_max and row_sum.
 
-    query [M, HEAD_DIM]; k_ptr and v_ptr at the KV head's first row; row_stride elements from one token's row to the
-    next; key_mask [TILE] and score_mask (broadcast to [M, TILE]) say which keys exist and which are seen; acc
-    [M, HEAD_DIM], row_max and row_sum [M] float32.
+    query [M, HEAD_DIM]; k_ptr and v_ptr at the KV head's first row; table_size entries at table_ptr; row_stride elements
+    from one token's row to the next; key_mask [TILE] and score_mask (broadcast to [M, TILE]) say which keys exist and
+    which are seen, both None if all; acc [M, HEAD_DIM], row_max and row_sum [M] float32.
     """
     dims = tl.arange(0, HEAD_DIM)
     offsets = tl.arange(0, TILE)
@@ -30,16 +30,25 @@ def attend_tile(
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         rows = (block * BLOCK_SIZE + start % BLOCK_SIZE + offsets) * row_stride
     else:
-        blocks = tl.load(table_ptr + (start + offsets) // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        # Past the last key this reads on in the table, whose entries are blocks all the same, or past its end zeros.
+        places = (start + offsets) // BLOCK_SIZE
+        blocks = tl.load(table_ptr + places, mask=places < table_size, other=0).to(tl.int64)
         rows = (blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE) * row_stride
-    key = tl.load(k_ptr + rows[None, :] + dims[:, None], mask=key_mask[None, :], other=0.0)
-    scores = tl.dot(query, key, input_precision="ieee") * scale
-    scores = tl.where(score_mask, scores, -float("inf"))
+    if key_mask is None:
+        key = tl.load(k_ptr + rows[None, :] + dims[:, None])
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+    else:
+        key = tl.load(k_ptr + rows[None, :] + dims[:, None], mask=key_mask[None, :], other=0.0)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(score_mask, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
     safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
     weights = tl.exp2(scores - safe_max[:, None])
     correction = tl.exp2(row_max - safe_max)
-    value = tl.load(v_ptr + rows[:, None] + dims[None, :], mask=key_mask[:, None], other=0.0)
+    if key_mask is None:
+        value = tl.load(v_ptr + rows[:, None] + dims[None, :])
+    else:
+        value = tl.load(v_ptr + rows[:, None] + dims[None, :], mask=key_mask[:, None], other=0.0)
     acc = tl.dot(weights.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
     return acc, new_max, row_sum * correction + tl.sum(weights, axis=1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
@@ -90,7 +90,11 @@ def _partial_argmax_kernel(
     temperature_stride,
     seed_stride,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
     tokens = start + tl.arange(0, BLOCK)
@@ -118,10 +122,23 @@ def _partial_argmax_kernel(
     tl.store(partial_token_ptr + partial, start + index)
 
 
+@triton.jit
+def _final_argmax_kernel(scores_ptr, tokens_ptr, sampled_ptr, num_pieces, PIECES: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    pieces = tl.arange(0, PIECES)
+    scores = tl.load(scores_ptr + row * num_pieces + pieces, mask=pieces < num_pieces, other=-float("inf"))
+    # Pieces are in the order of their tokens, so the first of equals has the lowest id.
+    best = tl.argmax(scores, axis=0, tie_break_left=True)
+    tl.store(sampled_ptr + row, tl.load(tokens_ptr + row * num_pieces + best))
+
+
 def sample_triton(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor
 ) -> torch.Tensor:
-    """Triton form of `sample`: the best of each piece of the vocabulary in one kernel, the best of those in torch."""
+    """Triton form of `sample`: the best of each piece of the vocabulary in one kernel, the best of those in another."""
     num_rows, vocab_size = logits.shape
     block = min(4096, max(16, triton.next_power_of_2(vocab_size)))
     num_pieces = triton.cdiv(vocab_size, block)
@@ -140,8 +157,14 @@ def sample_triton(
         temperatures.stride(0),
         seeds.stride(0),
         BLOCK=block,
+        **pdl_options(logits.device),
     )
-    return tokens.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+    sampled = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    padded = triton.next_power_of_2(num_pieces)
+    _final_argmax_kernel[(num_rows,)](
+        scores, tokens, sampled, num_pieces, PIECES=padded, num_warps=1, **pdl_options(logits.device)
+    )
+    return sampled
 
 
 def sample(

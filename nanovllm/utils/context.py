@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class Context:
         block_tables: [num_seqs, max_blocks] int32; block ids of the decoding sequences, then of the chunks'.
         context_lens: [num_seqs] int32; tokens that each attends to, its own in this step included.
         cu_seqlens_q: [num_chunks + 1] int32; where each chunk starts among the chunks' tokens.
-        context_lens_host: the same as context_lens, for what has to be sized on the host.
+        query_tiles: [2 * num_tiles] int32; the chunk of each tile of chunk tokens (-1: none), then its number in it.
+        context_lens_host: the same as context_lens, for what has to be sized on the host; not known to a graph.
         query_lens_host: tokens of each chunk, likewise.
         plan: what the attention backend made of all this, once for all layers.
     """
@@ -35,8 +36,9 @@ class Context:
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    context_lens_host: list[int]
-    query_lens_host: list[int]
+    query_tiles: torch.Tensor
+    context_lens_host: list[int] = field(default_factory=list)
+    query_lens_host: list[int] = field(default_factory=list)
     plan: Any = None
 
 

@@ -1,0 +1,147 @@
+"""The beginning and the end of a step: from slots to rows, and from sampled tokens back to slots.
+
+The slot state is one int32 tensor, a row for each running sequence and one more, the last, for padding. See
+`engine/input_buffers.py` for who writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+
+LAST_TOKEN, NUM_COMPUTED, NUM_PROMPT, TEMPERATURE, SEED, BLOCK_TABLE = 0, 1, 2, 3, 4, 6
+"""Columns of the slot state: newest token, tokens computed, tokens of the prompt, temperature (a float32's bits), seed
+(low word, high word), and from there on the block table."""
+
+
+@dataclass
+class DecodeRows:
+    """One row for each decoding sequence, [num_rows] int32 each.
+
+    Attributes:
+        token_ids: the newest token, which is the input.
+        positions: its position.
+        kv_slots: where its keys and values go; -1 for padding.
+        context_lens: tokens that it attends to, itself included.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    context_lens: torch.Tensor
+
+
+def gather_decode_rows_ref(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
+    """Plain torch form of `gather_decode_rows`."""
+    rows = state[slots]
+    positions = rows[:, NUM_COMPUTED].contiguous()
+    blocks = rows[:, BLOCK_TABLE:].gather(1, (positions // block_size).long().unsqueeze(1)).squeeze(1)
+    kv_slots = blocks * block_size + positions % block_size
+    kv_slots = torch.where(slots == len(state) - 1, -1, kv_slots)
+    return DecodeRows(rows[:, LAST_TOKEN].contiguous(), positions, kv_slots, positions + 1)
+
+
+@triton.jit
+def _gather_decode_rows_kernel(
+    state_ptr, slots_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, context_lens_ptr,
+    num_rows, width, padding_slot, block_size,
+    LAST_TOKEN: tl.constexpr, NUM_COMPUTED: tl.constexpr, BLOCK_TABLE: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = rows < num_rows
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    slots = tl.load(slots_ptr + rows, mask=mask, other=0)
+    row_ptr = state_ptr + slots.to(tl.int64) * width
+    positions = tl.load(row_ptr + NUM_COMPUTED, mask=mask, other=0)
+    blocks = tl.load(row_ptr + BLOCK_TABLE + positions // block_size, mask=mask, other=0)
+    kv_slots = tl.where(slots == padding_slot, -1, blocks * block_size + positions % block_size)
+    tl.store(token_ids_ptr + rows, tl.load(row_ptr + LAST_TOKEN, mask=mask, other=0), mask=mask)
+    tl.store(positions_ptr + rows, positions, mask=mask)
+    tl.store(kv_slots_ptr + rows, kv_slots, mask=mask)
+    tl.store(context_lens_ptr + rows, positions + 1, mask=mask)
+
+
+def gather_decode_rows_triton(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
+    """Triton form of `gather_decode_rows`."""
+    num_rows = len(slots)
+    out = DecodeRows(*torch.empty(4, num_rows, dtype=torch.int32, device=slots.device))
+    _gather_decode_rows_kernel[(triton.cdiv(num_rows, 128),)](
+        state, slots, out.token_ids, out.positions, out.kv_slots, out.context_lens,
+        num_rows, state.stride(0), len(state) - 1, block_size,
+        LAST_TOKEN=LAST_TOKEN, NUM_COMPUTED=NUM_COMPUTED, BLOCK_TABLE=BLOCK_TABLE, ROWS=128,
+        **pdl_options(slots.device),
+    )  # fmt: skip
+    return out
+
+
+def gather_decode_rows(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
+    """Make the rows of a decode step.
+
+    Args:
+        state: [num_slots + 1, width] int32, contiguous.
+        slots: [num_rows] int32.
+        block_size: tokens of a cache block.
+    """
+    return (gather_decode_rows_triton if state.is_cuda else gather_decode_rows_ref)(state, slots, block_size)
+
+
+def scatter_tokens_ref(
+    state: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, num_decodes: int, sampled: torch.Tensor
+) -> None:
+    """Plain torch form of `scatter_tokens`."""
+    state[:, LAST_TOKEN][slots] = token_ids.int()
+    decoded = slots[:num_decodes]
+    state[:, NUM_COMPUTED][decoded] += (decoded != len(state) - 1).int()
+    sampled[: len(token_ids)] = token_ids
+
+
+@triton.jit
+def _scatter_tokens_kernel(
+    state_ptr, slots_ptr, token_ids_ptr, sampled_ptr, num_rows, num_decodes, width, padding_slot,
+    LAST_TOKEN: tl.constexpr, NUM_COMPUTED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = rows < num_rows
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    slots = tl.load(slots_ptr + rows, mask=mask, other=0)
+    token_ids = tl.load(token_ids_ptr + rows, mask=mask, other=0)
+    row_ptr = state_ptr + slots.to(tl.int64) * width
+    tl.store(row_ptr + LAST_TOKEN, token_ids.to(tl.int32), mask=mask)
+    tl.store(sampled_ptr + rows, token_ids, mask=mask)
+    decoded = mask & (rows < num_decodes) & (slots != padding_slot)
+    tl.store(row_ptr + NUM_COMPUTED, tl.load(row_ptr + NUM_COMPUTED, mask=decoded, other=0) + 1, mask=decoded)
+
+
+def scatter_tokens_triton(
+    state: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, num_decodes: int, sampled: torch.Tensor
+) -> None:
+    """Triton form of `scatter_tokens`."""
+    num_rows = len(slots)
+    _scatter_tokens_kernel[(triton.cdiv(num_rows, 128),)](
+        state, slots, token_ids, sampled, num_rows, num_decodes, state.stride(0), len(state) - 1,
+        LAST_TOKEN=LAST_TOKEN, NUM_COMPUTED=NUM_COMPUTED, ROWS=128, **pdl_options(slots.device),
+    )  # fmt: skip
+
+
+def scatter_tokens(
+    state: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, num_decodes: int, sampled: torch.Tensor
+) -> None:
+    """Put sampled tokens into their slots, in place, and count the decoded ones as computed.
+
+    Args:
+        state: [num_slots + 1, width] int32, contiguous; the last row takes what belongs to nobody.
+        slots: [num_rows] int32, decode rows first; none but the last may be there twice.
+        token_ids: [num_rows] int64.
+        num_decodes: how many of the rows are decode rows.
+        sampled: [at least num_rows] int64; its first entries become the tokens.
+    """
+    form = scatter_tokens_triton if state.is_cuda else scatter_tokens_ref
+    form(state, slots, token_ids, num_decodes, sampled)

@@ -215,7 +215,7 @@ class LLMEngine:
             except TypeError as error:
                 raise ValueError(f"prompt {prompt[:40]!r} cannot be tokenized: {error}") from error
             return token_ids
-        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
             return prompt
         raise ValueError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}: {prompt!r:.80}")
 

@@ -23,7 +23,7 @@ if find_spec("triton") is not None:
     _cuda = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = _cuda.gdc_wait, _cuda.gdc_launch_dependents
 else:
-    triton = SimpleNamespace(jit=lambda function: function)
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda wrapped: wrapped))
     tl = SimpleNamespace(constexpr=int)
     gdc_wait = gdc_launch_dependents = None
 

@@ -36,7 +36,7 @@ class DecodePlan:
     lse: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_size"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr, tile_ends_ptr, scale,
     q_stride, table_stride, table_size, num_seqs,
@@ -96,7 +96,7 @@ def _decode_kernel(
         unit += count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def _merge_kernel(
     out_ptr, partial_ptr, lse_ptr, tile_ends_ptr, num_seqs, num_programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
@@ -133,7 +133,7 @@ def _merge_kernel(
         tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _tile_ends_kernel(
     context_lens_ptr, tile_ends_ptr, num_seqs, TILE: tl.constexpr, SEQS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -144,6 +144,11 @@ def _tile_ends_kernel(
         gdc_launch_dependents()
     tiles = tl.cdiv(tl.load(context_lens_ptr + seqs, mask=mask, other=0), TILE)
     tl.store(tile_ends_ptr + seqs, tl.cumsum(tiles, axis=0), mask=mask)
+
+
+def _padded(num_seqs: int) -> int:
+    """A size that is the same for all but the largest batches, so that they need no kernel of their own."""
+    return max(512, triton.next_power_of_2(num_seqs))
 
 
 def plan_decode(context_lens: torch.Tensor, num_programs: int, tile: int, group: int, head_dim: int) -> DecodePlan:
@@ -158,7 +163,7 @@ def plan_decode(context_lens: torch.Tensor, num_programs: int, tile: int, group:
     """
     tile_ends = torch.empty_like(context_lens)
     _tile_ends_kernel[(1,)](
-        context_lens, tile_ends, len(context_lens), TILE=tile, SEQS=triton.next_power_of_2(len(context_lens)),
+        context_lens, tile_ends, len(context_lens), TILE=tile, SEQS=_padded(len(context_lens)),
         **pdl_options(context_lens.device),
     )  # fmt: skip
     partial = torch.empty(2 * num_programs, group, head_dim, dtype=torch.float32, device=context_lens.device)
@@ -195,7 +200,7 @@ def decode_attention(
         query, k_cache, v_cache, out, plan.partial, plan.lse, block_tables, context_lens, plan.tile_ends,
         scale * LOG2E, query.stride(0), block_tables.stride(0), block_tables.shape[1], num_seqs,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=triton.next_power_of_2(num_seqs),
+        BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=_padded(num_seqs),
         num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     _merge_kernel[(num_seqs, num_heads)](

@@ -1,9 +1,10 @@
 """A linear layer with what stands around it in a decoder: residual and RMS norm before it, the SwiGLU gate after it.
 
-With a row or a few, a product is nothing but reading the weights, and a cuBLAS call takes several times as long. The
-kernel here does all of it at once: each program asks for its rows of the weights before it waits for its input, so
+With one row, a product is nothing but reading the weights, and a cuBLAS call takes several times as long. The kernel
+here does all of it at once: each program asks for its rows of the weights before it waits for its input, so
 that, launched as a programmatic dependent, it reads them while the kernel ahead still runs. On an H200 the products of
-a Qwen3-0.6B layer take 13.3 us for one row, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2.
+a Qwen3-0.6B layer take 13.3 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
+rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from torch.nn import functional
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
-
-MAX_THIN_ROWS = 2
-"""Most rows of the kernel; its multiplications, which are not the tensor cores', show from four rows on."""
 
 Norm = tuple[torch.Tensor, float]
 """Weight [in_features] and epsilon of an RMS norm."""
@@ -41,7 +39,7 @@ def norm_linear_ref(
 @triton.jit
 def _thin_linear_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, out_features,
-    ROWS: tl.constexpr, IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -61,24 +59,23 @@ def _thin_linear_kernel(
         gdc_launch_dependents()
     # Each value is rounded where the parts, done one by one, would have rounded it.
     dtype = out_ptr.dtype.element_ty
-    for row in tl.static_range(ROWS):
-        x = tl.load(x_ptr + row * IN + ins, mask=in_mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            x += tl.load(residual_ptr + row * IN + ins, mask=in_mask, other=0.0).to(tl.float32)
-            x = x.to(dtype).to(tl.float32)
-            if tl.program_id(0) == 0:
-                tl.store(total_ptr + row * IN + ins, x.to(dtype), mask=in_mask)
-        if HAS_NORM:
-            x = x * tl.rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
-            x = x.to(dtype).to(tl.float32)
-        out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
-        if HAS_BIAS:
-            out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
-        if GATED:
-            up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
-            out = out.to(dtype).to(tl.float32)
-            out = out / (1 + tl.exp(-out)) * up.to(dtype).to(tl.float32)
-        tl.store(out_ptr + row * out_features + outs, out.to(dtype), mask=out_mask)
+    x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + ins, x.to(dtype), mask=in_mask)
+    if HAS_NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
+        x = x.to(dtype).to(tl.float32)
+    out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
+        out = out.to(dtype).to(tl.float32)
+        out = out / (1 + tl.exp(-out)) * up.to(dtype).to(tl.float32)
+    tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
 
 
 def norm_linear_triton(
@@ -89,10 +86,10 @@ def norm_linear_triton(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `norm_linear`, for a few rows; a gated layer has no bias."""
+    """Triton form of `norm_linear`, for one row; a gated layer has no bias."""
     rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
-    assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
+    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     assert residual is None or (norm is not None and residual.is_contiguous())
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
@@ -104,7 +101,7 @@ def norm_linear_triton(
     block_out = min(block_out, 16)
     _thin_linear_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,
-        ROWS=rows, IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out,
+        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out,
         HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated,
         num_warps=8 if wide else 4, **pdl_options(x.device),
     )  # fmt: skip
@@ -132,7 +129,7 @@ def norm_linear(
     Returns:
         The result, and `x + residual`.
     """
-    if x.is_cuda and len(x) <= MAX_THIN_ROWS:
+    if x.is_cuda and len(x) == 1:
         return norm_linear_triton(x, weight, bias, norm, residual, gated)
     total = x
     if norm is not None:

@@ -19,9 +19,9 @@ def attend_tile(
 ):  # fmt: skip
     """Attend to keys `start ... start + TILE - 1`, `start` a multiple of TILE; returns acc, row_max and row_sum.
 
-    query [M, HEAD_DIM]; k_ptr and v_ptr at the KV head's first row; table_size entries at table_ptr; row_stride elements
-    from one token's row to the next; key_mask [TILE] and score_mask (broadcast to [M, TILE]) say which keys exist and
-    which are seen, both None if all; acc [M, HEAD_DIM], row_max and row_sum [M] float32.
+    query [M, HEAD_DIM]; k_ptr and v_ptr at the KV head's first row; table_size entries at table_ptr; row_stride
+    elements from one token's row to the next; key_mask [TILE] and score_mask (broadcast to [M, TILE]) say which keys
+    exist and which are seen, both None if all; acc [M, HEAD_DIM], row_max and row_sum [M] float32.
     """
     dims = tl.arange(0, HEAD_DIM)
     offsets = tl.arange(0, TILE)

@@ -77,7 +77,7 @@ def sample_ref(
     return scores.argmax(dim=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_stride", "seed_stride"])
 def _partial_argmax_kernel(
     logits_ptr,
     temperatures_ptr,

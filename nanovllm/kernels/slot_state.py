@@ -44,7 +44,7 @@ def gather_decode_rows_ref(state: torch.Tensor, slots: torch.Tensor, block_size:
     return DecodeRows(rows[:, LAST_TOKEN].contiguous(), positions, kv_slots, positions + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "width", "padding_slot"])
 def _gather_decode_rows_kernel(
     state_ptr, slots_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, context_lens_ptr,
     num_rows, width, padding_slot, block_size,
@@ -101,7 +101,7 @@ def scatter_tokens_ref(
     sampled[: len(token_ids)] = token_ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_decodes", "width", "padding_slot"])
 def _scatter_tokens_kernel(
     state_ptr, slots_ptr, token_ids_ptr, sampled_ptr, num_rows, num_decodes, width, padding_slot,
     LAST_TOKEN: tl.constexpr, NUM_COMPUTED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,

@@ -242,7 +242,7 @@ def plot(results: list[Result], title: str, file: str) -> None:
     labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.invert_yaxis()
-    axes.set(xlabel="share of the floor's throughput, % (tokens/s beside the bars)", title=title, xlim=(0, 100))
+    axes.set(xlabel="share of the floor's throughput, % (tokens/s beside the bars)", title=title, xlim=(0, 130))
     figure.savefig(file, dpi=150)
 
 

@@ -70,7 +70,8 @@ def _gather_decode_rows_kernel(
 def gather_decode_rows_triton(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
     """Triton form of `gather_decode_rows`."""
     num_rows = len(slots)
-    out = DecodeRows(*torch.empty(4, num_rows, dtype=torch.int32, device=slots.device))
+    # Tensors of their own, so aligned: every kernel that reads them would be compiled again for each other alignment.
+    out = DecodeRows(*(torch.empty_like(slots) for _ in range(4)))
     _gather_decode_rows_kernel[(triton.cdiv(num_rows, 128),)](
         state, slots, out.token_ids, out.positions, out.kv_slots, out.context_lens,
         num_rows, state.stride(0), len(state) - 1, block_size,

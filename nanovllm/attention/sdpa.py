@@ -6,6 +6,7 @@ enough to be believed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +18,19 @@ from nanovllm.utils.context import Context
 # Most gathered tokens of one piece (times KV heads and head size: its memory), and most queries of one.
 _MAX_GATHERED_TOKENS = 65536
 _MAX_QUERIES = 1024
+# Contexts that differ by less than this are padded rather than kept apart.
+_SHORT = 32
 
 
 @dataclass(frozen=True)
 class Piece:
     """Sequences `[num_seqs]` of equally many queries that are computed by one call.
 
-    `rows` are the piece's query rows; `kv_slots` [num_seqs * max_len] the cache places of the keys; `mask`
-    [num_seqs, 1, num_queries, max_len] is true where a query sees a key.
+    `rows` [num_seqs * num_queries] are the piece's query rows; `kv_slots` [num_seqs * max_len] the cache places of the
+    keys; `mask` [num_seqs, 1, num_queries, max_len] is true where a query sees a key.
     """
 
-    rows: slice
+    rows: torch.Tensor
     num_seqs: int
     kv_slots: torch.Tensor
     mask: torch.Tensor
@@ -44,45 +47,39 @@ class SdpaBackend(AttentionBackend):
 
     def plan(self, context: Context) -> list[Piece]:
         """Cut the step into pieces: decode rows of about equal context together, chunks alone."""
+        lens = context.context_lens_host
         pieces = []
-        first = 0
-        for seq in range(context.num_decodes):
-            max_len = max(context.context_lens_host[first : seq + 2])
-            is_last = seq + 1 == context.num_decodes
-            if is_last or (seq + 2 - first) * max_len > _MAX_GATHERED_TOKENS:
-                pieces.append(self._piece(context, slice(first, seq + 1), row=first, num_queries=1))
-                first = seq + 1
+        seqs: list[int] = []
+        for seq in sorted(range(context.num_decodes), key=lens.__getitem__):
+            padded = (len(seqs) + 1) * lens[seq]
+            if seqs and (lens[seq] > 1.5 * lens[seqs[0]] + _SHORT or padded > _MAX_GATHERED_TOKENS):
+                pieces.append(self._piece(context, seqs, seqs, lens[seqs[-1]]))
+                seqs = []
+            seqs.append(seq)
+        if seqs:
+            pieces.append(self._piece(context, seqs, seqs, lens[seqs[-1]]))
         row = context.num_decodes
-        for i, query_len in enumerate(context.query_lens_host):
-            seq = context.num_decodes + i
+        for seq, query_len in enumerate(context.query_lens_host, start=context.num_decodes):
             for start in range(0, query_len, _MAX_QUERIES):
-                num_queries = min(_MAX_QUERIES, query_len - start)
-                pieces.append(
-                    self._piece(
-                        context,
-                        slice(seq, seq + 1),
-                        row=row + start,
-                        num_queries=num_queries,
-                        num_later=query_len - start - num_queries,
-                    )
-                )
+                end = min(start + _MAX_QUERIES, query_len)
+                pieces.append(self._piece(context, [seq], range(row + start, row + end), lens[seq] - query_len + end))
             row += query_len
         return pieces
 
-    def _piece(self, context: Context, seqs: slice, row: int, num_queries: int, num_later: int = 0) -> Piece:
-        """The piece of sequences `seqs`, whose first query row is `row`; `num_later` of their tokens come after it."""
-        lens = context.context_lens[seqs] - num_later
-        max_len = max(context.context_lens_host[seqs]) - num_later
-        position = torch.arange(max_len, device=lens.device)
-        blocks = context.block_tables[seqs][:, position // self.block_size].long()
-        query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=lens.device)
+    def _piece(self, context: Context, seqs: list[int], rows: Sequence[int], max_len: int) -> Piece:
+        """The piece of sequences `seqs`, with equally many query rows each, over contexts of at most `max_len`."""
+        device = context.context_lens.device
+        seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
+        num_queries = len(rows) // len(seqs)
+        lens = context.context_lens[seq_index].clamp(max=max_len)
+        position = torch.arange(max_len, device=device)
+        blocks = context.block_tables[seq_index][:, position // self.block_size].long()
+        query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=device)
         mask = position <= query_position[:, :, None]
-        num_seqs = seqs.stop - seqs.start
-        rows = slice(row, row + num_seqs * num_queries)
         kv_slots = blocks * self.block_size + position % self.block_size
         # A masked key still meets a product, and 0 times another sequence's infinity is NaN: it is this one's own.
         kv_slots = torch.where(position < lens[:, None], kv_slots, kv_slots[:, :1])
-        return Piece(rows, num_seqs, kv_slots.flatten(), mask.unsqueeze(1))
+        return Piece(row_index, len(seqs), kv_slots.flatten(), mask.unsqueeze(1))
 
     def forward(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
@@ -90,7 +87,7 @@ class SdpaBackend(AttentionBackend):
         """See the base class."""
         out = torch.empty_like(query)
         for piece in context.plan:
-            out[piece.rows] = _attend(query[piece.rows], k_cache, v_cache, piece, scale)
+            out[piece.rows] = _attend(query.index_select(0, piece.rows), k_cache, v_cache, piece, scale)
         return out
 
 

@@ -127,15 +127,32 @@ def test_thin_norm_linear(dtype: torch.dtype, parts: dict[str, bool], size: tupl
     check_error(out, same, exact)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 99])
-def test_norm_linear_takes_either_road(rows: int) -> None:
-    """The dispatcher's result is the reference's, whether the rows are few or many."""
-    x, residual, weight = randn(rows, 64), randn(rows, 64), randn(96, 64)
-    norm = (randn(64), 1e-6)
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+# Its tiles are sized for elements of two bytes; the dispatcher gives it no others.
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("bias", "gated"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("size", [(48, 80), (1024, 6144), (2048, 1024)] if GPU else [(48, 80), (300, 34)])
+def test_skinny_linear(rows: int, dtype: torch.dtype, bias: bool, gated: bool, size: tuple[int, int]) -> None:
+    in_features, out_features = size
+    x, weight = randn(rows, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype) * in_features**-0.5
+    biases = randn(out_features, dtype=dtype) if bias else None
+    same, _ = norm_linear.norm_linear_ref(x, weight, biases, gated=gated)
+    wide = None if biases is None else biases.float()
+    exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), wide, gated=gated)
+    check_error(norm_linear.skinny_linear(x, weight, biases, gated), same, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_linear_takes_each_road(rows: int, dtype: torch.dtype) -> None:
+    """The dispatcher's result is the reference's, whether the rows are one, few or many."""
+    x, residual = randn(rows, 64, dtype=dtype), randn(rows, 64, dtype=dtype)
+    weight, norm = randn(96, 64, dtype=dtype) / 8, (randn(64, dtype=dtype), 1e-6)
     out, total = norm_linear.norm_linear(x, weight, None, norm, residual, True)
-    want, want_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual, True)
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(total, want_total, rtol=0, atol=0)
+    same, same_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual, True)
+    exact, _ = norm_linear.norm_linear_ref(total.float(), weight.float(), None, (norm[0].float(), 1e-6), None, True)
+    assert torch.equal(total, same_total)
+    check_error(out, same, exact)
 
 
 @pytest.mark.parametrize("rows", BATCHES)

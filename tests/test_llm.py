@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +290,16 @@ def test_generate_leaves_the_requests_of_others_alone(llm: LLM) -> None:
     assert len(finished[other]["token_ids"]) == 3
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as in a terminal: a shell that starts the tests in the background has it ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
-def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int) -> None:
+def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int, ctrl_c: None) -> None:
     with make_llm(checkpoint) as llm:
         runner: Any = llm._runner
         runner.pipeline_depth = depth
@@ -323,7 +332,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int) -> None:
+def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_c: None) -> None:
     with make_llm(checkpoint) as llm:
         runner: Any = llm._runner
         runner.pipeline_depth = depth

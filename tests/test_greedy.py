@@ -116,14 +116,25 @@ def test_preempted(model: tuple[Path, Reference], depth: int, block_size: int, n
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_shared_prefixes_cold_and_warm(model: tuple[Path, Reference], depth: int) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "cold", "warm"),
+    [
+        (16, [0, 80, 96, 32, 64, 96], [79, 96, 96, 32, 64, 112]),
+        (32, [0, 64, 96, 32, 64, 96], [64, 96, 96, 32, 64, 96]),
+        (256, [0] * 6, [0] * 6),
+    ],
+)
+def test_shared_prefixes_cold_and_warm(
+    model: tuple[Path, Reference], depth: int, block_size: int, cold: list[int], warm: list[int]
+) -> None:
     folder, reference = model
     (prefix,) = prompts((100,), seed=2)
-    batch = [prefix[:80], prefix, prefix, *(prefix[:n] + tail for n, tail in zip((40, 64, 96), prompts((7, 1, 30), 3)))]  # noqa: B905
-    with make_llm(folder) as llm:
+    tails = zip((40, 64, 96), prompts((7, 1, 30), 3), strict=True)
+    batch = [prefix[:80], prefix, prefix, *(prefix[:n] + tail for n, tail in tails)]
+    with make_llm(folder, kvcache_block_size=block_size, num_kvcache_blocks=6400 // block_size) as llm:
         set_depth(llm, depth)
-        assert check(llm, reference, batch) == [0, 80, 96, 32, 64, 96]
-        assert check(llm, reference, batch) == [79, 96, 96, 32, 64, 112]
+        assert check(llm, reference, batch) == cold
+        assert check(llm, reference, batch) == warm
 
 
 def test_prefix_caching_off(model: tuple[Path, Reference]) -> None:

@@ -59,11 +59,6 @@ class ScheduledBatch:
     sampled_seq_ids: list[int] = field(default_factory=list)
 
     @property
-    def is_prefill(self) -> bool:
-        """Whether any prompt token is in the batch."""
-        return bool(self.chunks)
-
-    @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens to compute in this step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.model_config import ModelConfig
+from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.gpu

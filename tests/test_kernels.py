@@ -163,14 +163,15 @@ def test_sampling(rows: int, dtype: torch.dtype, vocab_size: int) -> None:
     temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) % 3 > 0)
     seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
     output_index = torch.randint(4096, (rows,), dtype=torch.int32, device=DEVICE)
-    out = sampling.sample_triton(logits, temperatures, seeds, output_index)
-    want = sampling.sample_ref(logits, temperatures, seeds, output_index)
+    out_scores, out = sampling.sample_triton(logits, temperatures, seeds, output_index)
+    _, want = sampling.sample_ref(logits, temperatures, seeds, output_index)
     greedy = temperatures == 0
     assert torch.equal(out[greedy], want[greedy])
     # exp and log differ in the last bit from one implementation to the other, which may decide a draw.
     noise = sampling.gumbel_noise(vocab_size, seeds, output_index)
     scores = logits.float() + temperatures[:, None] * noise
     drawn = scores.gather(1, out[:, None]).squeeze(1)
+    torch.testing.assert_close(out_scores, drawn, rtol=0, atol=1e-5)
     assert (scores.amax(1) - drawn).max() < 1e-5
     assert (out == want).float().mean() > 0.99
 
@@ -182,7 +183,7 @@ def test_sampling_takes_the_lowest_id_of_a_tie() -> None:
     zeros = torch.zeros(3, device=DEVICE)
     seeds = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
     for form in (sampling.sample_triton, sampling.sample_ref):
-        assert form(logits, zeros, seeds, seeds[:, 0]).tolist() == [5000, 10, 0]
+        assert form(logits, zeros, seeds, seeds[:, 0])[1].tolist() == [5000, 10, 0]
 
 
 def test_sampling_gives_a_token_whatever_the_logits() -> None:
@@ -195,7 +196,7 @@ def test_sampling_gives_a_token_whatever_the_logits() -> None:
     for temperature in (0.0, 1.0):
         temperatures = torch.full((3,), temperature, device=DEVICE)
         for form in (sampling.sample_triton, sampling.sample_ref):
-            tokens = form(logits, temperatures, seeds, seeds[:, 0]).tolist()
+            tokens = form(logits, temperatures, seeds, seeds[:, 0])[1].tolist()
             assert tokens[0] == tokens[2] == 0
             assert tokens[1] != 5 and 0 <= tokens[1] < vocab_size
 
@@ -238,7 +239,7 @@ def test_samples_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0], device=DEVICE)
     seeds = torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2)
     temperatures = torch.full((count,), temperature, device=DEVICE)
-    drawn = sampling.sample_ref(logits.expand(count, -1), temperatures, seeds, seeds[:, 0] % 50)
+    _, drawn = sampling.sample_ref(logits.expand(count, -1), temperatures, seeds, seeds[:, 0] % 50)
     expected = torch.softmax(logits / temperature, 0) * count
     chi_squared = ((torch.bincount(drawn, minlength=6) - expected) ** 2 / expected).sum().item()
     # The 99.9th percentile of chi-squared with 5 degrees of freedom.

@@ -1,4 +1,4 @@
-"""One device: loads the model, sizes the cache, runs batches.
+"""One device: loads its shard of the model, sizes the cache, runs batches.
 
 `launch` queues a step and returns at once; the newest token of each sequence stays on the device, where the next step
 finds it, and the host gets a copy when it asks.
@@ -6,7 +6,6 @@ finds it, and the host gets a copy when it asks.
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +23,10 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.communicator import Communicator, SingleRank
 from nanovllm.utils.context import set_context
+from nanovllm.utils.device import cpu_cache_budget, resolve_device, resolve_dtype
 from nanovllm.utils.loader import init_dummy_weights, load_weights
-
-_CPU_MEMORY_SHARE = 0.1
-_CPU_MEMORY_LIMIT = 2**30
 
 
 @dataclass
@@ -60,15 +58,25 @@ class ModelRunner:
         model_config: the model's shape.
         folder: where its weights are.
         max_model_len: most tokens of one sequence.
+        communicator: joins this rank with the others that share the model; None if it has the model to itself.
 
     Raises:
         ValueError: a device, dtype or backend that cannot be had, or weights that do not fit the config.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        folder: str,
+        *,
+        max_model_len: int,
+        communicator: Communicator | None = None,
+    ) -> None:
         self.config = config
         self.model_config = model_config
-        self.device = resolve_device(config.device)
+        self.communicator = communicator or SingleRank()
+        self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
@@ -80,7 +88,7 @@ class ModelRunner:
         )
         free_before = self._free_memory()
         self.model = self._load_model(folder, max_model_len)
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.model.shard.vocab, self.communicator)
         self.max_blocks = -(-max_model_len // self.block_size)
         self.buffers = InputBuffers(
             config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, self.device
@@ -100,7 +108,14 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
         with torch.inference_mode(), self._device_guard():
-            return self._launch(batch)
+            shape = self._run(batch)
+            num_decodes = len(batch.decode_slots)
+            return self._copy_to_host(num_decodes, shape.num_decodes, len(batch.sampled_seq_ids) - num_decodes)
+
+    def follow(self, batch: ScheduledBatch) -> None:
+        """Queue one step on a rank whose tokens the host does not ask for."""
+        with torch.inference_mode(), self._device_guard():
+            self._run(batch)
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the device is lost."""
@@ -111,7 +126,8 @@ class ModelRunner:
         """Triton launches on the current device, whatever its arguments'."""
         return torch.cuda.device(self.device) if self.is_cuda else nullcontext()
 
-    def _launch(self, batch: ScheduledBatch) -> StepHandle:
+    def _run(self, batch: ScheduledBatch) -> StepShape:
+        """Queue one step; returns the sizes that it was padded to."""
         exact = StepShape.of(batch)
         captured = self.graphs.fit(exact) if self.graphs is not None else None
         staged = self.buffers.stage(batch, captured or exact)
@@ -119,8 +135,7 @@ class ModelRunner:
             self.graphs.replay(captured)
         else:
             self._forward(staged)
-        num_prompts = len(batch.sampled_seq_ids) - exact.num_decodes
-        return self._copy_to_host(exact.num_decodes, (captured or exact).num_decodes, num_prompts)
+        return captured or exact
 
     def exit(self) -> None:
         """Let go of everything on the device."""
@@ -164,7 +179,7 @@ class ModelRunner:
 
     def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:
         with torch.device("meta"):
-            model = make_model(self.model_config)
+            model = make_model(self.model_config, self.communicator)
         model = model.to(self.dtype).to_empty(device=self.device)
         if self.config.load_format == "dummy":
             init_dummy_weights(model, self.config.seed or 0)
@@ -175,7 +190,8 @@ class ModelRunner:
 
     def _bind_cache(self, num_blocks: int) -> None:
         model = self.model_config
-        shape = (2, model.num_layers, num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
+        num_kv_heads = self.model.shard.kv_heads.size
+        shape = (2, model.num_layers, num_blocks, self.block_size, num_kv_heads, model.head_dim)
         # Zeros, because a masked key still meets a product, and garbage may be NaN.
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -186,9 +202,10 @@ class ModelRunner:
         if self.config.num_kvcache_blocks != -1:
             return self.config.num_kvcache_blocks
         model = self.model_config
-        token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self.dtype.itemsize
+        token_bytes = 2 * model.num_layers * self.model.shard.kv_heads.size * model.head_dim * self.dtype.itemsize
         block_bytes = token_bytes * self.block_size
-        budget = self._gpu_cache_budget(free_before) if self.is_cuda else cpu_cache_budget()
+        cpu_budget = cpu_cache_budget() // self.communicator.size
+        budget = self._gpu_cache_budget(free_before) if self.is_cuda else cpu_budget
         if budget < block_bytes:
             raise ValueError(
                 f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of "
@@ -198,7 +215,7 @@ class ModelRunner:
         # More than every running sequence can use at its longest is of use to the prefix cache alone; on the CPU, where
         # memory is other programs' too, that much is enough.
         most = self.max_blocks * self.config.max_num_running
-        return budget // block_bytes if self.is_cuda else min(budget // block_bytes, most)
+        return self.communicator.least(budget // block_bytes if self.is_cuda else min(budget // block_bytes, most))
 
     def _gpu_cache_budget(self, free_before: int) -> int:
         """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by a largest step.
@@ -239,38 +256,3 @@ class ModelRunner:
             sampled_seq_ids=list(range(num_seqs)),
         )  # fmt: skip
         self.launch(batch).result()
-
-
-def cpu_cache_budget() -> int:
-    """Bytes for a cache in host memory: a tenth of what is free, at most 1 GiB."""
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Turn the setting into a device: "auto" takes CUDA if there is one.
-
-    Raises:
-        ValueError: an unknown device, or CUDA where there is none.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {name!r}")
-    if kind == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = int(index) if index else (torch.cuda.current_device() if count else 0)
-    if number >= count:
-        raise ValueError(f"device={name!r}, but there are {count} CUDA devices")
-    return torch.device("cuda", number)
-
-
-def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
-    """Turn the setting into a dtype: "auto" is the checkpoint's on CUDA and float32 on the CPU."""
-    if name == "auto":
-        name = checkpoint if is_cuda else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

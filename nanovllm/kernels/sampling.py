@@ -6,7 +6,8 @@ with no special case, and no division overflows.
 
 The noise comes from Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the
 request's seed, counted by (token id / 4, index of the output token); a token takes word `token id % 4`. So it depends
-on nothing but the request: not on the batch, the slot, the step, or the device.
+on nothing but the request: not on the batch, the slot, the step, or the device. Nor on how many devices share the
+vocabulary: each takes the best of its own tokens, and the best of those is the best of all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.model_shard import Share
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
@@ -48,13 +50,18 @@ def philox(counter0: torch.Tensor, counter1: torch.Tensor, key: torch.Tensor) ->
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def gumbel_noise(vocab_size: int, seeds: torch.Tensor, output_index: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, [num_rows, vocab_size] float32, of requests' seeds [num_rows, 2] and token indices."""
-    device = seeds.device
-    counter0 = torch.arange(-(-vocab_size // 4), device=device)
+def gumbel_noise(
+    num_tokens: int, seeds: torch.Tensor, output_index: torch.Tensor, first_token: int = 0
+) -> torch.Tensor:
+    """Standard Gumbel noise of requests' seeds [num_rows, 2] and output indices [num_rows].
+
+    Returns:
+        [num_rows, num_tokens] float32, for the tokens from `first_token`, a multiple of 4, on.
+    """
+    counter0 = first_token // 4 + torch.arange(-(-num_tokens // 4), device=seeds.device)
     key = (seeds.long() & _MASK32).unsqueeze(1)
     words = philox(counter0, output_index.long().unsqueeze(1), key)
-    return _gumbel(words.flatten(1)[:, :vocab_size])
+    return _gumbel(words.flatten(1)[:, :num_tokens])
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
@@ -65,16 +72,23 @@ def _gumbel(words: torch.Tensor) -> torch.Tensor:
 
 
 def sample_ref(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor
-) -> torch.Tensor:
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    output_index: torch.Tensor,
+    vocab: Share | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `sample`."""
+    vocab = vocab or Share.whole(logits.shape[1])
     scores = logits.float()
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     hot = temperatures > 0
     if hot.any():
-        noise = gumbel_noise(logits.shape[1], seeds[hot], output_index[hot])
+        noise = gumbel_noise(logits.shape[1], seeds[hot], output_index[hot], vocab.start)
         scores[hot] += temperatures[hot].unsqueeze(1) * noise
-    return scores.argmax(dim=1)
+    scores[:, vocab.num_present :] = float("-inf")
+    best = scores.argmax(dim=1, keepdim=True)
+    return scores.gather(1, best).squeeze(1), vocab.start + best.squeeze(1)
 
 
 @triton.jit(do_not_specialize=["temperature_stride", "seed_stride"])
@@ -85,7 +99,8 @@ def _partial_argmax_kernel(
     output_index_ptr,
     partial_score_ptr,
     partial_token_ptr,
-    vocab_size,
+    num_tokens,
+    first_token,
     logits_stride,
     temperature_stride,
     seed_stride,
@@ -97,16 +112,16 @@ def _partial_argmax_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
-    tokens = start + tl.arange(0, BLOCK)
+    columns = start + tl.arange(0, BLOCK)
     logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    scores = tl.load(logits_row_ptr + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
+    scores = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     # NaN has no place in an order; what comes out must be a token in any case.
     scores = tl.where(scores == scores, scores, -float("inf"))  # noqa: PLR0124
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
     if temperature > 0:
         seed_lo = tl.load(seeds_ptr + row * seed_stride).to(tl.uint32, bitcast=True)
         seed_hi = tl.load(seeds_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True)
-        counter0 = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        counter0 = ((first_token + start) // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
         counter1 = tl.zeros_like(counter0) + tl.load(output_index_ptr + row).to(tl.uint32)
         zero = tl.zeros_like(counter0)
         seed = (seed_hi.to(tl.uint64) << 32) | seed_lo.to(tl.uint64)
@@ -115,15 +130,17 @@ def _partial_argmax_kernel(
         u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
         exponential = tl.where(u < 0.0009765625, u + u * u * (0.5 + u / 3), -tl.log(1 - u))
         scores += temperature * -tl.log(exponential)
-        scores = tl.where(tokens < vocab_size, scores, -float("inf"))
+        scores = tl.where(columns < num_tokens, scores, -float("inf"))
     best, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
     partial = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(partial_score_ptr + partial, best)
-    tl.store(partial_token_ptr + partial, start + index)
+    tl.store(partial_token_ptr + partial, first_token + start + index)
 
 
 @triton.jit
-def _final_argmax_kernel(scores_ptr, tokens_ptr, sampled_ptr, num_pieces, PIECES: tl.constexpr, PDL: tl.constexpr):
+def _final_argmax_kernel(
+    scores_ptr, tokens_ptr, best_score_ptr, sampled_ptr, num_pieces, PIECES: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -131,17 +148,23 @@ def _final_argmax_kernel(scores_ptr, tokens_ptr, sampled_ptr, num_pieces, PIECES
     pieces = tl.arange(0, PIECES)
     scores = tl.load(scores_ptr + row * num_pieces + pieces, mask=pieces < num_pieces, other=-float("inf"))
     # Pieces are in the order of their tokens, so the first of equals has the lowest id.
-    best = tl.argmax(scores, axis=0, tie_break_left=True)
+    best_score, best = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_score_ptr + row, best_score)
     tl.store(sampled_ptr + row, tl.load(tokens_ptr + row * num_pieces + best))
 
 
 def sample_triton(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor
-) -> torch.Tensor:
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    output_index: torch.Tensor,
+    vocab: Share | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton form of `sample`: the best of each piece of the vocabulary in one kernel, the best of those in another."""
-    num_rows, vocab_size = logits.shape
-    block = min(4096, max(16, triton.next_power_of_2(vocab_size)))
-    num_pieces = triton.cdiv(vocab_size, block)
+    num_rows, num_columns = logits.shape
+    vocab = vocab or Share.whole(num_columns)
+    block = min(4096, max(16, triton.next_power_of_2(num_columns)))
+    num_pieces = triton.cdiv(num_columns, block)
     scores = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_pieces, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1 and seeds.stride(1) == 1
@@ -152,33 +175,41 @@ def sample_triton(
         output_index,
         scores,
         tokens,
-        vocab_size,
+        vocab.num_present,
+        vocab.start,
         logits.stride(0),
         temperatures.stride(0),
         seeds.stride(0),
         BLOCK=block,
         **pdl_options(logits.device),
     )
+    best_scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     sampled = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     padded = triton.next_power_of_2(num_pieces)
     _final_argmax_kernel[(num_rows,)](
-        scores, tokens, sampled, num_pieces, PIECES=padded, num_warps=1, **pdl_options(logits.device)
+        scores, tokens, best_scores, sampled, num_pieces, PIECES=padded, num_warps=1, **pdl_options(logits.device)
     )
-    return sampled
+    return best_scores, sampled
 
 
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor
-) -> torch.Tensor:
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    output_index: torch.Tensor,
+    vocab: Share | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row; ties take the lowest id.
 
     Args:
-        logits: [num_rows, vocab_size], any float dtype; scores are float32, and NaN is the least.
+        logits: [num_rows, num_tokens], any float dtype; scores are float32, and NaN is the least.
         temperatures: [num_rows] float32; 0 is argmax.
         seeds: [num_rows, 2] int32, low and high word of each request's seed.
         output_index: [num_rows] int32, how many tokens the request has generated before this one.
+        vocab: the token ids that the columns of the logits stand for, padding included, which is never drawn; its
+            start is a multiple of 4. None for all of the vocabulary.
 
     Returns:
-        [num_rows] int64 token ids.
+        The tokens' scores, [num_rows] float32, and their ids, [num_rows] int64. Scores of different shares compare.
     """
-    return (sample_triton if logits.is_cuda else sample_ref)(logits, temperatures, seeds, output_index)
+    return (sample_triton if logits.is_cuda else sample_ref)(logits, temperatures, seeds, output_index, vocab)

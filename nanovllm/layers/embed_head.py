@@ -6,23 +6,40 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nanovllm.layers.weight_part import WeightPart
+from nanovllm.model_shard import Share
+
 
 class Embedding(nn.Module):
-    """A table of one row a token; weight [vocab_size, hidden_size]."""
+    """A table of one row a token; weight [tokens of this rank, hidden_size].
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    Args:
+        vocab: this rank's token ids; rows of padding hold nothing in particular.
+        hidden_size: elements of a row.
+    """
+
+    def __init__(self, vocab: Share, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.vocab = vocab
+        self.weight = nn.Parameter(torch.empty(vocab.size, hidden_size), requires_grad=False)
 
-    def weight_region(self, param: nn.Parameter, shard: str | None) -> torch.Tensor:
-        """The part of a parameter that one tensor of the checkpoint fills: all of it."""
+    def weight_part(self, param: nn.Parameter, shard: str | None) -> WeightPart:
+        """What of a tensor of the checkpoint goes where: the rows of this rank's tokens."""
         assert shard is None
-        return param.data
+        whole = (self.vocab.total, param.shape[1])
+        return WeightPart(whole, (self.vocab.present, slice(None)), param.data[: self.vocab.num_present])
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [num_tokens] -> [num_tokens, hidden_size]."""
-        return functional.embedding(token_ids, self.weight)
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size].
+
+        Of several ranks each returns its part, zeros for the others' tokens; the sum is the embedding.
+        """
+        if self.vocab.is_whole:
+            return functional.embedding(token_ids, self.weight)
+        rows = token_ids - self.vocab.start
+        absent = (rows < 0) | (rows >= self.vocab.size)
+        return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Read the table the other way. hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        """Read the table the other way. hidden: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
         return functional.linear(hidden, self.weight)

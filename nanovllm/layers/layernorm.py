@@ -6,16 +6,31 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.utils.communicator import Communicator
 
 
 class RMSNorm(nn.Module):
-    """Normalises rows of `size`, and adds the residual stream in the same pass."""
+    """Weight [size] and epsilon of a norm over rows."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
+
+class ReduceNorm(RMSNorm):
+    """Sums the ranks' parts of a branch, adds that to the residual stream, and normalises.
+
+    Every all-reduce of a forward pass happens here, so that it can be one kernel with what follows it.
+    """
+
+    def __init__(self, size: int, eps: float, communicator: Communicator) -> None:
+        super().__init__(size, eps)
+        self.communicator = communicator
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised `x + residual`, and `x + residual`; all [num_tokens, size]."""
-        return rms_norm(x, self.weight, self.eps, residual)
+        """Return the normalised `sum of x + residual`, and that sum; all [num_tokens, size].
+
+        x is this rank's part, and may be overwritten; the residual is the same on all ranks.
+        """
+        return rms_norm(self.communicator.all_reduce(x), self.weight, self.eps, residual)

@@ -1,4 +1,4 @@
-"""Linear layers that know how to load themselves from a checkpoint's tensors."""
+"""Linear layers split over the ranks, which know how to load themselves from a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -6,54 +6,70 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.norm_linear import norm_linear
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import ReduceNorm
+from nanovllm.layers.weight_part import WeightPart
+from nanovllm.model_shard import Share
 
 
-class Linear(nn.Module):
-    """`x @ weight.T + bias`; weight [out_features, in_features]."""
+class RowParallelLinear(nn.Module):
+    """`x @ weight.T` for this rank's elements of x; weight [out_features, inputs of this rank].
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    The result is one rank's part of a sum, which is left to the norm that follows.
+    """
+
+    def __init__(self, inputs: Share, out_features: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.inputs = inputs
+        self.weight = nn.Parameter(torch.empty(out_features, inputs.size), requires_grad=False)
 
-    def weight_region(self, param: nn.Parameter, shard: str | None) -> torch.Tensor:
-        """The part of a parameter that one tensor of the checkpoint fills: all of it."""
+    def weight_part(self, param: nn.Parameter, shard: str | None) -> WeightPart:
+        """What of a tensor of the checkpoint goes where: the columns of this rank's inputs."""
         assert shard is None
-        return param.data
+        return WeightPart((param.shape[0], self.inputs.total), (slice(None), self.inputs.present), param.data)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
-        return norm_linear(x, self.weight, self.bias)[0]
+        """x: [num_tokens, inputs of this rank] -> this rank's part of [num_tokens, out_features]."""
+        return norm_linear(x, self.weight)[0]
 
 
-class MergedLinear(Linear):
-    """Several projections of one normalised input as one product; their weights are stacked by output.
+class MergedColumnParallelLinear(nn.Module):
+    """Several projections of one normalised input as one product; this rank's rows of each, stacked.
 
     Args:
         in_features: size of the input.
-        shards: output size of each projection, by the name that the model's mapping gives it, in order.
+        shards: outputs of each projection, by the name that the model's mapping gives it, in order.
         bias: whether the projections have biases.
         gated: whether the first of two projections, through SiLU, multiplies the second (SwiGLU, Shazeer 2020).
     """
 
-    def __init__(self, in_features: int, shards: dict[str, int], bias: bool = False, gated: bool = False) -> None:
-        super().__init__(in_features, sum(shards.values()), bias)
+    def __init__(self, in_features: int, shards: dict[str, Share], bias: bool = False, gated: bool = False) -> None:
+        super().__init__()
+        out_features = sum(share.size for share in shards.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.shards = shards
         self.gated = gated
 
-    def weight_region(self, param: nn.Parameter, shard: str | None) -> torch.Tensor:
-        """The rows of one projection."""
+    def weight_part(self, param: nn.Parameter, shard: str | None) -> WeightPart:
+        """What of a tensor of the checkpoint goes where: this rank's rows of one projection."""
         assert shard is not None
         start = 0
-        for name, size in self.shards.items():
+        for name, share in self.shards.items():
             if name == shard:
-                return param.data[start : start + size]
-            start += size
+                shape, index = (share.total, *param.shape[1:]), (share.present, *[slice(None)] * (param.dim() - 1))
+                return WeightPart(shape, index, param.data[start : start + share.size])
+            start += share.size
         raise AssertionError(f"no projection {shard!r} among {list(self.shards)}")
 
     def project(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the normalised `x + residual`, [num_tokens, in_features]; returns that and `x + residual`."""
-        return norm_linear(x, self.weight, self.bias, (norm.weight, norm.eps), residual, self.gated)
+        """Project the normalised `x + residual`, [num_tokens, in_features]; returns that and `x + residual`.
+
+        x is this rank's part of a sum, and may be overwritten.
+        """
+        if norm.communicator.size == 1:
+            # One kernel for small batches.
+            return norm_linear(x, self.weight, self.bias, (norm.weight, norm.eps), residual, self.gated)
+        normed, total = norm(x, residual)
+        return norm_linear(normed, self.weight, self.bias, gated=self.gated)[0], total

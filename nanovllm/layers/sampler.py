@@ -6,13 +6,29 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.sampling import sample
+from nanovllm.model_shard import Share
+from nanovllm.utils.communicator import Communicator
 
 
 class Sampler(nn.Module):
-    """Temperature sampling with noise that depends on the request alone; see `kernels/sampling.py`."""
+    """Temperature sampling with noise that depends on the request alone; see `kernels/sampling.py`.
+
+    Args:
+        vocab: this rank's token ids.
+        communicator: by it the ranks agree on the best of their tokens.
+    """
+
+    def __init__(self, vocab: Share, communicator: Communicator) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.communicator = communicator
 
     def forward(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor
     ) -> torch.Tensor:
-        """logits: [num_rows, vocab_size]; temperatures, output_index: [num_rows]; seeds: [num_rows, 2]."""
-        return sample(logits, temperatures, seeds, output_index)
+        """Return token ids, [num_rows] int64, the same on every rank.
+
+        logits: [num_rows, this rank's tokens]; temperatures, output_index: [num_rows]; seeds: [num_rows, 2].
+        """
+        scores, token_ids = sample(logits, temperatures, seeds, output_index, self.vocab)
+        return self.communicator.agree(scores, token_ids)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.communicator import Communicator
 
 _MODELS = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen2ForCausalLM": Qwen3ForCausalLM}
 
 
-def make_model(config: ModelConfig) -> Qwen3ForCausalLM:
-    """Return the model of a config, its parameters not yet filled."""
-    return _MODELS[config.architecture](config)
+def make_model(config: ModelConfig, communicator: Communicator) -> Qwen3ForCausalLM:
+    """Return this rank's shard of the model of a config, its parameters not yet filled."""
+    return _MODELS[config.architecture](config, communicator)

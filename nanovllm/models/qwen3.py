@@ -3,6 +3,9 @@
 Pre-norm decoder with grouped-query attention, rotary embedding and a SwiGLU MLP. Qwen3 normalises each head of queries
 and keys; Qwen2 has biases on them instead. Activations are [num_tokens, size]: sequences lie one after the other, and
 only attention knows where one ends.
+
+Of several ranks each holds a shard of the model. The results of embedding, attention and MLP are then one rank's part
+of a sum, which the norm that follows takes first; the residual stream is the same on all.
 """
 
 from __future__ import annotations
@@ -14,24 +17,26 @@ from torch import nn
 
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.layernorm import ReduceNorm, RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import cos_sin_table
 from nanovllm.model_config import ModelConfig
+from nanovllm.model_shard import ModelShard, shard_of
+from nanovllm.utils.communicator import Communicator
 
 
 class Qwen3Attention(nn.Module):
     """Self-attention of one layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        q_size = config.num_heads * config.head_dim
-        self.qkv_proj = MergedLinear(
-            config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias
+        kv_outputs = shard.kv_heads.times(config.head_dim)
+        q_outputs = shard.heads.times(config.head_dim)
+        self.qkv_proj = MergedColumnParallelLinear(
+            config.hidden_size, {"q": q_outputs, "k": kv_outputs, "v": kv_outputs}, bias=config.qkv_bias
         )
-        self.o_proj = Linear(q_size, config.hidden_size)
+        self.o_proj = RowParallelLinear(q_outputs, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.attn = Attention(config.head_dim, config.rms_norm_eps)
@@ -40,7 +45,7 @@ class Qwen3Attention(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: RMSNorm,
+        norm: ReduceNorm,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +54,7 @@ class Qwen3Attention(nn.Module):
         x, residual: [num_tokens, hidden_size]; positions: [num_tokens]; cos_sin: [max_position, head_dim].
         """
         qkv, residual = self.qkv_proj.project(x, residual, norm)
-        # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of this rank's heads
         qkv = qkv.view(len(x), -1, self.head_dim)
         weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         return self.o_proj(self.attn(qkv, weights, positions, cos_sin).flatten(1)), residual
@@ -58,13 +63,13 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate": size, "up": size}, gated=True)
-        self.down_proj = Linear(size, config.hidden_size)
+        size = shard.intermediate
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, {"gate": size, "up": size}, gated=True)
+        self.down_proj = RowParallelLinear(size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: ReduceNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """Work on the normalised `x + residual`, [num_tokens, hidden_size]; returns the result and `x + residual`."""
         x, residual = self.gate_up_proj.project(x, residual, norm)
         return self.down_proj(x), residual
@@ -73,12 +78,12 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm that also adds the branch before it to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3Attention(config, shard)
+        self.mlp = Qwen3MLP(config, shard)
+        self.input_layernorm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.post_attention_layernorm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
@@ -91,11 +96,11 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = Embedding(shard.vocab, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, shard, communicator) for _ in range(config.num_layers))
+        self.norm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size]."""
@@ -106,7 +111,12 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The whole model. Parameters are made on whatever device is the default, and filled by the loader."""
+    """One rank's shard of the model. Parameters are made on whatever device is the default, and filled by the loader.
+
+    Args:
+        config: the shape of the whole.
+        communicator: says which rank this is, and joins it with the others.
+    """
 
     # Projections of the checkpoint that are one here: name there -> (name here, shard).
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
@@ -117,12 +127,13 @@ class Qwen3ForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", "up"),
     }
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config)
+        self.shard = shard_of(config, communicator.rank, communicator.size)
+        self.model = Qwen3Model(config, self.shard, communicator)
         tied = config.tie_word_embeddings
-        self.lm_head = self.model.embed_tokens if tied else Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = self.model.embed_tokens if tied else Embedding(self.shard.vocab, config.hidden_size)
         self.cos_sin: torch.Tensor | None = None
 
     def init_rope(self, max_position: int, device: torch.device) -> None:
@@ -136,5 +147,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(token_ids, positions, self.cos_sin)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        """hidden: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
         return self.lm_head.logits(hidden)

@@ -1,0 +1,135 @@
+"""How rank 0 tells the other ranks what to do: a ring in shared memory, with one writer and several readers.
+
+A message is its length and its pickle. The ring carries them as one stream of bytes, so that a message may be larger
+than the ring: it then goes in pieces. Positions in the stream only ever grow, and are what orders everything: the
+writer's counts the bytes that are there to read, each reader's those that it has read; the writer overwrites nothing
+that some reader has not read.
+
+The memory is a file without a name, handed on to spawned processes as a descriptor: whatever becomes of the processes,
+nothing is left behind. Eight bytes are written at once, and in the order of the program, as x86 does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from typing import Any, BinaryIO
+
+_LINE = 8
+"""Counters of 8 bytes in a cache line of 64: each has a line to itself."""
+_LENGTH_BYTES = 8
+_YIELD_SECONDS = 0.02
+"""For so long a waiting process only lets others run, which takes it about a microsecond to come back from; then it
+begins to sleep."""
+_SLEEP_SECONDS = 0.0005
+
+
+class Channel:
+    """Carries any objects that pickle; each reader gets every one, in order.
+
+    The object goes to the readers' processes as an argument of a spawned process.
+
+    Args:
+        num_readers: readers are numbered from 0.
+        capacity: bytes of the ring.
+    """
+
+    def __init__(self, num_readers: int, capacity: int = 2**20) -> None:
+        shm = "/dev/shm"
+        file = tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) else None)
+        # Written, not only sized: a file system that is full says so here, and not by a signal later.
+        file.write(bytes(8 * _LINE * (num_readers + 1) + capacity))
+        file.flush()
+        self._map(file, num_readers, capacity)
+
+    def __getstate__(self) -> tuple[Any, int, int]:
+        return DupFd(self._file.fileno()), self._num_readers, self._capacity
+
+    def __setstate__(self, state: tuple[Any, int, int]) -> None:
+        descriptor, num_readers, capacity = state
+        self._map(os.fdopen(descriptor.detach(), "r+b"), num_readers, capacity)
+
+    def send(self, message: object, check: Callable[[], None]) -> None:
+        """Write a message; waits while some reader has not read what it would overwrite.
+
+        Args:
+            message: anything that pickles.
+            check: called now and then while it waits; what it raises ends the waiting.
+        """
+        payload = pickle.dumps(message, protocol=5)
+        unsent = memoryview(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+        while unsent:
+            _wait(lambda: self._num_free > 0, check)
+            count = min(len(unsent), self._num_free)
+            start = self._written % self._capacity
+            until_end = min(count, self._capacity - start)
+            self._data[start : start + until_end] = unsent[:until_end]
+            self._data[: count - until_end] = unsent[until_end:count]
+            # Only now may the readers look.
+            self._written += count
+            unsent = unsent[count:]
+
+    def receive(self, reader: int) -> Any:
+        """Wait for reader `reader`'s next message and return it."""
+        length = int.from_bytes(self._read(reader, _LENGTH_BYTES), "little")
+        return pickle.loads(self._read(reader, length))
+
+    def close(self) -> None:
+        """Give the memory back; the system frees it once every process has, or has ended."""
+        self._counters.release()
+        self._data.release()
+        self._memory.close()
+        self._file.close()
+
+    def _map(self, file: Any, num_readers: int, capacity: int) -> None:
+        self._file: BinaryIO = file
+        self._num_readers = num_readers
+        self._capacity = capacity
+        header = 8 * _LINE * (num_readers + 1)
+        self._memory = mmap.mmap(file.fileno(), header + capacity)
+        view = memoryview(self._memory)
+        # The writer's position, then each reader's.
+        self._counters = view[:header].cast("q")
+        self._data = view[header:]
+
+    @property
+    def _written(self) -> int:
+        return self._counters[0]
+
+    @_written.setter
+    def _written(self, position: int) -> None:
+        self._counters[0] = position
+
+    @property
+    def _num_free(self) -> int:
+        slowest = min(self._counters[_LINE :: _LINE])
+        return self._capacity - (self._written - slowest)
+
+    def _read(self, reader: int, count: int) -> bytes:
+        place = _LINE * (reader + 1)
+        pieces = []
+        while count:
+            position = self._counters[place]
+            _wait(lambda position=position: self._written > position)
+            start = position % self._capacity
+            size = min(count, self._written - position, self._capacity - start)
+            pieces.append(bytes(self._data[start : start + size]))
+            # Only now may the writer overwrite it.
+            self._counters[place] = position + size
+            count -= size
+        return b"".join(pieces)
+
+
+def _wait(ready: Callable[[], bool], check: Callable[[], None] = lambda: None) -> None:
+    started = time.monotonic()
+    while not ready():
+        if time.monotonic() - started < _YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            check()
+            time.sleep(_SLEEP_SECONDS)

@@ -26,9 +26,10 @@ class Config:
 
     Attributes:
         model: a folder in the Hub's layout, or a Hub id.
-        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N", the first of several.
         dtype: of weights and cache; "auto" is the checkpoint's on CUDA and float32 on the CPU.
-        tensor_parallel_size: number of GPUs that share the model.
+        tensor_parallel_size: ranks that share the model, each with a GPU of its own, or all on the CPU; at most as many
+            as the model has KV heads.
         max_model_len: most tokens of one request, prompt and output together; capped by the model's own.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: token budget of one step, decoded and prompt tokens together.
@@ -68,8 +69,6 @@ class Config:
             object.__setattr__(self, name, check_int(name, getattr(self, name), low))
         for name in ("enforce_eager", "enable_prefix_caching"):
             check_bool(name, getattr(self, name))
-        if self.tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size must be 1 (one device), not {self.tensor_parallel_size}")
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")
         if self.num_kvcache_blocks == 0:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepError
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.parallel_runner import ParallelRunner
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hub import resolve_model
@@ -32,6 +33,7 @@ class LLM(LLMEngine):
 
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
+        RuntimeError: of several ranks one failed, or this process has an engine of several ranks already.
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -46,7 +48,8 @@ class LLM(LLMEngine):
             )
         tokenizer = _load_tokenizer(folder)
         tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
-        runner = ModelRunner(config, model_config, folder, max_model_len=max_model_len)
+        make_runner = ParallelRunner if config.tensor_parallel_size > 1 else ModelRunner
+        runner = make_runner(config, model_config, folder, max_model_len=max_model_len)
         super().__init__(
             config,
             runner,

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
-from typing import Any, BinaryIO
+from typing import Any
 
 _LINE = 8
 """Counters of 8 bytes in a cache line of 64: each has a line to itself."""
@@ -41,18 +41,18 @@ class Channel:
 
     def __init__(self, num_readers: int, capacity: int = 2**20) -> None:
         shm = "/dev/shm"
-        file = tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) else None)
-        # Written, not only sized: a file system that is full says so here, and not by a signal later.
-        file.write(bytes(8 * _LINE * (num_readers + 1) + capacity))
-        file.flush()
-        self._map(file, num_readers, capacity)
+        with tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) else None) as file:
+            # Written, not only sized: a file system that is full says so here, and not by a signal later.
+            file.write(bytes(8 * _LINE * (num_readers + 1) + capacity))
+            file.flush()
+            self._map(os.dup(file.fileno()), num_readers, capacity)
 
     def __getstate__(self) -> tuple[Any, int, int]:
-        return DupFd(self._file.fileno()), self._num_readers, self._capacity
+        return DupFd(self._descriptor), self._num_readers, self._capacity
 
     def __setstate__(self, state: tuple[Any, int, int]) -> None:
         descriptor, num_readers, capacity = state
-        self._map(os.fdopen(descriptor.detach(), "r+b"), num_readers, capacity)
+        self._map(descriptor.detach(), num_readers, capacity)
 
     def send(self, message: object, check: Callable[[], None]) -> None:
         """Write a message; waits while some reader has not read what it would overwrite.
@@ -84,14 +84,14 @@ class Channel:
         self._counters.release()
         self._data.release()
         self._memory.close()
-        self._file.close()
+        os.close(self._descriptor)
 
-    def _map(self, file: Any, num_readers: int, capacity: int) -> None:
-        self._file: BinaryIO = file
+    def _map(self, descriptor: int, num_readers: int, capacity: int) -> None:
+        self._descriptor = descriptor
         self._num_readers = num_readers
         self._capacity = capacity
         header = 8 * _LINE * (num_readers + 1)
-        self._memory = mmap.mmap(file.fileno(), header + capacity)
+        self._memory = mmap.mmap(descriptor, header + capacity)
         view = memoryview(self._memory)
         # The writer's position, then each reader's.
         self._counters = view[:header].cast("q")
@@ -107,15 +107,15 @@ class Channel:
 
     @property
     def _num_free(self) -> int:
-        slowest = min(self._counters[_LINE :: _LINE])
+        slowest = min(self._counters[_LINE::_LINE])
         return self._capacity - (self._written - slowest)
 
     def _read(self, reader: int, count: int) -> bytes:
         place = _LINE * (reader + 1)
         pieces = []
         while count:
+            _wait(lambda: self._written > self._counters[place])
             position = self._counters[place]
-            _wait(lambda position=position: self._written > position)
             start = position % self._capacity
             size = min(count, self._written - position, self._capacity - start)
             pieces.append(bytes(self._data[start : start + size]))

@@ -262,7 +262,7 @@ class LLMEngine:
             self._require_open().synchronize()
         except Exception as lost:
             self._runner = None
-            message += f"; the device is lost ({lost}) and the engine closed"
+            message += f"; the engine is closed: {lost}"
         return StepError(message, failed)
 
     def _output(self, seq: Sequence) -> RequestOutput:

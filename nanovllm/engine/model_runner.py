@@ -140,6 +140,10 @@ class ModelRunner:
     def exit(self) -> None:
         """Let go of everything on the device."""
         self.synchronize()
+        self.release()
+
+    def release(self) -> None:
+        """The same without waiting for the device."""
         self.graphs = None
         del self.model, self.buffers, self._sampled, self.k_cache, self.v_cache
         if self.is_cuda:

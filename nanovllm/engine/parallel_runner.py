@@ -1,0 +1,147 @@
+"""Several devices as one runner: rank 0 runs in this process, and tells the others every step that it runs itself.
+
+Whatever fails on any rank ends all of them, and reaches the caller as an exception; the engine is closed then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from nanovllm.config import Config
+from nanovllm.engine.channel import Channel
+from nanovllm.engine.messages import ScheduledBatch, StepOutput
+from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.ranks import READY, STARTED, RankError, RankPlan, Ranks
+from nanovllm.model_config import ModelConfig
+from nanovllm.model_shard import shard_of
+from nanovllm.utils.communicator import Communicator, DistributedCommunicator, open_store
+from nanovllm.utils.device import resolve_device
+
+_CHECK_SECONDS = 0.1
+
+
+class ParallelRunner:
+    """Runs the steps of one engine on `config.tensor_parallel_size` devices. Arguments are those of `ModelRunner`.
+
+    Raises:
+        ValueError: more ranks than the model's KV heads or the GPUs, or what `ModelRunner` refuses.
+        RuntimeError: this process has an engine of several ranks already, or a rank failed.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int) -> None:
+        size = config.tensor_parallel_size
+        shard_of(model_config, 0, size)
+        device = resolve_device(config.device, 0, size)
+        if dist.is_initialized():
+            raise RuntimeError(
+                f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
+                "engine of several ranks (exit it first), or the program's own"
+            )
+        self._pid = os.getpid()
+        self._communicator: Communicator | None = None
+        self._runner: ModelRunner | None = None
+        self._channel = Channel(size - 1)
+        store = open_store(size)
+        self._ranks = Ranks(RankPlan(config, model_config, folder, max_model_len, store.port), self._channel)
+        with self.one_fails_all_fail():
+            self._ranks.wait_for(STARTED)
+            self._communicator = DistributedCommunicator(0, size, device, store)
+            self._runner = runner = ModelRunner(
+                config, model_config, folder, max_model_len=max_model_len, communicator=self._communicator
+            )
+            self._ranks.wait_for(READY)
+        self.pipeline_depth = runner.pipeline_depth
+        self.num_kvcache_blocks = runner.num_kvcache_blocks
+        # Before the end of multiprocessing, which would end the ranks its own way.
+        atexit.register(self.exit)
+
+    def launch(self, batch: ScheduledBatch) -> ParallelHandle:
+        """Queue one step on every rank and return without waiting for it."""
+        runner = self._require_open()
+        with self.one_fails_all_fail():
+            self._ranks.check()
+            self._channel.send(batch, self._ranks.check)
+            return ParallelHandle(runner.launch(batch), self)
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched; raises if the ranks are gone."""
+        self._require_open().synchronize()
+
+    def exit(self) -> None:
+        """Let go of every device, and end the other ranks."""
+        runner = self._runner
+        # A forked copy of this process has the object, but not the ranks.
+        if runner is None or self._communicator is None or os.getpid() != self._pid:
+            return
+        try:
+            self._ranks.check()
+            self._channel.send(None, self._ranks.check)
+        except RankError as error:
+            warnings.warn(f"while the engine was idle, {error}", stacklevel=2)
+            self._abandon()
+            return
+        atexit.unregister(self.exit)
+        self._runner = None
+        runner.exit()
+        self._communicator.close()
+        self._ranks.join()
+        self._channel.close()
+
+    @contextmanager
+    def one_fails_all_fail(self) -> Iterator[None]:
+        """Where the `with` block raises, end every rank, and raise what began it."""
+        try:
+            yield
+        except BaseException as error:
+            cause = self._ranks.cause_of(error)
+            self._abandon()
+            if cause is None or error is cause:
+                raise
+            raise cause from error
+
+    def wait(self, handle: StepHandle) -> StepOutput:
+        """Wait for a step, but not for a rank that is gone."""
+        self._require_open()
+        with self.one_fails_all_fail():
+            checked = time.monotonic()
+            while handle.copied is not None and not handle.copied.query():
+                if time.monotonic() - checked > _CHECK_SECONDS:
+                    self._ranks.check()
+                    checked = time.monotonic()
+                os.sched_yield()
+            return handle.result()
+
+    def _require_open(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("its ranks have ended")
+        return self._runner
+
+    def _abandon(self) -> None:
+        """End the ranks that are left, and let go of rank 0's device."""
+        atexit.unregister(self.exit)
+        self._ranks.stop()
+        if self._communicator is not None:
+            self._communicator.abort()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.release()
+        self._channel.close()
+
+
+class ParallelHandle:
+    """A step under way on every rank."""
+
+    def __init__(self, handle: StepHandle, runner: ParallelRunner) -> None:
+        self._handle = handle
+        self._runner = runner
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return its tokens."""
+        return self._runner.wait(self._handle)

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -67,7 +68,8 @@ class ParallelRunner:
         runner = self._require_open()
         with self.one_fails_all_fail():
             self._ranks.check()
-            self._channel.send(batch, self._ranks.check)
+            # The ids are for the way back, which is rank 0's.
+            self._channel.send(replace(batch, sampled_seq_ids=[]), self._ranks.check)
             return ParallelHandle(runner.launch(batch), self)
 
     def synchronize(self) -> None:

@@ -1,0 +1,241 @@
+"""A rank that fails or dies, at whatever moment: the caller is told which and why, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine import parallel_runner
+from nanovllm.engine.llm_engine import StepError
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.ranks import RankError, RankPlan
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 2, 3], list(range(40))]
+SHM = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
+
+
+def make_llm(folder: Path, size: int = 2) -> LLM:
+    return LLM(
+        folder, device="cpu", tensor_parallel_size=size, max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=20
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint(num_attention_heads=3, num_key_value_heads=3)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(os.listdir(SHM))
+    yield
+    assert not active_children() and not dist.is_initialized()
+    assert set(os.listdir(SHM)) <= before
+
+
+def kill(rank: int) -> None:
+    """Kill a rank's process, as the out-of-memory killer would, and wait until the system has done it."""
+    (process,) = [child for child in active_children() if child.name == f"nanovllm rank {rank}"]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    while process.is_alive():
+        time.sleep(0.01)
+
+
+def kill_when(owner: Any, name: str, rank: int, call: int) -> None:
+    """Kill a rank just before the `call`-th call of `owner.name`."""
+    original, calls = getattr(owner, name), []
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            kill(rank)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, killing)
+
+
+def parallel(llm: LLM) -> Any:
+    assert isinstance(llm._runner, parallel_runner.ParallelRunner)
+    return llm._runner
+
+
+def test_killed_in_decode_and_a_new_engine_in_the_same_process(folder: Path) -> None:
+    llm = make_llm(folder, 3)
+    want = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    # In the middle of a step, when all ranks are at work.
+    kill_when(parallel(llm)._runner.model, "compute_logits", rank=2, call=5)
+    started = time.monotonic()
+    with pytest.raises(StepError, match=r"rank 2 was killed by SIGKILL.*the engine is closed") as caught:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert time.monotonic() - started < 5
+    assert isinstance(caught.value.__cause__, RankError)
+    assert not active_children(), "the others have ended too"
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.exit()
+    with make_llm(folder) as again:
+        assert again.generate(PROMPTS, GREEDY, use_tqdm=False) == want
+
+
+def test_killed_in_prefill(folder: Path) -> None:
+    with make_llm(folder) as llm:
+        kill_when(parallel(llm)._runner.model.model.layers[1], "forward", rank=1, call=1)
+        with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_killed_between_steps(folder: Path) -> None:
+    with make_llm(folder) as llm:
+        kill_when(parallel(llm), "launch", rank=1, call=3)
+        with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_killed_before_exit(folder: Path) -> None:
+    llm = make_llm(folder)
+    kill(1)
+    with pytest.warns(UserWarning, match="while the engine was idle, rank 1 was killed by SIGKILL"):
+        llm.exit()
+    llm.exit()
+
+
+def test_killed_during_exit(folder: Path) -> None:
+    llm = make_llm(folder)
+    kill_when(parallel(llm)._runner, "exit", rank=1, call=1)
+    started = time.monotonic()
+    llm.exit()
+    assert time.monotonic() - started < 5
+
+
+def test_killed_while_it_starts(folder: Path) -> None:
+    def kill_soon() -> None:
+        while not active_children():
+            time.sleep(0.01)
+        kill(1)
+
+    threading.Thread(target=kill_soon).start()
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        make_llm(folder)
+
+
+def test_killed_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_runner(*args: Any, **kwargs: Any) -> ModelRunner:
+        kill(1)
+        return ModelRunner(*args, **kwargs)
+
+    monkeypatch.setattr(parallel_runner, "ModelRunner", make_runner)
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        make_llm(folder)
+
+
+def test_an_exception_in_construction(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The others look for their weights where there are none.
+    monkeypatch.setattr(parallel_runner, "RankPlan", lambda *args: replace(RankPlan(*args), folder=str(tmp_path)))
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed:\nTraceback.*in load_weights.*ValueError: no \*\.safet"):
+        make_llm(folder)
+
+
+def test_an_exception_in_a_step(folder: Path) -> None:
+    with make_llm(folder) as llm:
+        runner = parallel(llm)
+        # A batch that only the others get.
+        runner._channel.send("no batch", runner._ranks.check)
+        with pytest.raises(StepError, match=r"(?s)rank 1 failed:\nTraceback.*in follow.*AttributeError: 'str'"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_an_exception_on_rank_0_ends_all(folder: Path) -> None:
+    def failing(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with make_llm(folder) as llm:
+        parallel(llm)._runner.model.forward = failing
+        with pytest.raises(StepError, match=r"no room; the engine is closed: its ranks have ended") as caught:
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert isinstance(caught.value.__cause__, MemoryError)
+        assert not active_children()
+
+
+def test_bad_weights_are_a_value_error_as_ever(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        make_llm(tmp_path)
+
+
+SCRIPT = f"""
+import signal
+from nanovllm import LLM, SamplingParams
+
+def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with LLM({BUNDLED_MODEL!r}, device="cpu", tensor_parallel_size=2, max_model_len=512) as llm:
+        print("ready", flush=True)
+        long, short = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (500, 3))
+        try:
+            llm.generate([[1, 2, 3]], long, use_tqdm=False)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        print(len(llm.generate([[1, 2]], short, use_tqdm=False)[0]["token_ids"]))
+"""
+GUARD = """
+if __name__ == "__main__":
+    main()
+"""
+
+
+def start(tmp_path: Path, script: str) -> subprocess.Popen[str]:
+    """Run a script in a process group of its own; its output ends when the last of its processes has ended."""
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, str(file)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment,
+    )  # fmt: skip
+
+
+def test_ctrl_c_reaches_the_whole_group_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:
+    script = start(tmp_path, SCRIPT + GUARD)
+    # Engines of several ranks live side by side in different processes.
+    with make_llm(folder) as llm:
+        assert script.stdout is not None and script.stdout.readline() == "ready\n"
+        assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 2
+        os.killpg(script.pid, signal.SIGINT)
+        out, err = script.communicate(timeout=60)
+    assert (script.returncode, out) == (0, "interrupted\n3\n"), err
+    assert "Traceback" not in err
+
+
+def test_the_ranks_end_with_a_rank_0_that_is_killed(tmp_path: Path) -> None:
+    script = start(tmp_path, SCRIPT + GUARD)
+    assert script.stdout is not None and script.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    script.kill()
+    script.communicate(timeout=5)
+    # And what it leaves is nothing that a new engine could stumble over: every other test here begins with one.
+
+
+def test_a_script_without_a_guard_says_so_and_ends(tmp_path: Path) -> None:
+    script = start(tmp_path, SCRIPT + "\nmain()\n")
+    out, err = script.communicate(timeout=60)
+    assert script.returncode == 1 and "ready" not in out
+    assert "RuntimeError: a rank of an engine cannot make another: a script" in err
+    assert "RankError: rank 1 exited with code 1 before it had started" in err
+    assert err.count("if __name__ == '__main__':") >= 2

@@ -1,0 +1,147 @@
+"""One rank's part of weights, of noise and of a draw, without other processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from nanovllm.kernels import sampling
+from nanovllm.model_config import ModelConfig
+from nanovllm.model_shard import Share
+from nanovllm.models import make_model
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import loader
+from nanovllm.utils.communicator import SingleRank, pack_candidates, unpack_tokens
+from tests.conftest import MakeCheckpoint
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 104}
+
+
+class FakeRank(SingleRank):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def shards(config: ModelConfig, size: int) -> list[Qwen3ForCausalLM]:
+    return [make_model(config, FakeRank(rank, size)) for rank in range(size)]
+
+
+def joined(models: list[Qwen3ForCausalLM], name: str, shard: str | None) -> torch.Tensor:
+    """A tensor of the checkpoint, put together from the ranks' parts."""
+    parts = [loader._part(model, name, shard) for model in models]
+    whole = torch.full(parts[0].shape, torch.nan)
+    for part in parts:
+        whole[part.index] = part.target
+    return whole
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen2", True)])
+def test_the_ranks_parts_are_the_checkpoint(
+    make_checkpoint: MakeCheckpoint, architecture: str, tied: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Heads of 16 in Qwen2, which has no head_dim of its own.
+    folder = make_checkpoint(architecture, hidden_size=96, tie_word_embeddings=tied, **SHAPE)
+    models = shards(ModelConfig.from_folder(str(folder)), size)
+    read = []
+    fill = loader._fill
+
+    class CountingSlice:
+        def __init__(self, inner: Any) -> None:
+            self.get_shape, self.inner = inner.get_shape, inner
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            read.append(self.inner[index].numel())
+            return self.inner[index]
+
+    monkeypatch.setattr(loader, "_fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
+    sizes = []
+    for model in models:
+        read.clear()
+        loader.load_weights(model, str(folder))
+        sizes.append(sum(read))
+    checked = 0
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+        whole = sum(weights.get_tensor(name).numel() for name in names)
+        for name in names:
+            torch.testing.assert_close(joined(models, *loader._target(models[0], name)), weights.get_tensor(name))
+            checked += 1
+    assert checked == len(names) > 20
+    # The norms are everybody's; of the rest each rank has read about its share and no more.
+    assert sum(sizes) < 1.02 * whole and max(sizes) < (1 / size + 0.2) * whole
+
+
+def test_dummy_weights_are_one_model_however_it_is_split(checkpoint: Path) -> None:
+    config = ModelConfig.from_folder(str(checkpoint))
+    (whole,), halves = shards(config, 1), shards(config, 2)
+    for model in (whole, *halves):
+        loader.init_dummy_weights(model, 5)
+    for name, _ in whole.named_parameters():
+        for shard in loader._shards(whole, name):
+            assert torch.equal(joined(halves, name, shard), loader._part(whole, name, shard).target), name
+
+
+def test_embeddings_of_the_ranks_add_up(checkpoint: Path) -> None:
+    config = ModelConfig.from_folder(str(checkpoint))
+    (whole,), parts = shards(config, 1), shards(config, 2)
+    for model in (whole, *parts):
+        loader.load_weights(model, str(checkpoint))
+    tokens = torch.arange(320, dtype=torch.int32)
+    total = sum(model.model.embed_tokens(tokens) for model in parts)
+    torch.testing.assert_close(total, whole.model.embed_tokens(tokens), rtol=0, atol=0)
+
+
+SHARES = [Share(0, 192, 320), Share(192, 384, 320)], [Share(i * 64, (i + 1) * 64, 130) for i in range(4)]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("form", [sampling.sample_ref, sampling.sample_triton])
+def test_the_best_of_the_shares_is_the_best_of_all(shares: list[Share], form: Any) -> None:
+    torch.manual_seed(0)
+    rows, total = 9, shares[0].total
+    logits = 3 * torch.randn(rows, total, device=DEVICE)
+    # A tie across shares, and a row that is nothing but ties.
+    logits[0, [5, total - 1]] = 100.0
+    logits[1] = 0.0
+    logits[2] = torch.nan
+    temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) > 3)
+    seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
+    index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    _, token = form(logits, temperatures, seeds, index)
+    assert token[:3].tolist() == [5, 0, 0]
+    keys = []
+    for share in shares:
+        # What stands in the padding is never drawn.
+        part = torch.full((rows, share.size), 1e9, device=DEVICE)
+        part[:, : share.num_present] = logits[:, share.present]
+        keys.append(pack_candidates(*form(part, temperatures, seeds, index, share)))
+        if share.num_present:
+            noise = sampling.gumbel_noise(share.num_present, seeds, index, share.start)
+            assert torch.equal(noise, sampling.gumbel_noise(total, seeds, index)[:, share.present])
+    assert torch.equal(unpack_tokens(torch.stack(keys).amax(0)), token)
+
+
+def test_candidates_are_in_the_order_of_scores_then_of_tokens() -> None:
+    values = [-torch.inf, -3e38, -2.5, -1e-40, -0.0, 0.0, 1e-40, 2.5, 3e38, torch.inf]
+    candidates = [(value, token) for value in values for token in (0, 7, 151935, 2**31 - 1)]
+    scores, tokens = (torch.tensor(column) for column in zip(*candidates, strict=True))
+    keys = pack_candidates(scores.float(), tokens.long())
+    assert torch.equal(unpack_tokens(keys), tokens)
+    for i, (value, token) in enumerate(candidates):
+        for j, (other, other_token) in enumerate(candidates):
+            better = value > other or (value == other and token < other_token)
+            assert bool(keys[i] > keys[j]) == better, (candidates[i], candidates[j])
+
+
+def test_a_tensor_that_does_not_fit_is_told_by_its_whole_shape(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(**SHAPE)
+    config = ModelConfig.from_folder(os.fspath(make_checkpoint(**(SHAPE | {"num_attention_heads": 3}))))
+    with pytest.raises(ValueError, match=r"o_proj.weight' has shape \[64, 192\]; the config asks for \[64, 96\]"):
+        loader.load_weights(shards(config, 3)[2], str(folder))

@@ -1,0 +1,147 @@
+"""Several ranks, over gloo on the CPU: the same tokens as one, whatever is asked of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from tests.conftest import MakeCheckpoint
+
+# The last rank's share of the vocabulary is part padding; of the MLP's columns the last rank has what is left over.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2},
+    "qwen2-tied": {
+        "architecture": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96,
+        "intermediate_size": 104, "tie_word_embeddings": True, "num_hidden_layers": 1,
+    },
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
+# Steps that decode some sequences beside chunks of others' prompts, in a cache too small for all.
+TIGHT = SETTINGS | {"max_num_batched_tokens": 32, "max_num_seqs": 6, "num_kvcache_blocks": 16}
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(320, (n,), generator=generator).tolist() for n in lengths]
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], int]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(output["token_ids"], output["num_cached_tokens"]) for output in outputs]
+
+
+def everything(llm: LLM) -> list[list[tuple[list[int], int]]]:
+    """Mixed steps with preemption, greedy and drawn; then shared prefixes, cold and warm."""
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    drawn = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
+    mixed = random_prompts((31, 40, 33, 47, 15, 17, 1, 33), seed=1)
+    (prefix,) = random_prompts((64,), seed=2)
+    shared = [prefix, prefix, prefix[:48] + mixed[0]]
+    runs = [generate(llm, mixed, greedy), generate(llm, mixed, drawn)]
+    assert llm.stats()["num_preemptions"] > 0
+    runs += [generate(llm, shared, greedy), generate(llm, shared, drawn)]
+    assert sum(cached for _, cached in runs[2]) > 0 and sum(cached for _, cached in runs[3]) > 64
+    llm.block_manager.check_integrity([])
+    return runs
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def folder_and_tokens(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> tuple[Path, Any]:
+    """A model, and what one rank says."""
+    folder = make_checkpoint(**MODELS[request.param])
+    with LLM(folder, **TIGHT) as llm:
+        return folder, everything(llm)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_says_the_same(folder_and_tokens: tuple[Path, Any], size: int) -> None:
+    folder, want = folder_and_tokens
+    with LLM(folder, tensor_parallel_size=size, **TIGHT) as llm:
+        assert len(active_children()) == size - 1 and llm._runner is not None
+        # As on GPUs, a step is launched before the one before it has been taken in.
+        llm._runner.pipeline_depth = size - 2
+        assert everything(llm) == want
+    assert not active_children()
+
+
+@pytest.fixture
+def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """torch's usual port, taken by somebody else, and named in the environment."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port: int = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield port
+
+
+def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(taken_port: int, checkpoint: Path) -> None:
+    prompts = ["introduce yourself", "list all prime numbers within 100", "12 + 34"]
+    with LLM(BUNDLED_MODEL, tensor_parallel_size=4, **SETTINGS) as llm, LLM(BUNDLED_MODEL, **SETTINGS) as alone:
+        params = SamplingParams(0.8, max_tokens=5, ignore_eos=True, seed=7)
+        want = alone.generate(prompts, params, use_tqdm=False)
+        assert llm.generate(prompts, params, use_tqdm=False) == want
+        # As many blocks as the sequences can use, though a rank's own share of the memory would hold more.
+        assert llm.stats()["num_free_blocks"] == alone.stats()["num_free_blocks"] > 0
+        children = active_children()
+        with pytest.raises(RuntimeError, match=r"this process has a torch\.distributed process group already"):
+            LLM(checkpoint, tensor_parallel_size=2, **SETTINGS)
+        assert set(active_children()) == set(children)
+        assert llm.generate(prompts, params, use_tqdm=False)[0]["token_ids"] == want[0]["token_ids"]
+
+
+def test_the_programs_own_process_group_is_left_alone(checkpoint: Path) -> None:
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="or the program's own"):
+            LLM(checkpoint, tensor_parallel_size=2, **SETTINGS)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torch_and_the_environment_are_left_alone(checkpoint: Path) -> None:
+    def state() -> tuple[Any, ...]:
+        return torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), dict(os.environ)
+
+    before, descriptors = state(), len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with LLM(checkpoint, tensor_parallel_size=2, dtype="bfloat16", **SETTINGS) as llm:
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+            assert state() == before
+        assert state() == before and not dist.is_initialized()
+        # The first engine also opens what the process keeps; each one's own is closed again.
+        descriptors, opened = len(os.listdir("/proc/self/fd")), descriptors
+    assert descriptors <= opened
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be >= 1, not 0"),
+        ({"tensor_parallel_size": -1}, "tensor_parallel_size must be >= 1, not -1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is over the model's 2 KV heads"),
+        (
+            {"tensor_parallel_size": 2, "device": "cuda:99"},
+            "device='cuda:99' with tensor_parallel_size=2, but",
+        ),
+    ],
+)
+def test_bad_sizes(checkpoint: Path, settings: dict[str, Any], message: str) -> None:
+    children = active_children()
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint, **(SETTINGS | settings))
+    assert set(active_children()) == set(children)

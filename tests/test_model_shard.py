@@ -58,6 +58,12 @@ def test_seven_ranks_by_hand() -> None:
     assert parts[6].vocab.present == slice(130560, 151936)
 
 
+def test_a_vocabulary_of_few_leaves_ranks_with_padding_alone() -> None:
+    parts = shards(3, vocab_size=65)
+    assert [part.vocab.num_present for part in parts] == [64, 1, 0]
+    assert parts[2].vocab.present == slice(65, 65)
+
+
 def test_one_rank_holds_all_without_padding() -> None:
     (part,) = shards(1, vocab_size=321, intermediate_size=7)
     assert (part.vocab.size, part.intermediate.size, part.kv_heads.size) == (321, 7, 8)

@@ -48,10 +48,11 @@ class ParallelRunner:
         self._pid = os.getpid()
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
+        self._ranks = Ranks()
         self._channel = Channel(size - 1)
-        store = open_store(size)
-        self._ranks = Ranks(RankPlan(config, model_config, folder, max_model_len, store.port), self._channel)
         with self.one_fails_all_fail():
+            store = open_store(size)
+            self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port), self._channel)
             self._ranks.wait_for(STARTED)
             self._communicator = DistributedCommunicator(0, size, device, store)
             self._runner = runner = ModelRunner(
@@ -80,21 +81,21 @@ class ParallelRunner:
         """Let go of every device, and end the other ranks."""
         runner = self._runner
         # A forked copy of this process has the object, but not the ranks.
-        if runner is None or self._communicator is None or os.getpid() != self._pid:
+        if runner is None or os.getpid() != self._pid:
             return
         try:
             self._ranks.check()
             self._channel.send(None, self._ranks.check)
+            self._runner = None
+            runner.exit()
+            communicator, self._communicator = self._communicator, None
+            if communicator is not None:
+                communicator.close()
+            self._ranks.join()
         except RankError as error:
             warnings.warn(f"while the engine was idle, {error}", stacklevel=2)
+        finally:
             self._abandon()
-            return
-        atexit.unregister(self.exit)
-        self._runner = None
-        runner.exit()
-        self._communicator.close()
-        self._ranks.join()
-        self._channel.close()
 
     @contextmanager
     def one_fails_all_fail(self) -> Iterator[None]:
@@ -102,11 +103,11 @@ class ParallelRunner:
         try:
             yield
         except BaseException as error:
-            cause = self._ranks.cause_of(error)
+            cause = None if isinstance(error, RankError) else self._ranks.cause_of(error)
             self._abandon()
-            if cause is None or error is cause:
-                raise
-            raise cause from error
+            if cause is not None:
+                raise cause from error
+            raise
 
     def wait(self, handle: StepHandle) -> StepOutput:
         """Wait for a step, but not for a rank that is gone."""
@@ -126,11 +127,12 @@ class ParallelRunner:
         return self._runner
 
     def _abandon(self) -> None:
-        """End the ranks that are left, and let go of rank 0's device."""
+        """End the ranks that are left, and let go of what is left of rank 0."""
         atexit.unregister(self.exit)
         self._ranks.stop()
-        if self._communicator is not None:
-            self._communicator.abort()
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.release()

@@ -32,6 +32,8 @@ STARTED, READY = "started", "ready"
 """Stages that a rank reports: its process runs; its model is loaded and its cache is there."""
 _PROCESS_NAME = "nanovllm rank"
 _GUARD_HINT = "a script that makes an engine of several ranks must do it behind `if __name__ == '__main__':`"
+_MOST_CHARACTERS = 16000
+"""Of a traceback; the pipe takes as much without anybody reading."""
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
 """Within this time of an error that a rank's death caused, that death shows."""
@@ -69,7 +71,7 @@ def run_rank(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -
     except BaseException:
         # Where rank 0 is gone there is nobody to tell.
         with suppress(OSError):
-            reports.send(RankFailure(time.monotonic(), traceback.format_exc()))
+            reports.send(RankFailure(time.monotonic(), traceback.format_exc()[-_MOST_CHARACTERS:]))
         # At once, whatever the device or another thread waits for: it also tells the ranks that wait for this one.
         os._exit(1)
 
@@ -79,6 +81,9 @@ def _serve(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> 
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     reports.send(STARTED)
     device = resolve_device(plan.config.device, rank, size)
+    if device.type == "cuda":
+        # Pinned memory, for one, would make a context on the first device.
+        torch.cuda.set_device(device)
     communicator = DistributedCommunicator(rank, size, device, find_store(plan.port, size))
     runner = ModelRunner(
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
@@ -138,24 +143,19 @@ class RankProcess:
 class Ranks:
     """All ranks but 0, from rank 0's side.
 
-    Args:
-        plan: what to start them with.
-        channel: brings them their orders.
-
     Raises:
         RuntimeError: this process is such a rank itself.
     """
 
-    def __init__(self, plan: RankPlan, channel: Channel) -> None:
+    def __init__(self) -> None:
         if current_process().name.startswith(_PROCESS_NAME):
             raise RuntimeError(f"a rank of an engine cannot make another: {_GUARD_HINT}")
         self._ranks: list[RankProcess] = []
-        try:
-            for rank in range(1, plan.config.tensor_parallel_size):
-                self._ranks.append(_start(rank, plan, channel))
-        except BaseException:
-            self.stop()
-            raise
+
+    def start(self, plan: RankPlan, channel: Channel) -> None:
+        """Start their processes, which take their orders from `channel`."""
+        for rank in range(1, plan.config.tensor_parallel_size):
+            self._ranks.append(_start(rank, plan, channel))
 
     def check(self) -> None:
         """Raise if a rank has ended.

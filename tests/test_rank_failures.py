@@ -154,10 +154,10 @@ def test_an_exception_in_construction(folder: Path, tmp_path: Path, monkeypatch:
 
 def test_an_exception_in_a_step(folder: Path) -> None:
     with make_llm(folder) as llm:
-        runner = parallel(llm)
+        ranks = parallel(llm)._ranks
         # A batch that only the others get.
-        runner._channel.send("no batch", runner._ranks.check)
-        with pytest.raises(StepError, match=r"(?s)rank 1 failed:\nTraceback.*in follow.*AttributeError: 'str'"):
+        ranks._channel.send((False, "no batch"), ranks.check)
+        with pytest.raises(StepError, match=r"(?s)rank 1 failed:\nTraceback.*in _serve.*AttributeError: 'str'"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 

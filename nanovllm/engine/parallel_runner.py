@@ -11,12 +11,10 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.engine.channel import Channel
 from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.ranks import READY, STARTED, RankError, RankPlan, Ranks
@@ -48,11 +46,10 @@ class ParallelRunner:
         self._pid = os.getpid()
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
-        self._ranks = Ranks()
-        self._channel = Channel(size - 1)
+        self._ranks = Ranks(size)
         with self.one_fails_all_fail():
             store = open_store(size)
-            self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port), self._channel)
+            self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
             self._communicator = DistributedCommunicator(0, size, device, store)
             self._runner = runner = ModelRunner(
@@ -68,9 +65,7 @@ class ParallelRunner:
         """Queue one step on every rank and return without waiting for it."""
         runner = self._require_open()
         with self.one_fails_all_fail():
-            self._ranks.check()
-            # The ids are for the way back, which is rank 0's.
-            self._channel.send(replace(batch, sampled_seq_ids=[]), self._ranks.check)
+            self._ranks.order(batch)
             return ParallelHandle(runner.launch(batch), self)
 
     def synchronize(self) -> None:
@@ -84,8 +79,7 @@ class ParallelRunner:
         if runner is None or os.getpid() != self._pid:
             return
         try:
-            self._ranks.check()
-            self._channel.send(None, self._ranks.check)
+            self._ranks.dismiss()
             self._runner = None
             runner.exit()
             communicator, self._communicator = self._communicator, None
@@ -136,7 +130,6 @@ class ParallelRunner:
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.release()
-        self._channel.close()
 
 
 class ParallelHandle:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import current_process, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
+from nanovllm.engine.messages import ScheduledBatch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.communicator import DistributedCommunicator, find_store
@@ -89,7 +90,12 @@ def _serve(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> 
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
     )
     reports.send(READY)
-    while (batch := channel.receive(rank - 1)) is not None:
+    decode_slots: list[int] = []
+    while (message := channel.receive(rank - 1)) is not None:
+        again, batch = message
+        if again:
+            batch.decode_slots = decode_slots
+        decode_slots = batch.decode_slots
         runner.follow(batch)
     runner.exit()
     communicator.close()
@@ -143,19 +149,47 @@ class RankProcess:
 class Ranks:
     """All ranks but 0, from rank 0's side.
 
+    Args:
+        size: ranks, with rank 0.
+
     Raises:
         RuntimeError: this process is such a rank itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         if current_process().name.startswith(_PROCESS_NAME):
             raise RuntimeError(f"a rank of an engine cannot make another: {_GUARD_HINT}")
+        self._size = size
+        self._channel = Channel(size - 1)
         self._ranks: list[RankProcess] = []
+        self._decode_slots: list[int] = []
 
-    def start(self, plan: RankPlan, channel: Channel) -> None:
-        """Start their processes, which take their orders from `channel`."""
-        for rank in range(1, plan.config.tensor_parallel_size):
-            self._ranks.append(_start(rank, plan, channel))
+    def start(self, plan: RankPlan) -> None:
+        """Start their processes."""
+        for rank in range(1, self._size):
+            self._ranks.append(_start(rank, plan, self._channel))
+
+    def order(self, batch: ScheduledBatch) -> None:
+        """Tell every rank to run a batch.
+
+        Raises:
+            RankError: one has ended.
+        """
+        self.check()
+        # Most steps decode what the one before did; the ids are for the way back, which is rank 0's.
+        again = batch.decode_slots == self._decode_slots
+        self._decode_slots = batch.decode_slots
+        brief = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
+        self._channel.send((again, brief), self.check)
+
+    def dismiss(self) -> None:
+        """Tell every rank to end.
+
+        Raises:
+            RankError: one has ended before.
+        """
+        self.check()
+        self._channel.send(None, self.check)
 
     def check(self) -> None:
         """Raise if a rank has ended.
@@ -189,14 +223,13 @@ class Ranks:
         return self._error() if isinstance(error, RuntimeError) else None
 
     def join(self) -> None:
-        """Wait until every rank has ended as it was told to, or end it."""
+        """Wait until every rank has ended as it was told to, but not for ever."""
         deadline = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
-        self.stop()
 
     def stop(self) -> None:
-        """End every rank at once."""
+        """End every rank at once, and give back what they were told and watched with."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
@@ -204,6 +237,7 @@ class Ranks:
             rank.process.close()
             rank.reports.close()
         self._ranks = []
+        self._channel.close()
 
     def _any_ended(self) -> bool:
         return any(rank.process.exitcode is not None for rank in self._ranks)

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine import parallel_runner
 from nanovllm.engine.llm_engine import StepError
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.ranks import RankError, RankPlan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -106,6 +107,23 @@ def test_killed_between_steps(folder: Path) -> None:
         kill_when(parallel(llm), "launch", rank=1, call=3)
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -> None:
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    with make_llm(folder) as llm:
+        runner = parallel(llm)
+        handle = StepHandle(torch.zeros(1), 1, 1, Never())  # type: ignore[arg-type]
+        threading.Timer(0.3, kill, (1,)).start()
+        started = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            runner.wait(handle)
+        assert time.monotonic() - started < 5
+        with pytest.raises(RuntimeError, match="its ranks have ended"):
+            runner.wait(handle)
 
 
 def test_killed_before_exit(folder: Path) -> None:
@@ -224,7 +242,8 @@ def test_ctrl_c_reaches_the_whole_group_and_the_engine_goes_on(folder: Path, tmp
 
 
 def test_the_ranks_end_with_a_rank_0_that_is_killed(tmp_path: Path) -> None:
-    script = start(tmp_path, SCRIPT + GUARD)
+    # While they wait for an order: at work they would notice by their connections.
+    script = start(tmp_path, SCRIPT.replace("try:", "signal.pause()\n        try:") + GUARD)
     assert script.stdout is not None and script.stdout.readline() == "ready\n"
     time.sleep(0.3)
     script.kill()

@@ -16,6 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine import parallel_runner
+from nanovllm.utils.communicator import DistributedCommunicator
+from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 
 # The last rank's share of the vocabulary is part padding; of the MLP's columns the last rank has what is left over.
@@ -87,13 +90,23 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(taken_port: int, checkpoint: Path) -> None:
+class Roomy(DistributedCommunicator):
+    """A rank with room for more blocks than the others."""
+
+    def least(self, value: int) -> int:
+        return super().least(value + 10**9)
+
+
+def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(
+    taken_port: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_runner, "DistributedCommunicator", Roomy)
     prompts = ["introduce yourself", "list all prime numbers within 100", "12 + 34"]
     with LLM(BUNDLED_MODEL, tensor_parallel_size=4, **SETTINGS) as llm, LLM(BUNDLED_MODEL, **SETTINGS) as alone:
         params = SamplingParams(0.8, max_tokens=5, ignore_eos=True, seed=7)
         want = alone.generate(prompts, params, use_tqdm=False)
         assert llm.generate(prompts, params, use_tqdm=False) == want
-        # As many blocks as the sequences can use, though a rank's own share of the memory would hold more.
+        # As many blocks as the ranks with the least room have.
         assert llm.stats()["num_free_blocks"] == alone.stats()["num_free_blocks"] > 0
         children = active_children()
         with pytest.raises(RuntimeError, match=r"this process has a torch\.distributed process group already"):
@@ -126,6 +139,17 @@ def test_torch_and_the_environment_are_left_alone(checkpoint: Path) -> None:
         # The first engine also opens what the process keeps; each one's own is closed again.
         descriptors, opened = len(os.listdir("/dev/fd")), descriptors
     assert descriptors <= opened
+
+
+def test_ranks_take_gpus_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert resolve_device("cuda").index == 2
+    assert [resolve_device(name, 1, 2).index for name in ("auto", "cuda", "cuda:1")] == [1, 1, 2]
+    for name, size in (("auto", 4), ("cuda", 4), ("cuda:1", 3), ("cuda:2", 2)):
+        with pytest.raises(ValueError, match=f"with tensor_parallel_size={size}, but there are 3 CUDA devices"):
+            resolve_device(name, 0, size)
 
 
 @pytest.mark.parametrize(

@@ -215,12 +215,14 @@ class Ranks:
     def cause_of(self, error: BaseException) -> RankError | None:
         """The end of a rank that made rank 0 fail with `error`; None if that is rank 0's own."""
         # A collective that lost its peer raises a RuntimeError.
-        deadline = time.monotonic() + (_GRACE_SECONDS if isinstance(error, RuntimeError) else 0.0)
+        if not isinstance(error, RuntimeError):
+            return None
+        deadline = time.monotonic() + _GRACE_SECONDS
         while not self._any_ended():
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_SECONDS)
-        return self._error() if isinstance(error, RuntimeError) else None
+        return self._error()
 
     def join(self) -> None:
         """Wait until every rank has ended as it was told to, but not for ever."""

@@ -17,8 +17,9 @@ LAYERS = [
     {"models"},
     {"utils.loader"},
 ]  # fmt: skip
-HOST = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.messages"}
-DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.prompt_arrays", "engine.cuda_graph"}
+HOST = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.messages", "engine.shared_prefix"}
+DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.prompt_arrays", "engine.prefix_buffers",
+          "engine.cuda_graph"}  # fmt: skip
 
 
 def imports() -> dict[str, set[str]]:

@@ -17,7 +17,7 @@ import torch
 from nanovllm.attention import make_backend
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import StepGraphs, decode_ladder, mixed_ladder
-from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepShape
+from nanovllm.engine.input_buffers import InputBuffers, StagedStep
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
@@ -74,17 +74,17 @@ class ModelRunner:
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         self.block_size = config.kvcache_block_size
-        group = model_config.num_heads // model_config.num_kv_heads
-        self.backend = make_backend(
-            config.attention_backend, self.device, self.dtype, self.block_size, group, model_config.head_dim
-        )
+        heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+        self.backend = make_backend(config.attention_backend, self.device, self.dtype, self.block_size, *heads)
         free_before = self._free_memory()
         self.model = self._load_model(folder, max_model_len)
         self.sampler = Sampler()
         self.max_blocks = -(-max_model_len // self.block_size)
+        prefix_sizes = self.backend.max_prefix_items, self.backend.rows_per_prefix_item
         self.buffers = InputBuffers(
-            config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, self.device
-        )
+            config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, *prefix_sizes,
+            self.device,
+        )  # fmt: skip
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._results = [torch.empty_like(self._sampled, device="cpu", pin_memory=self.is_cuda) for _ in range(2)]
@@ -112,7 +112,7 @@ class ModelRunner:
         return torch.cuda.device(self.device) if self.is_cuda else nullcontext()
 
     def _launch(self, batch: ScheduledBatch) -> StepHandle:
-        exact = StepShape.of(batch)
+        exact = self.buffers.shape_of(batch)
         captured = self.graphs.fit(exact) if self.graphs is not None else None
         staged = self.buffers.stage(batch, captured or exact)
         if self.graphs is not None and captured is not None:
@@ -145,9 +145,10 @@ class ModelRunner:
 
     def _capture_graphs(self) -> StepGraphs:
         config = self.config
-        shapes = decode_ladder(config.max_num_running)
+        shares = self.backend.max_prefix_items > 0
+        shapes = decode_ladder(config.max_num_running, shares)
         if self.backend.supports_mixed_graph:
-            shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens)
+            shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
         return StepGraphs(lambda shape: partial(self._forward, self.buffers.stage(ScheduledBatch(), shape)), shapes)
 
     def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from array import array
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
@@ -92,7 +93,7 @@ class LLM(LLMEngine):
         finally:
             self._generating = False
 
-    def _run(self, token_ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, token_ids: list[array[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they are done; on any exception drop them."""
         ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}

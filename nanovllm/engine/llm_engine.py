@@ -7,8 +7,10 @@ A step plans the next batch while the device runs the one before (`pipeline_dept
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol, TypedDict
 
@@ -18,6 +20,7 @@ from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_token_ids
 from nanovllm.utils.interrupt import deferred_sigint
 
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -123,7 +126,7 @@ class LLMEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         return self._queue(self.check_request(prompt, params), params)
 
-    def check_request(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+    def check_request(self, prompt: str | list[int], params: SamplingParams) -> array[int]:
         """Return a prompt's token ids, if the request can be served.
 
         Raises:
@@ -132,12 +135,6 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
         token_ids = self._tokenize(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"token id {bad} is outside the vocabulary, 0 ... {self.vocab_size - 1}")
         if len(token_ids) > self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}")
         # The last token is returned, never computed, so its keys need no place.
@@ -198,7 +195,7 @@ class LLMEngine:
         if getattr(self, "_runner", None) is not None:
             self.exit()
 
-    def _queue(self, token_ids: list[int], params: SamplingParams) -> int:
+    def _queue(self, token_ids: array[int], params: SamplingParams) -> int:
         self._require_open()
         request_id = self._next_request_id
         self._next_request_id += 1
@@ -206,17 +203,17 @@ class LLMEngine:
         self.scheduler.add(Sequence(request_id, token_ids, params, seed))
         return request_id
 
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+    def _tokenize(self, prompt: str | list[int]) -> array[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt {prompt[:40]!r} is a string, but the model has no tokenizer: pass token ids")
             try:
-                token_ids: list[int] = self.tokenizer.encode(prompt)
+                return check_token_ids(self.tokenizer.encode(prompt), self.vocab_size)
             except TypeError as error:
                 raise ValueError(f"prompt {prompt[:40]!r} cannot be tokenized: {error}") from error
-            return token_ids
-        if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
-            return prompt
+        if isinstance(prompt, list):
+            with suppress(TypeError):
+                return check_token_ids(prompt, self.vocab_size)
         raise ValueError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}: {prompt!r:.80}")
 
     def _require_open(self) -> Runner:

@@ -7,6 +7,7 @@ finds it, and the host gets a copy when it asks.
 from __future__ import annotations
 
 import os
+from array import array
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -235,7 +236,7 @@ class ModelRunner:
         table = [0] * self.max_blocks
         batch = ScheduledBatch(
             joins=[SlotJoin(slot, table, 1, 1.0, 0) for slot in range(num_seqs)],
-            chunks=[PromptChunk(slot, 0, [0] * min(n, self.max_model_len), False, True)
+            chunks=[PromptChunk(slot, 0, array("i", [0]) * min(n, self.max_model_len), False, True)
                     for slot, n in enumerate(lens)],
             sampled_seq_ids=list(range(num_seqs)),
         )  # fmt: skip

@@ -86,7 +86,7 @@ class LLM(LLMEngine):
             raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_each(sampling_params, len(requests))
-        token_ids = [self.check_request(prompt, param) for prompt, param in zip(requests, params, strict=True)]
+        token_ids = self.check_requests(requests, params)
         self._generating = True
         try:
             return self._run(token_ids, params, use_tqdm)

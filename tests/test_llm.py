@@ -54,6 +54,15 @@ def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:
     assert bundled.generate([], use_tqdm=False) == []
 
 
+def test_texts_and_token_ids_keep_their_places(bundled: LLM) -> None:
+    prompts: Any = ["one text", [1, 2, 3], "another, longer text", [4, 5]]
+    together = bundled.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts, together, strict=True):
+        assert bundled.generate([prompt], GREEDY, use_tqdm=False)[0]["token_ids"] == output["token_ids"]
+    with pytest.raises(ValueError, match=r"prompt 'bad \\ud800' cannot be tokenized"):
+        bundled.generate(["good", "bad \ud800", "good"], GREEDY)
+
+
 def test_special_tokens_end_a_text_but_do_not_show(bundled: LLM) -> None:
     prompt = bundled.tokenizer.apply_chat_template(
         [{"role": "user", "content": "introduce yourself"}], tokenize=False, add_generation_prompt=True

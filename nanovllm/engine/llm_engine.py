@@ -10,7 +10,6 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol, TypedDict
 
@@ -124,17 +123,29 @@ class LLMEngine:
             ValueError: the prompt or the request's size is out of bounds.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._queue(self.check_request(prompt, params), params)
+        (token_ids,) = self.check_requests([prompt], [params])
+        return self._queue(token_ids, params)
 
-    def check_request(self, prompt: str | list[int], params: SamplingParams) -> array[int]:
-        """Return a prompt's token ids, if the request can be served.
+    def check_requests(self, prompts: list[Any], params: list[SamplingParams]) -> list[array[int]]:
+        """Return the token ids of prompts (strings or lists of token ids), if all the requests can be served.
 
         Raises:
-            ValueError: it cannot; says what is out of bounds.
+            ValueError: one cannot; says what is out of bounds.
         """
+        token_ids = iter(self._tokenize([prompt for prompt in prompts if isinstance(prompt, str)]))
+        return [
+            self._check_request(next(token_ids) if isinstance(prompt, str) else prompt, param)
+            for prompt, param in zip(prompts, params, strict=True)
+        ]
+
+    def _check_request(self, prompt: Any, params: SamplingParams) -> array[int]:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
-        token_ids = self._tokenize(prompt)
+        try:
+            token_ids = check_token_ids(prompt, self.vocab_size)
+        except TypeError as error:
+            kind = type(prompt).__name__
+            raise ValueError(f"a prompt is a string or a list of token ids, not {kind}: {prompt!r:.80}") from error
         if len(token_ids) > self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}")
         # The last token is returned, never computed, so its keys need no place.
@@ -203,18 +214,20 @@ class LLMEngine:
         self.scheduler.add(Sequence(request_id, token_ids, params, seed))
         return request_id
 
-    def _tokenize(self, prompt: str | list[int]) -> array[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"prompt {prompt[:40]!r} is a string, but the model has no tokenizer: pass token ids")
-            try:
-                return check_token_ids(self.tokenizer.encode(prompt), self.vocab_size)
-            except TypeError as error:
-                raise ValueError(f"prompt {prompt[:40]!r} cannot be tokenized: {error}") from error
-        if isinstance(prompt, list):
-            with suppress(TypeError):
-                return check_token_ids(prompt, self.vocab_size)
-        raise ValueError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}: {prompt!r:.80}")
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts, all in one call, since tokenizers then use every core."""
+        if not texts:
+            return []
+        if self.tokenizer is None:
+            raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
+        try:
+            token_ids: list[list[int]] = self.tokenizer(texts)["input_ids"]
+        except TypeError as error:
+            if len(texts) > 1:
+                # Which of them it is shows when each goes alone.
+                return [self._tokenize([text])[0] for text in texts]
+            raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
+        return token_ids
 
     def _require_open(self) -> Runner:
         if self._runner is None:

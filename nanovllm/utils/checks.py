@@ -57,12 +57,14 @@ def check_float(name: str, value: Any) -> float:
     raise ValueError(f"{name} must be a finite number >= 0, not {value!r:.40}")
 
 
-def check_token_ids(token_ids: list[Any], vocab_size: int) -> array[int]:
-    """Return integers of any type, but bool, as an array, if there are some and all are in `0 ... vocab_size - 1`.
+def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
+    """Return a list of integers, of any type but bool, as an array, if all are in `0 ... vocab_size - 1`.
 
     Raises:
-        TypeError: something in the list is no integer.
+        TypeError: it is no list, or not of integers.
     """
+    if not isinstance(token_ids, list):
+        raise TypeError("not a list")
     if not token_ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     try:

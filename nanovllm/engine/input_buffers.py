@@ -127,7 +127,8 @@ class InputBuffers:
         prompts = make_prompt_arrays(
             batch.chunks, shape.num_tokens, shape.num_chunks, self.host_state, self.padding_slot, self.block_size
         )
-        slots = batch.decode_slots + [self.padding_slot] * (shape.num_decodes - len(batch.decode_slots))
+        num_padding = shape.num_decodes - len(batch.decode_slots)
+        slots = batch.decode_slots + [self.padding_slot] * num_padding
         changed_slots = np.array([] if slots == self._sent_decode_slots else slots, dtype=np.int32)
         # The prompts' arrays come first, since their sizes follow from the shape.
         prefixes = self.prefixes.to_send() if shape.shares_prefixes else changed_slots[:0]
@@ -139,9 +140,9 @@ class InputBuffers:
         if len(new_slots):
             self.decode_slots[: len(new_slots)] = new_slots
             self._sent_decode_slots = slots
-        lens = [int(n) + 1 for n in self.host_state[batch.decode_slots, NUM_COMPUTED]]
-        self.host_state[batch.decode_slots, NUM_COMPUTED] += 1
-        lens += [1] * (shape.num_decodes - len(lens))
+        decode_lens = self.host_state[batch.decode_slots, NUM_COMPUTED] + 1
+        self.host_state[batch.decode_slots, NUM_COMPUTED] = decode_lens
+        lens = decode_lens.tolist() + [1] * num_padding
         lens += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
         return StagedStep(shape, PromptArrays(*prompt_tensors), lens, [len(chunk.token_ids) for chunk in batch.chunks])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from array import array
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
@@ -88,14 +89,14 @@ class LLM(LLMEngine):
             raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_each(sampling_params, len(requests))
-        token_ids = [self.check_request(prompt, param) for prompt, param in zip(requests, params, strict=True)]
+        token_ids = self.check_requests(requests, params)
         self._generating = True
         try:
             return self._run(token_ids, params, use_tqdm)
         finally:
             self._generating = False
 
-    def _run(self, token_ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, token_ids: list[array[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they are done; on any exception drop them."""
         ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}

@@ -17,9 +17,10 @@ LAYERS = [
     {"models"},
     {"utils.loader"},
 ]  # fmt: skip
-HOST = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.messages", "engine.channel"}
-DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.prompt_arrays", "engine.cuda_graph", "engine.ranks",
-          "engine.parallel_runner"}  # fmt: skip
+HOST = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.messages", "engine.shared_prefix",
+        "engine.channel"}  # fmt: skip
+DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.prompt_arrays", "engine.prefix_buffers",
+          "engine.cuda_graph", "engine.ranks", "engine.parallel_runner"}  # fmt: skip
 
 
 def imports() -> dict[str, set[str]]:

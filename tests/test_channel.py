@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_a_batch_comes_out_as_it_went_in() -> None:
     batch = ScheduledBatch(
         joins=[SlotJoin(3, [1, 2], 30, 0.5, 2**64 - 1)],
         decode_slots=[0, 7],
-        chunks=[PromptChunk(3, 0, list(range(100000, 100030)), True, True)],
+        chunks=[PromptChunk(3, 0, array("i", range(100000, 100030)), True, True)],
     )
     channel.send(batch, never)
     assert channel.receive(0) == batch

@@ -9,9 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanovllm.engine import shared_prefix
+from nanovllm.engine.shared_prefix import plan_shared_prefixes
 from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, slot_state
 from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention
+from nanovllm.kernels.prefix_attention import SharedPrefixes, rows_per_item
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -291,10 +294,43 @@ def test_decode_attention(
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(context_lens, programs, tile, group, head_dim)
+    plan = plan_decode(context_lens, programs, tile, group * kv_heads, kv_heads, head_dim)
     plan.partial.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
     decode_attention(query, cache[0], cache[1], out, tables, context_lens, plan, head_dim**-0.5)
+    exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
+    same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
+    check_error(out, same, exact)
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("programs", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
+def test_decode_attention_over_shared_prefixes(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int, max_items: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Two groups of rows with common blocks, among rows of their own; the result is that of the whole contexts."""
+    monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(shared_prefix, "_MIN_PIECE", 32)
+    kv_heads, shared_blocks = 2, max(1, 160 // block_size)
+    lens = [shared_blocks * block_size + n for n in [1, 2, 40, 70, 33, 5, 17, 90] * (8 if GPU else 2)]
+    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    for members in (range(0, len(lens), 2), range(1, len(lens), 4)):
+        tables[list(members), :shared_blocks] = tables[members[0], :shared_blocks].clone()
+    full = (context_lens.cpu().numpy() - 1) // block_size
+    work = plan_shared_prefixes(tables.cpu().numpy(), full, block_size, max_items, rows_per_item(group))
+    assert work is not None
+    shared = SharedPrefixes(*(torch.from_numpy(array).to(DEVICE) for array in work))
+    assert (shared.rows[0] > 0).sum() >= (len(lens) // 2 if max_items > 3 else 1)
+    query = randn(len(lens), group * kv_heads, head_dim, dtype=dtype)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(context_lens, programs, tile, group * kv_heads, kv_heads, head_dim, shared)
+    assert plan.prefix is not None
+    plan.prefix.partial.fill_(float("nan"))
+    plan.prefix.lse.fill_(float("nan"))
+    for _ in range(2):  # what counts arrivals must be as it was
+        decode_attention(query, cache[0], cache[1], out, tables, context_lens, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)

@@ -54,6 +54,15 @@ def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:
     assert bundled.generate([], use_tqdm=False) == []
 
 
+def test_texts_and_token_ids_keep_their_places(bundled: LLM) -> None:
+    prompts: Any = ["one text", [1, 2, 3], "another, longer text", [4, 5]]
+    together = bundled.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts, together, strict=True):
+        assert bundled.generate([prompt], GREEDY, use_tqdm=False)[0]["token_ids"] == output["token_ids"]
+    with pytest.raises(ValueError, match=r"prompt 'bad \\ud800' cannot be tokenized"):
+        bundled.generate(["good", "bad \ud800", "good"], GREEDY)
+
+
 def test_special_tokens_end_a_text_but_do_not_show(bundled: LLM) -> None:
     prompt = bundled.tokenizer.apply_chat_template(
         [{"role": "user", "content": "introduce yourself"}], tokenize=False, add_generation_prompt=True
@@ -122,7 +131,11 @@ def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
         ([1] * 129, "129 tokens, over max_model_len=128"),
         ([1, 512], r"token id 512 is outside the vocabulary, 0 \.\.\. 511"),
         ([-1], "token id -1"),
+        ([1, 2**40], f"token id {2**40} is outside"),
         ([1.5], "list of token ids"),
+        ([7, None, 2**40], "list of token ids"),
+        ([5, True], "list of token ids"),
+        ([False, 600], "list of token ids"),
         ({"prompt": "x"}, "dict"),
         ("\ud800", "cannot be tokenized"),
     ],
@@ -193,7 +206,7 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
 
 def test_numpy_numbers_are_numbers(llm: LLM) -> None:
     params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int64(1), ignore_eos=True)
-    (output,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    (output,) = llm.generate([list(np.array([1, 2]))], params, use_tqdm=False)
     assert len(output["token_ids"]) == 3
 
 

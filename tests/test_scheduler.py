@@ -131,7 +131,7 @@ def test_full_hit_recomputes_one_token_and_stores_nothing(depth: int) -> None:
     second = engine.add_request(prompt, greedy(4))
     warm = run(engine)[second]
     chunks = [chunk for batch in runner.batches for chunk in batch.chunks]
-    assert [(chunk.start, chunk.token_ids, chunk.store) for chunk in chunks] == [(31, [31], False)]
+    assert [(chunk.start, list(chunk.token_ids), chunk.store) for chunk in chunks] == [(31, [31], False)]
     assert warm["num_cached_tokens"] == 31 and cold["num_cached_tokens"] == 0
     assert warm["token_ids"] == cold["token_ids"]
 

@@ -11,7 +11,13 @@ from nanovllm.attention.sdpa import SdpaBackend
 
 
 def make_backend(
-    name: str, device: torch.device, dtype: torch.dtype, block_size: int, group: int, head_dim: int
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
 ) -> AttentionBackend:
     """Return the backend called `name`; "auto" takes triton on CUDA and sdpa elsewhere.
 
@@ -19,7 +25,7 @@ def make_backend(
         name: "auto", "sdpa", "triton" or "flash_attn".
         device, dtype: of queries and cache.
         block_size: tokens of a cache block.
-        group: query heads of a KV head.
+        num_heads, num_kv_heads: heads of queries, and of keys.
         head_dim: elements of a head.
 
     Raises:
@@ -34,7 +40,7 @@ def make_backend(
     if name == "triton":
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
-        return TritonBackend(device, dtype, group, head_dim)
+        return TritonBackend(device, dtype, num_heads, num_kv_heads, head_dim)
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' takes bfloat16 or float16, not float32")
     if block_size % 256:

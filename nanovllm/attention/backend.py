@@ -18,6 +18,11 @@ class AttentionBackend(ABC):
     supports_mixed_graph = False
     """Whether steps with prompt tokens can: sizes and work lists then come from tensors on the device alone."""
 
+    max_prefix_items = 0
+    """Most pieces of work on shared prefixes in one step; 0 if it makes no use of them."""
+    rows_per_prefix_item = 1
+    """Most decode rows of such a piece."""
+
     def plan(self, context: Context) -> Any:
         """Prepare once a step what every layer's `forward` will want; lands in `context.plan`."""
         return None

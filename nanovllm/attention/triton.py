@@ -7,11 +7,14 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import prefill_attention
+from nanovllm.kernels.prefix_attention import rows_per_item
 from nanovllm.utils.context import Context
 
 # Up to this many sequences, decoding cuts contexts finer and takes fewer programs. On an H200, with 8 KV heads of 128,
 # one sequence of 400 tokens takes 6.0 us so and 6.6 the other way, 32 of 840 take 35.1 and 36.1, 131 take 128 and 120.
 _FEW_SEQS = 32
+_PREFIX_PROGRAMS = 2
+"""Programs a multiprocessor that share the work on common prefixes."""
 
 
 class TritonBackend(AttentionBackend):
@@ -20,17 +23,20 @@ class TritonBackend(AttentionBackend):
     Args:
         device: a CUDA device.
         dtype: of queries and cache.
-        group: query heads of a KV head.
+        num_heads, num_kv_heads: heads of queries, and of keys.
         head_dim: elements of a head.
     """
 
     supports_mixed_graph = True
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
-        self.group = group
-        self.head_dim = head_dim
+        self.heads = num_heads, num_kv_heads, head_dim
+        self.max_prefix_items = _PREFIX_PROGRAMS * self.num_processors // num_kv_heads
+        self.rows_per_prefix_item = rows_per_item(num_heads // num_kv_heads)
 
     def plan(self, context: Context) -> DecodePlan | None:
         """Share out the decode rows' contexts."""
@@ -40,7 +46,7 @@ class TritonBackend(AttentionBackend):
         tile = 32 if self.dtype == torch.float32 else 64 if few else 128
         num_programs = self.num_processors * (3 if few else 6)
         lens = context.context_lens[: context.num_decodes]
-        return plan_decode(lens, num_programs, tile, self.group, self.head_dim)
+        return plan_decode(lens, num_programs, tile, *self.heads, context.shared_prefixes)
 
     def forward(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float

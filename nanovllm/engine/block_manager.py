@@ -21,9 +21,9 @@ from nanovllm.engine.sequence import Sequence
 _ROOT_HASH = 0
 
 
-def chain_hash(parent_hash: int, token_ids: list[int]) -> int:
-    """Name a full block: the xxhash64 of its parent's name and its own tokens."""
-    return xxhash.xxh64_intdigest(parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes())
+def chain_hash(parent_hash: int, token_ids: array[int]) -> int:
+    """Name a full block: the xxhash64 of its tokens, seeded with its parent's name."""
+    return xxhash.xxh64_intdigest(token_ids, parent_hash)
 
 
 class Block:
@@ -36,7 +36,7 @@ class Block:
         self.ref_count = 0
         self.block_hash: int | None = None
         self.parent_hash = _ROOT_HASH
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
 
 
 class BlockManager:
@@ -185,7 +185,7 @@ class BlockManager:
             hashes.append(chain_hash(hashes[-1] if hashes else _ROOT_HASH, self._block_tokens(seq, i)))
         return hashes[:num_blocks]
 
-    def _block_tokens(self, seq: Sequence, index: int) -> list[int]:
+    def _block_tokens(self, seq: Sequence, index: int) -> array[int]:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _take_free_block(self) -> int:
@@ -199,4 +199,4 @@ class BlockManager:
         if block.block_hash is not None:
             del self._cached[block.block_hash]
             block.block_hash = None
-            block.token_ids = []
+            block.token_ids = array("i")

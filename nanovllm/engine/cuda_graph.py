@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,20 +12,36 @@ _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
 """Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel."""
 _MIXED_CHUNKS = 32
+_MIN_SHARING = 32
+"""Fewest decode rows for which shared prefixes are looked for in a graph."""
 
 
-def decode_ladder(max_num_seqs: int) -> list[StepShape]:
-    """Decode steps to capture: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
+def decode_ladder(max_num_seqs: int, shares_prefixes: bool) -> list[StepShape]:
+    """Decode steps to capture: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end.
+
+    With shared prefixes fewer, as they pay with many rows only.
+    """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
-    return [StepShape(size) for size in [*(size for size in sizes if size < max_num_seqs), max_num_seqs]]
+    sharing = [_MIN_SHARING, 64, 96, 128, *range(192, max_num_seqs + 1, 64)] if shares_prefixes else []
+    shapes = [StepShape(size) for size in _up_to(sizes, max_num_seqs)]
+    return shapes + [StepShape(size, shares_prefixes=True) for size in _up_to(sharing, max_num_seqs) if sharing]
 
 
-def mixed_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
-    """Steps with prompt tokens to capture."""
-    decodes = [*(size for size in _MIXED_DECODES if size < max_num_seqs), max_num_seqs]
+def mixed_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> list[StepShape]:
+    """Steps with prompt tokens to capture, able to share prefixes where there are rows enough."""
+    decodes = _up_to(_MIXED_DECODES, max_num_seqs)
     tokens = [size for size in _MIXED_TOKENS if size < 2 * max_num_batched_tokens]
     chunks = min(_MIXED_CHUNKS, max_num_seqs)
-    return [StepShape(num_decodes, num_tokens, chunks) for num_tokens in tokens for num_decodes in decodes]
+    return [
+        StepShape(num_decodes, num_tokens, chunks, shares_prefixes and num_decodes >= _MIN_SHARING)
+        for num_tokens in tokens
+        for num_decodes in decodes
+    ]
+
+
+def _up_to(sizes: Iterable[int], most: int) -> list[int]:
+    """The sizes below `most`, and that."""
+    return [*(size for size in sizes if size < most), most]
 
 
 class StepGraphs:
@@ -60,6 +76,7 @@ class StepGraphs:
                 and rung.num_decodes >= shape.num_decodes
                 and rung.num_tokens >= shape.num_tokens
                 and rung.num_chunks >= shape.num_chunks
+                and rung.shares_prefixes >= shape.shares_prefixes
             ):
                 return rung
         return None
@@ -69,5 +86,6 @@ class StepGraphs:
         self._graphs[shape].replay()
 
 
-def _cost(shape: StepShape) -> int:
-    return shape.num_tokens + shape.num_decodes
+def _cost(shape: StepShape) -> tuple[int, bool]:
+    """What to compare shapes by: their tokens; sharing prefixes costs something of its own."""
+    return shape.num_tokens + shape.num_decodes, shape.shares_prefixes

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.messages import ScheduledBatch
+from nanovllm.engine.prefix_buffers import PrefixBuffers
 from nanovllm.engine.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.kernels.slot_state import (
     BLOCK_TABLE,
@@ -34,16 +35,15 @@ _MAX_TEMPERATURE = 1e30
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of one step's tensors, padding included: decode rows, prompt tokens, chunks of prompts."""
+    """What one step is made of: decode rows, prompt tokens, and chunks of prompts, padding included.
+
+    `shares_prefixes` is whether decode rows may attend to a common prefix together.
+    """
 
     num_decodes: int
     num_tokens: int = 0
     num_chunks: int = 0
-
-    @classmethod
-    def of(cls, batch: ScheduledBatch) -> StepShape:
-        """The sizes that a batch has without padding."""
-        return cls(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks))
+    shares_prefixes: bool = False
 
 
 @dataclass
@@ -89,11 +89,19 @@ class InputBuffers:
         max_blocks: entries of a block table.
         block_size: tokens of a block.
         max_num_batched_tokens: most tokens of a step.
+        max_prefix_items, rows_per_prefix_item: see `PrefixBuffers`.
         device: where the state lives.
     """
 
     def __init__(
-        self, num_slots: int, max_blocks: int, block_size: int, max_num_batched_tokens: int, device: torch.device
+        self,
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_prefix_items: int,
+        rows_per_prefix_item: int,
+        device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.padding_slot = num_slots
@@ -102,9 +110,16 @@ class InputBuffers:
         self.state = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
         self.decode_slots = torch.full((num_slots,), self.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots: list[int] = []
-        # Prompt tokens and chunks, padded; decode slots; joining rows in whole, and one new block for each slot.
+        self.prefixes = PrefixBuffers(num_slots, block_size, max_prefix_items, rows_per_prefix_item, device)
+        # Prompt tokens and chunks, padded; decode slots and prefixes; joining rows in whole, and one new block a slot.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
-        self._staging = Staging(prompts + 2 * (num_slots + 1) * width + 4 * num_slots, device)
+        changes = 2 * (num_slots + 1) * width + 8 * num_slots + 4 * max_prefix_items
+        self._staging = Staging(prompts + changes, device)
+
+    def shape_of(self, batch: ScheduledBatch) -> StepShape:
+        """The shape that a batch has without padding."""
+        shares = self.prefixes.plan(batch.decode_slots, self.host_state)
+        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), shares)
 
     def stage(self, batch: ScheduledBatch, shape: StepShape) -> StagedStep:
         """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""
@@ -112,19 +127,22 @@ class InputBuffers:
         prompts = make_prompt_arrays(
             batch.chunks, shape.num_tokens, shape.num_chunks, self.host_state, self.padding_slot, self.block_size
         )
-        slots = batch.decode_slots + [self.padding_slot] * (shape.num_decodes - len(batch.decode_slots))
+        num_padding = shape.num_decodes - len(batch.decode_slots)
+        slots = batch.decode_slots + [self.padding_slot] * num_padding
         changed_slots = np.array([] if slots == self._sent_decode_slots else slots, dtype=np.int32)
         # The prompts' arrays come first, since their sizes follow from the shape.
-        sent = self._staging.send([*prompts, changed_slots, index, value])
-        *prompt_tensors, new_slots, index_tensor, value_tensor = sent
+        prefixes = self.prefixes.to_send() if shape.shares_prefixes else changed_slots[:0]
+        sent = self._staging.send([*prompts, changed_slots, prefixes, index, value])
+        *prompt_tensors, new_slots, new_prefixes, index_tensor, value_tensor = sent
+        self.prefixes.receive(new_prefixes)
         if len(index):
             self.state.view(-1)[index_tensor] = value_tensor
         if len(new_slots):
             self.decode_slots[: len(new_slots)] = new_slots
             self._sent_decode_slots = slots
-        lens = [int(n) + 1 for n in self.host_state[batch.decode_slots, NUM_COMPUTED]]
-        self.host_state[batch.decode_slots, NUM_COMPUTED] += 1
-        lens += [1] * (shape.num_decodes - len(lens))
+        decode_lens = self.host_state[batch.decode_slots, NUM_COMPUTED] + 1
+        self.host_state[batch.decode_slots, NUM_COMPUTED] = decode_lens
+        lens = decode_lens.tolist() + [1] * num_padding
         lens += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
         return StagedStep(shape, PromptArrays(*prompt_tensors), lens, [len(chunk.token_ids) for chunk in batch.chunks])
 
@@ -143,6 +161,7 @@ class InputBuffers:
             query_tiles=prompts.tiles,
             context_lens_host=staged.context_lens_host,
             query_lens_host=staged.query_lens_host,
+            shared_prefixes=self.prefixes.shared if shape.shares_prefixes else None,
         )
         if not shape.num_chunks:
             return StepInputs(rows.token_ids, rows.positions, context, None, slots)

@@ -7,6 +7,7 @@ A step plans the next batch while the device runs the one before (`pipeline_dept
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_token_ids
 from nanovllm.utils.interrupt import deferred_sigint
 
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -121,23 +123,29 @@ class LLMEngine:
             ValueError: the prompt or the request's size is out of bounds.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._queue(self.check_request(prompt, params), params)
+        (token_ids,) = self.check_requests([prompt], [params])
+        return self._queue(token_ids, params)
 
-    def check_request(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        """Return a prompt's token ids, if the request can be served.
+    def check_requests(self, prompts: list[Any], params: list[SamplingParams]) -> list[array[int]]:
+        """Return the token ids of prompts (strings or lists of token ids), if all the requests can be served.
 
         Raises:
-            ValueError: it cannot; says what is out of bounds.
+            ValueError: one cannot; says what is out of bounds.
         """
+        token_ids = iter(self._tokenize([prompt for prompt in prompts if isinstance(prompt, str)]))
+        return [
+            self._check_request(next(token_ids) if isinstance(prompt, str) else prompt, param)
+            for prompt, param in zip(prompts, params, strict=True)
+        ]
+
+    def _check_request(self, prompt: Any, params: SamplingParams) -> array[int]:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
-        token_ids = self._tokenize(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"token id {bad} is outside the vocabulary, 0 ... {self.vocab_size - 1}")
+        try:
+            token_ids = check_token_ids(prompt, self.vocab_size)
+        except TypeError as error:
+            kind = type(prompt).__name__
+            raise ValueError(f"a prompt is a string or a list of token ids, not {kind}: {prompt!r:.80}") from error
         if len(token_ids) > self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}")
         # The last token is returned, never computed, so its keys need no place.
@@ -198,7 +206,7 @@ class LLMEngine:
         if getattr(self, "_runner", None) is not None:
             self.exit()
 
-    def _queue(self, token_ids: list[int], params: SamplingParams) -> int:
+    def _queue(self, token_ids: array[int], params: SamplingParams) -> int:
         self._require_open()
         request_id = self._next_request_id
         self._next_request_id += 1
@@ -206,18 +214,20 @@ class LLMEngine:
         self.scheduler.add(Sequence(request_id, token_ids, params, seed))
         return request_id
 
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"prompt {prompt[:40]!r} is a string, but the model has no tokenizer: pass token ids")
-            try:
-                token_ids: list[int] = self.tokenizer.encode(prompt)
-            except TypeError as error:
-                raise ValueError(f"prompt {prompt[:40]!r} cannot be tokenized: {error}") from error
-            return token_ids
-        if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
-            return prompt
-        raise ValueError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}: {prompt!r:.80}")
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts, all in one call, since tokenizers then use every core."""
+        if not texts:
+            return []
+        if self.tokenizer is None:
+            raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
+        try:
+            token_ids: list[list[int]] = self.tokenizer(texts)["input_ids"]
+        except TypeError as error:
+            if len(texts) > 1:
+                # Which of them it is shows when each goes alone.
+                return [self._tokenize([text])[0] for text in texts]
+            raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
+        return token_ids
 
     def _require_open(self) -> Runner:
         if self._runner is None:

@@ -1,11 +1,13 @@
 """All that crosses from the scheduler to a runner, and back.
 
-Plain data of plain integers: it can be sent to another process as it is. A runner is told of slots and blocks, never
-of sequences; the ids in `ScheduledBatch.sampled_seq_ids` are for the way back.
+Plain data of plain integers, tokens of prompts packed into arrays of 32-bit ones: it can be sent to another process as
+it is. A runner is told of slots and blocks, never of sequences; the ids in `ScheduledBatch.sampled_seq_ids` are for
+the way back.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 
@@ -39,7 +41,7 @@ class PromptChunk:
 
     slot: int
     start: int
-    token_ids: list[int]
+    token_ids: array[int]
     store: bool
     samples: bool
 

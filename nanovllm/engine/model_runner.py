@@ -6,6 +6,7 @@ finds it, and the host gets a copy when it asks.
 
 from __future__ import annotations
 
+from array import array
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, Step
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
+from nanovllm.model_shard import shard_of
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.communicator import Communicator, SingleRank
@@ -82,17 +84,20 @@ class ModelRunner:
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         self.block_size = config.kvcache_block_size
-        group = model_config.num_heads // model_config.num_kv_heads
-        self.backend = make_backend(
-            config.attention_backend, self.device, self.dtype, self.block_size, group, model_config.head_dim
-        )
+        shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
+        heads = shard.heads.size, shard.kv_heads.size, model_config.head_dim
+        self.backend = make_backend(config.attention_backend, self.device, self.dtype, self.block_size, *heads)
         free_before = self._free_memory()
         self.model = self._load_model(folder, max_model_len)
         self.sampler = Sampler(self.model.shard.vocab, self.communicator)
         self.max_blocks = -(-max_model_len // self.block_size)
+        # Whether a step shares prefixes decides its padding, so every rank must find the same.
+        max_prefix_items = self.communicator.least(self.backend.max_prefix_items)
+        prefix_sizes = max_prefix_items, self.backend.rows_per_prefix_item
         self.buffers = InputBuffers(
-            config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, self.device
-        )
+            config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, *prefix_sizes,
+            self.device,
+        )  # fmt: skip
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._results = [torch.empty_like(self._sampled, device="cpu", pin_memory=self.is_cuda) for _ in range(2)]
@@ -128,7 +133,7 @@ class ModelRunner:
 
     def _run(self, batch: ScheduledBatch) -> StepShape:
         """Queue one step; returns the sizes that it was padded to."""
-        exact = StepShape.of(batch)
+        exact = self.buffers.shape_of(batch)
         captured = self.graphs.fit(exact) if self.graphs is not None else None
         staged = self.buffers.stage(batch, captured or exact)
         if self.graphs is not None and captured is not None:
@@ -164,9 +169,10 @@ class ModelRunner:
 
     def _capture_graphs(self) -> StepGraphs:
         config = self.config
-        shapes = decode_ladder(config.max_num_running)
+        shares = self.backend.max_prefix_items > 0
+        shapes = decode_ladder(config.max_num_running, shares)
         if self.backend.supports_mixed_graph:
-            shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens)
+            shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
         return StepGraphs(lambda shape: partial(self._forward, self.buffers.stage(ScheduledBatch(), shape)), shapes)
 
     def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:
@@ -255,7 +261,7 @@ class ModelRunner:
         table = [0] * self.max_blocks
         batch = ScheduledBatch(
             joins=[SlotJoin(slot, table, 1, 1.0, 0) for slot in range(num_seqs)],
-            chunks=[PromptChunk(slot, 0, [0] * min(n, self.max_model_len), False, True)
+            chunks=[PromptChunk(slot, 0, array("i", [0]) * min(n, self.max_model_len), False, True)
                     for slot, n in enumerate(lens)],
             sampled_seq_ids=list(range(num_seqs)),
         )  # fmt: skip

@@ -73,7 +73,7 @@ def make_prompt_arrays(
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
     borders = np.concatenate(([0], lens.cumsum())).astype(np.int32)
-    token_ids = np.concatenate([np.array(chunk.token_ids, dtype=np.int32) for chunk in chunks] or [slots])
+    token_ids = np.concatenate([np.asarray(chunk.token_ids) for chunk in chunks] or [slots])
     positions = np.arange(borders[-1], dtype=np.int32) + np.repeat(starts - borders[:-1], lens)
     kv_slots = host_state[np.repeat(slots, lens), BLOCK_TABLE + positions // block_size] * block_size
     kv_slots += positions % block_size

@@ -104,11 +104,11 @@ class Scheduler:
             self.stats.num_output_tokens += 1
             if token_id in self.eos_token_ids and not seq.params.ignore_eos:
                 self._finish(seq, "stop")
-            elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
-                self._finish(seq, "length")
+                finished.append(seq)
             elif seq.status is SequenceStatus.RUNNING:
                 self.block_manager.register(seq)
-            if seq.status is SequenceStatus.FINISHED:
+            elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
+                self._finish(seq, "length")
                 finished.append(seq)
         self.block_manager.confirm_step()
         return finished

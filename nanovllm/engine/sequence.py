@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from enum import Enum, auto
 
 from nanovllm.sampling_params import SamplingParams
@@ -28,15 +30,16 @@ class Sequence:
     device alone), and `num_computed_tokens` whose keys and values are stored or planned to be.
     """
 
-    def __init__(self, seq_id: int, token_ids: list[int], params: SamplingParams, seed: int) -> None:
+    def __init__(self, seq_id: int, token_ids: Iterable[int], params: SamplingParams, seed: int) -> None:
         self.seq_id = seq_id
-        self.token_ids = list(token_ids)
-        self.num_prompt_tokens = len(token_ids)
+        # Its slices go as they are to hashes, to numpy and to other processes.
+        self.token_ids = array("i", token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.seed = seed
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
-        self.num_tokens = len(token_ids)
+        self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
         # Tokens to compute before the first one can be sampled after (re-)admission.
         self.num_prefill_tokens = 0
@@ -62,7 +65,7 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         """The generated tokens, the EOS that ended them included."""
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def __repr__(self) -> str:
         return (

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels.prefix_attention import PrefixPlan, SharedPrefixes, plan_prefixes, prefix_attention
 
 _MERGE_PIECES = 16
 
@@ -28,20 +29,43 @@ class DecodePlan:
         tile_ends: [num_seqs] int32; tiles of the sequences up to each, its own included.
         partial: [2 * num_programs, group, head_dim] float32; unfinished outputs, two places a program.
         lse: [2 * num_programs, group] float32; base-2 logarithm of the sum of their weights.
+        prefix: what was attended to already, of prefixes that sequences share; None if there are none.
     """
 
     tile: int
     tile_ends: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
+    prefix: PrefixPlan | None
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_size"])
+@triton.jit
+def _fold_prefix(
+    partial_ptr, lse_ptr, place, stride, pieces, head, group, dims, acc, row_max, row_sum,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Fold in a shared prefix's outputs: `pieces` of them, `stride` places apart."""
+    mask = group < GROUP
+    for piece in range(pieces):
+        rows = ((place + piece * stride) * KV_HEADS + head) * GROUP + group
+        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
+        part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
+        new_max = tl.maximum(row_max, lse)
+        weight, correction = tl.exp2(lse - new_max), tl.exp2(row_max - new_max)
+        acc = acc * correction[:, None] + part * weight[:, None]
+        row_sum = row_sum * correction + weight
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_size", "prefix_rows_stride"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr, tile_ends_ptr, scale,
-    q_stride, table_stride, table_size, num_seqs,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr,
+    tile_ends_ptr, prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, scale,
+    q_stride, table_stride, table_size, num_seqs, prefix_rows_stride, prefix_place_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SEQS_PADDED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SEQS_PADDED: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -49,16 +73,17 @@ def _decode_kernel(
     program = tl.program_id(0)
     seqs = tl.arange(0, SEQS_PADDED)
     unit_ends = tl.load(tile_ends_ptr + seqs, mask=seqs < num_seqs, other=2**30 // KV_HEADS) * KV_HEADS
-    share = tl.cdiv(tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS, tl.num_programs(0))
+    num_units = tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS
+    share = tl.cdiv(num_units, tl.num_programs(0))
     first_unit = program * share
     unit = first_unit
-    end = tl.minimum(first_unit + share, tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS)
+    end = tl.minimum(first_unit + share, num_units)
+    seq = tl.sum((unit_ends <= unit).to(tl.int32), axis=0)
     group = tl.arange(0, GROUP_PADDED)
     dims = tl.arange(0, HEAD_DIM)
     group_mask = (group < GROUP)[:, None]
     while unit < end:
-        # The sequence, head and tile that this unit is; then as many tiles as are left of the head or of the share.
-        seq = tl.sum((unit_ends <= unit).to(tl.int32), axis=0)
+        # The head and tile that this unit is; then as many tiles as are left of the head or of the share.
         tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
         num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
         in_seq = unit - tiles_before * KV_HEADS
@@ -74,26 +99,34 @@ def _decode_kernel(
         acc = tl.zeros([GROUP_PADDED, HEAD_DIM], dtype=tl.float32)
         row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
+        first_key = 0
+        if HAS_PREFIX:
+            first_key = tl.load(prefix_rows_ptr + seq)
+            place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
+            pieces = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
+            if first_tile == 0:
+                acc, row_max, row_sum = _fold_prefix(
+                    prefix_partial_ptr, prefix_lse_ptr, place, prefix_place_stride, pieces,
+                    head, group, dims, acc, row_max, row_sum, KV_HEADS, GROUP, HEAD_DIM,
+                )  # fmt: skip
         for tile in range(first_tile, first_tile + count):
-            positions = tile * TILE + tl.arange(0, TILE)
-            seen = positions < context_len
+            start = first_key + tile * TILE
+            seen = start + tl.arange(0, TILE) < context_len
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, tile * TILE,
+                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start,
                 seen, seen[None, :], scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
             )  # fmt: skip
         out = acc / row_sum[:, None]
+        out_row_ptr = out_ptr + (seq.to(tl.int64) * KV_HEADS + head) * (GROUP * HEAD_DIM)
         if count == num_tiles:
-            row = seq.to(tl.int64) * (KV_HEADS * GROUP)
-            tl.store(
-                out_ptr + (row + heads)[:, None] * HEAD_DIM + dims[None, :],
-                out.to(out_ptr.dtype.element_ty),
-                mask=group_mask,
-            )
+            out_ptrs = out_row_ptr + group[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=group_mask)
         else:
             place = 2 * program + (unit > first_unit).to(tl.int32)
             tl.store(partial_ptr + (place * GROUP + group)[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
             tl.store(lse_ptr + place * GROUP + group, row_max + tl.log2(row_sum), mask=group < GROUP)
         unit += count
+        seq += (in_seq + count == num_tiles * KV_HEADS).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"])
@@ -134,16 +167,19 @@ def _merge_kernel(
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
-def _tile_ends_kernel(
-    context_lens_ptr, tile_ends_ptr, num_seqs, TILE: tl.constexpr, SEQS: tl.constexpr, PDL: tl.constexpr
-):
+def _plan_kernel(
+    context_lens_ptr, prefix_lens_ptr, tile_ends_ptr, num_seqs,
+    TILE: tl.constexpr, SEQS: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     seqs = tl.arange(0, SEQS)
     mask = seqs < num_seqs
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tiles = tl.cdiv(tl.load(context_lens_ptr + seqs, mask=mask, other=0), TILE)
-    tl.store(tile_ends_ptr + seqs, tl.cumsum(tiles, axis=0), mask=mask)
+    num_keys = tl.load(context_lens_ptr + seqs, mask=mask, other=0)
+    if HAS_PREFIX:
+        num_keys -= tl.load(prefix_lens_ptr + seqs, mask=mask, other=0)
+    tl.store(tile_ends_ptr + seqs, tl.cumsum(tl.cdiv(num_keys, TILE), axis=0), mask=mask)
 
 
 def _padded(num_seqs: int) -> int:
@@ -151,24 +187,36 @@ def _padded(num_seqs: int) -> int:
     return max(512, triton.next_power_of_2(num_seqs))
 
 
-def plan_decode(context_lens: torch.Tensor, num_programs: int, tile: int, group: int, head_dim: int) -> DecodePlan:
+def plan_decode(
+    context_lens: torch.Tensor,
+    num_programs: int,
+    tile: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    shared: SharedPrefixes | None = None,
+) -> DecodePlan:
     """Plan the attention of one step for all its layers.
 
     Args:
         context_lens: [num_seqs] int32, at least 1 each.
         num_programs: programs to share the work.
         tile: tokens of a tile.
-        group: query heads of a KV head.
+        num_heads, num_kv_heads: heads of queries, and of keys.
         head_dim: elements of a head.
+        shared: prefixes to attend to once for all that share them; a sequence has at least one token besides.
     """
+    group = num_heads // num_kv_heads
+    device = context_lens.device
     tile_ends = torch.empty_like(context_lens)
-    _tile_ends_kernel[(1,)](
-        context_lens, tile_ends, len(context_lens), TILE=tile, SEQS=_padded(len(context_lens)),
-        **pdl_options(context_lens.device),
+    _plan_kernel[(1,)](
+        context_lens, None if shared is None else shared.rows, tile_ends, len(context_lens), TILE=tile,
+        SEQS=_padded(len(context_lens)), HAS_PREFIX=shared is not None, **pdl_options(device),
     )  # fmt: skip
-    partial = torch.empty(2 * num_programs, group, head_dim, dtype=torch.float32, device=context_lens.device)
-    lse = torch.empty(2 * num_programs, group, dtype=torch.float32, device=context_lens.device)
-    return DecodePlan(tile, tile_ends, partial, lse)
+    partial = torch.empty(2 * num_programs, group, head_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(2 * num_programs, group, dtype=torch.float32, device=device)
+    prefix = None if shared is None else plan_prefixes(shared, num_heads, group, head_dim)
+    return DecodePlan(tile, tile_ends, partial, lse, prefix)
 
 
 def decode_attention(
@@ -194,14 +242,21 @@ def decode_attention(
     num_seqs, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
+    prefix = plan.prefix
+    rows = partial = lse = None
+    if prefix is not None:
+        prefix_attention(query, k_cache, v_cache, block_tables, prefix, scale)
+        rows, partial, lse = prefix.shared.rows, prefix.partial, prefix.lse
     num_programs = len(plan.partial) // 2
     options = pdl_options(query.device)
     _decode_kernel[(num_programs,)](
-        query, k_cache, v_cache, out, plan.partial, plan.lse, block_tables, context_lens, plan.tile_ends,
-        scale * LOG2E, query.stride(0), block_tables.stride(0), block_tables.shape[1], num_seqs,
-        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=_padded(num_seqs),
-        num_warps=4, num_stages=2, **options,
+        query, k_cache, v_cache, out, plan.partial, plan.lse, block_tables, context_lens,
+        plan.tile_ends, rows, partial, lse, scale * LOG2E,
+        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_seqs,
+        0 if rows is None else rows.stride(0), 0 if prefix is None else prefix.rows_per_item,
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=_padded(num_seqs),
+        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     _merge_kernel[(num_seqs, num_heads)](
         out, plan.partial, plan.lse, plan.tile_ends, num_seqs, num_programs,

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.prefix_attention import SharedPrefixes
+
 
 @dataclass
 class Context:
@@ -28,6 +30,7 @@ class Context:
         query_tiles: [2 * num_tiles] int32; the chunk of each tile of chunk tokens (-1: none), then its number in it.
         context_lens_host: the same as context_lens, for what has to be sized on the host; not known to a graph.
         query_lens_host: tokens of each chunk, likewise.
+        shared_prefixes: which decode rows share a prefix; None if the step does without.
         plan: what the attention backend made of all this, once for all layers.
     """
 
@@ -39,6 +42,7 @@ class Context:
     query_tiles: torch.Tensor
     context_lens_host: list[int] = field(default_factory=list)
     query_lens_host: list[int] = field(default_factory=list)
+    shared_prefixes: SharedPrefixes | None = None
     plan: Any = None
 
 

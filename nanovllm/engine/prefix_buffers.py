@@ -1,0 +1,63 @@
+"""The work on shared prefixes on the device, sent when the decoding sequences change."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm.engine.shared_prefix import plan_shared_prefixes
+from nanovllm.kernels.prefix_attention import SharedPrefixes
+from nanovllm.kernels.slot_state import BLOCK_TABLE, NUM_COMPUTED
+
+
+class PrefixBuffers:
+    """Plans, keeps and sends the work.
+
+    Args:
+        num_slots: most decode rows.
+        block_size: tokens of a block.
+        max_items: most pieces of work; 0 if the attention backend has no use for them.
+        rows_per_item: most decode rows of a piece.
+        device: where the attention is.
+    """
+
+    def __init__(
+        self, num_slots: int, block_size: int, max_items: int, rows_per_item: int, device: torch.device
+    ) -> None:
+        self.num_slots, self.block_size = num_slots, block_size
+        self.max_items, self.rows_per_item = max_items, rows_per_item
+        self._lengths = [4 * max_items, num_slots, 3 * num_slots]
+        self._none = np.zeros(sum(self._lengths), dtype=np.int32)
+        self._planned = self._sent = self._none
+        self._planned_slots: list[int] = []
+        self._buffer = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
+        items, members, rows = self._buffer.split(self._lengths)
+        self.shared = SharedPrefixes(items.view(-1, 4), members, rows.view(3, num_slots))
+
+    def plan(self, decode_slots: list[int], host_state: np.ndarray) -> bool:
+        """Plan the step of these rows; whether there is anything to share."""
+        if self.max_items and decode_slots != self._planned_slots:
+            self._planned_slots = decode_slots
+            rows = host_state[decode_slots]
+            full = rows[:, NUM_COMPUTED] // self.block_size
+            work = plan_shared_prefixes(
+                rows[:, BLOCK_TABLE:], full, self.block_size, self.max_items, self.rows_per_item
+            )
+            self._planned = self._none if work is None else self._pack(*work)
+        return self._planned is not self._none
+
+    def to_send(self) -> np.ndarray:
+        """What the device does not have yet of the planned work, [n] int32: all or nothing."""
+        return self._none[:0] if self._planned is self._sent else self._planned
+
+    def receive(self, sent: torch.Tensor) -> None:
+        """Take in what `to_send` gave, once it is on the device."""
+        if len(sent):
+            self._buffer.copy_(sent)
+            self._sent = self._planned
+
+    def _pack(self, items: np.ndarray, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        padding = self.num_slots - len(members)
+        return np.concatenate(
+            (items.reshape(-1), np.pad(members, (0, padding)), np.pad(rows, ((0, 0), (0, padding))).reshape(-1))
+        )

@@ -12,30 +12,34 @@ _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
 """Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel."""
 _MIXED_CHUNKS = 32
-_MIN_SHARING = 32
-"""Fewest decode rows for which shared prefixes are looked for in a graph."""
+_SHARING_DECODES = (32, 64, 96, 128)
+_SHARING_MIXED_DECODES = (64, 256)
+_SHARING_MIXED_TOKENS = (256, 2048)
+"""With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
 
 
 def decode_ladder(max_num_seqs: int, shares_prefixes: bool) -> list[StepShape]:
-    """Decode steps to capture: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end.
-
-    With shared prefixes fewer, as they pay with many rows only.
-    """
+    """Decode steps to capture: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
-    sharing = [_MIN_SHARING, 64, 96, 128, *range(192, max_num_seqs + 1, 64)] if shares_prefixes else []
+    sharing = [*_SHARING_DECODES, *range(192, max_num_seqs + 1, 64)]
     shapes = [StepShape(size) for size in _up_to(sizes, max_num_seqs)]
-    return shapes + [StepShape(size, shares_prefixes=True) for size in _up_to(sharing, max_num_seqs) if sharing]
+    if shares_prefixes:
+        shapes += [StepShape(size, shares_prefixes=True) for size in _up_to(sharing, max_num_seqs)]
+    return shapes
 
 
 def mixed_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> list[StepShape]:
-    """Steps with prompt tokens to capture, able to share prefixes where there are rows enough."""
-    decodes = _up_to(_MIXED_DECODES, max_num_seqs)
-    tokens = [size for size in _MIXED_TOKENS if size < 2 * max_num_batched_tokens]
+    """Steps with prompt tokens to capture."""
     chunks = min(_MIXED_CHUNKS, max_num_seqs)
+    ladders: list[tuple[tuple[int, ...], tuple[int, ...], bool]] = [(_MIXED_DECODES, _MIXED_TOKENS, False)]
+    if shares_prefixes:
+        ladders.append((_SHARING_MIXED_DECODES, _SHARING_MIXED_TOKENS, True))
     return [
-        StepShape(num_decodes, num_tokens, chunks, shares_prefixes and num_decodes >= _MIN_SHARING)
+        StepShape(num_decodes, num_tokens, chunks, sharing)
+        for decodes, tokens, sharing in ladders
         for num_tokens in tokens
-        for num_decodes in decodes
+        if num_tokens < 2 * max_num_batched_tokens
+        for num_decodes in _up_to(decodes, max_num_seqs)
     ]
 
 

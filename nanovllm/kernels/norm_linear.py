@@ -20,8 +20,9 @@ from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
 
 MAX_SKINNY_ROWS = 16
-MAX_SKINNY_IN = 8192
+MAX_SKINNY_IN = 16384
 """Where the kernel for a few rows ends, and cuBLAS is as fast or faster."""
+_DEEP_IN = 4096
 
 Norm = tuple[torch.Tensor, float]
 """Weight [in_features] and epsilon of an RMS norm."""
@@ -128,8 +129,11 @@ def skinny_linear(
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    # Few outputs need narrow tiles, or most of the device would have none.
-    block_out, block_in, num_warps = (32, 128, 4) if out_features >= 3072 else (8, 256, 2)
+    # Fewer outputs than inputs need narrow tiles, or most of the device would have none.
+    if out_features > in_features:
+        block_out, block_in, num_warps = 32, 128, 4
+    else:
+        block_out, block_in, num_warps = (16, 512, 4) if in_features >= _DEEP_IN else (8, 256, 2)
     _skinny_linear_kernel[(triton.cdiv(out_features, block_out),)](
         x, weight, bias, out, num_rows, in_features, out_features,
         BLOCK_IN=block_in, BLOCK_OUT=block_out, ROWS=MAX_SKINNY_ROWS, HAS_BIAS=bias is not None, GATED=gated,

@@ -64,6 +64,7 @@ class Result:
     """One workload's better round."""
 
     workload: str
+    gpus: int
     input_tokens: int
     output_tokens: int
     seconds: float
@@ -184,8 +185,12 @@ def measure(llm: LLM, name: str, model: ModelConfig, ceilings: Ceilings, options
         work = make_workload(name, Random(f"{name} {number}"), model.vocab_size, options.scale)
         seconds = run(llm, work)
         inputs, outputs = sum(map(len, work.prompts)), sum(work.output_lens)
+        gpus = llm.config.tensor_parallel_size
         floor = floor_seconds(work, model, ceilings, llm.config.max_num_running, itemsize)
-        result = Result(name, inputs, outputs, seconds, inputs / seconds, outputs / seconds, floor, floor / seconds)
+        # Ranks on the CPU share one machine.
+        floor /= gpus if torch.cuda.is_available() else 1
+        rates = inputs / seconds, outputs / seconds
+        result = Result(name, gpus, inputs, outputs, seconds, *rates, floor, floor / seconds)
         best = result if best is None or result.floor_share > best.floor_share else best
     assert best is not None
     return best
@@ -205,14 +210,14 @@ def shape_folder(shape: str) -> str:
     return str(folder)
 
 
-def make_llm(options: argparse.Namespace) -> LLM:
+def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
     """Construct the engine and get a first token, and say how long that took."""
     started = time.perf_counter()
     dummy = options.model is None
     llm = LLM(
         shape_folder(options.shape) if dummy else options.model,
         load_format="dummy" if dummy else "auto",
-        tensor_parallel_size=options.tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
         enforce_eager=options.enforce_eager,
         attention_backend=options.attention_backend,
         gpu_memory_utilization=options.gpu_memory_utilization,
@@ -236,7 +241,7 @@ def plot(results: list[Result], title: str, file: str) -> None:
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
-    names = [result.workload for result in results]
+    names = [f"{r.workload}, {r.gpus} GPUs" if r.gpus > 1 else r.workload for r in results]
     axes.barh(names, [100.0] * len(results), color="#e4e4e4", label="floor")
     bars = axes.barh(names, [100 * result.floor_share for result in results], color="#3b6fb6", label="measured")
     labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
@@ -252,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, "all"])
     parser.add_argument("--shape", default="0.6B", choices=SHAPES, help="a published Qwen3 shape, random weights")
     parser.add_argument("--model", help="folder or Hub id instead of a shape")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--enforce-eager", action="store_true")
@@ -265,6 +270,24 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def measure_all(
+    llm: LLM, names: tuple[str, ...], ceilings: Ceilings, options: argparse.Namespace
+) -> list[Result]:  # fmt: skip
+    """Run workloads on a warm engine and print a line for each."""
+    model, results = llm.model_config, []
+    run(llm, make_workload("bench", Random(0), model.vocab_size, options.scale / 8))
+    print(f"{'workload':9} GPUs {'input':>8} {'output':>8} {'seconds':>8} {'in tok/s':>9} {'out tok/s':>9}  floor s")
+    for workload in names:
+        r = measure(llm, workload, model, ceilings, options)
+        results.append(r)
+        counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
+        rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
+        print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
+    if options.profile:
+        profile(llm, make_workload(names[0], Random("profile"), model.vocab_size, options.scale), options.profile)
+    return results
+
+
 def main() -> None:
     """Measure the machine, run the workloads, print the table and the JSON."""
     options = parse_arguments()
@@ -275,23 +298,13 @@ def main() -> None:
     print(f"{model_name} on {name}, torch {torch.__version__}")
     print(f"read {ceilings.read_bandwidth / 1e12:.3f} TB/s, matmul {ceilings.matmul_rate / 1e12:.2f} TFLOP/s")
     torch.cuda.empty_cache()
-    llm = make_llm(options)
-    model = llm.model_config
     names = WORKLOADS if options.workload == "all" else (options.workload,)
-    run(llm, make_workload("bench", Random(0), model.vocab_size, options.scale / 8))
-    print(f"{'workload':9} {'input':>8} {'output':>8} {'seconds':>8} {'in tok/s':>9} {'out tok/s':>9} {'floor s':>8}")
-    results = []
-    for workload in names:
-        r = measure(llm, workload, model, ceilings, options)
-        results.append(r)
-        counts = f"{r.workload:9} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
-        rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
-        print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
-    if options.profile:
-        profile(llm, make_workload(names[0], Random("profile"), model.vocab_size, options.scale), options.profile)
+    results: list[Result] = []
+    for size in options.tensor_parallel_size:
+        with make_llm(options, size) as llm:
+            results += measure_all(llm, names, ceilings, options)
     if options.plot:
         plot(results, f"{model_name}, {name}", options.plot)
-    llm.exit()
     summary = {"model": model_name, "device": name, "torch": torch.__version__, **asdict(ceilings)}
     print(json.dumps(summary | {"import_seconds": IMPORT_SECONDS, "results": [asdict(r) for r in results]}))
 

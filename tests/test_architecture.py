@@ -10,7 +10,8 @@ import nanovllm
 ROOT = Path(nanovllm.__file__).parent
 # Each part may import those before it, and its own.
 LAYERS = [
-    {"utils.checks", "utils.context", "utils.interrupt", "utils.hub", "utils.device", "utils.communicator", "config",
+    {"utils.checks", "utils.context", "utils.interrupt", "utils.hub", "utils.device", "utils.communicator",
+     "utils.symmetric", "config",
      "sampling_params", "model_config", "model_shard", "kernels", "assets"},
     {"attention"},
     {"layers"},

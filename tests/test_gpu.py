@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import shared_prefix
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import resolve_device
@@ -139,6 +142,35 @@ def test_seeded_tokens_are_the_same_alone_and_in_a_batch(folder: Path, eager: bo
             assert alone["token_ids"] == together[i]["token_ids"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -> None:
+    """Both are padded to the same ladder; one prefix is shared by many, so that steps share it."""
+    (prefix,) = prompts((256,), seed=5)
+    batch = [prefix + prompt for prompt in prompts((1, 3, 40) * 20, seed=6)] + prompts((1, 17, 300), seed=7)
+    params = [SamplingParams(0.7 * (i % 2), max_tokens=20 + i % 9, ignore_eos=True, seed=i) for i in range(len(batch))]
+    tokens = []
+    for eager in (False, True):
+        with make_llm(folder, dtype=dtype, enforce_eager=eager, max_num_batched_tokens=1024) as llm:
+            outputs = llm.generate(batch, params, use_tqdm=False)
+            assert runner_of(llm).buffers.prefixes._sent.any()
+            assert (runner_of(llm).graphs is None) == eager
+        tokens.append([output["token_ids"] for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
+def test_a_shared_prefix_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prefix,) = prompts((256,), seed=5)
+    batch = [prefix + prompt for prompt in prompts((1, 3, 40) * 20, seed=6)]
+    with make_llm(folder, dtype="float32") as llm:
+        got = llm.generate(batch, greedy(20), use_tqdm=False)
+        assert runner_of(llm).buffers.prefixes._sent.any()
+    monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 10**9)
+    with make_llm(folder, dtype="float32") as llm:
+        want = llm.generate(batch, greedy(20), use_tqdm=False)
+        assert not runner_of(llm).buffers.prefixes._sent.any()
+    assert got == want
+
+
 def test_overlapped_steps_with_preemption_and_eos(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(**(SHAPE | {"eos_token_id": list(range(0, 1000, 25))}))
     batch = prompts(tuple(range(1, 200, 3)), seed=3)
@@ -167,6 +199,20 @@ def test_memory_is_sized_used_and_freed(folder: Path) -> None:
     assert free - torch.cuda.mem_get_info()[0] < 2**30
     with pytest.raises(ValueError, match="KV cache"):
         make_llm(folder, num_kvcache_blocks=-1, gpu_memory_utilization=0.001)
+
+
+def test_memory_of_other_processes_is_not_charged(folder: Path) -> None:
+    with make_llm(folder, num_kvcache_blocks=-1, gpu_memory_utilization=0.3) as llm:
+        alone = runner_of(llm).num_kvcache_blocks
+    total = torch.cuda.mem_get_info()[1]
+    hold = f"import torch; x = torch.empty({total // 4}, dtype=torch.uint8, device='cuda'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        with make_llm(folder, num_kvcache_blocks=-1, gpu_memory_utilization=0.3) as llm:
+            beside = runner_of(llm).num_kvcache_blocks
+        other.stdin.write(b"\n")
+    assert abs(beside - alone) <= 0.01 * alone
 
 
 def test_dummy_weights_of_a_published_shape(tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ from nanovllm.model_shard import Share
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils import loader
-from nanovllm.utils.communicator import SingleRank, pack_candidates, unpack_tokens
+from nanovllm.utils.communicator import Communicator, pack_candidates, unpack_tokens
 from tests.conftest import MakeCheckpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 104}
 
 
-class FakeRank(SingleRank):
+class FakeRank(Communicator):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 

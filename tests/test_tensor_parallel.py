@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine import parallel_runner
+from nanovllm.utils import symmetric
 from nanovllm.utils.communicator import DistributedCommunicator
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
@@ -100,7 +100,7 @@ class Roomy(DistributedCommunicator):
 def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(
     taken_port: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_runner, "DistributedCommunicator", Roomy)
+    monkeypatch.setattr(symmetric, "DistributedCommunicator", Roomy)
     prompts = ["introduce yourself", "list all prime numbers within 100", "12 + 34"]
     with LLM(BUNDLED_MODEL, tensor_parallel_size=4, **SETTINGS) as llm, LLM(BUNDLED_MODEL, **SETTINGS) as alone:
         params = SamplingParams(0.8, max_tokens=5, ignore_eos=True, seed=7)

@@ -19,7 +19,7 @@ _SHARING_MIXED_TOKENS = (256, 2048)
 
 
 def decode_ladder(max_num_seqs: int, shares_prefixes: bool) -> list[StepShape]:
-    """Decode steps to capture: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
+    """Sizes of decode steps: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
     sharing = [*_SHARING_DECODES, *range(192, max_num_seqs + 1, 64)]
     shapes = [StepShape(size) for size in _up_to(sizes, max_num_seqs)]
@@ -29,7 +29,7 @@ def decode_ladder(max_num_seqs: int, shares_prefixes: bool) -> list[StepShape]:
 
 
 def mixed_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> list[StepShape]:
-    """Steps with prompt tokens to capture."""
+    """Sizes of steps with prompt tokens."""
     chunks = min(_MIXED_CHUNKS, max_num_seqs)
     ladders: list[tuple[tuple[int, ...], tuple[int, ...], bool]] = [(_MIXED_DECODES, _MIXED_TOKENS, False)]
     if shares_prefixes:
@@ -48,33 +48,15 @@ def _up_to(sizes: Iterable[int], most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-class StepGraphs:
-    """Captured steps.
+class Ladder:
+    """Sizes that steps are padded to, with graphs and without, so that both run the same kernels on the same rows."""
 
-    Args:
-        prepare: stages an empty step of a shape, and returns what runs it, from static tensors to static tensors.
-        shapes: what to capture.
-    """
-
-    def __init__(self, prepare: Callable[[StepShape], Callable[[], None]], shapes: list[StepShape]) -> None:
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        pool = None
-        # The largest first: the others then fit into its memory.
-        for shape in sorted(shapes, key=_cost, reverse=True):
-            run = prepare(shape)
-            run()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the device.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                run()
-            pool = pool or graph.pool()
-            self._graphs[shape] = graph
-        self._ascending = sorted(shapes, key=_cost)
-        torch.cuda.synchronize()
+    def __init__(self, shapes: list[StepShape]) -> None:
+        self.shapes = sorted(shapes, key=_cost)
 
     def fit(self, shape: StepShape) -> StepShape | None:
-        """The smallest captured shape that a step fits into; None if there is none."""
-        for rung in self._ascending:
+        """The smallest shape that a step fits into; None if there is none."""
+        for rung in self.shapes:
             if (
                 bool(rung.num_chunks) == bool(shape.num_chunks)
                 and rung.num_decodes >= shape.num_decodes
@@ -84,6 +66,30 @@ class StepGraphs:
             ):
                 return rung
         return None
+
+
+class StepGraphs:
+    """Captured steps.
+
+    Args:
+        prepare: stages an empty step of a shape, and returns what runs it, from static tensors to static tensors.
+        ladder: what to capture.
+    """
+
+    def __init__(self, prepare: Callable[[StepShape], Callable[[], None]], ladder: Ladder) -> None:
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        pool = None
+        # The largest first: the others then fit into its memory.
+        for shape in reversed(ladder.shapes):
+            run = prepare(shape)
+            run()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                run()
+            pool = pool or graph.pool()
+            self._graphs[shape] = graph
+        torch.cuda.synchronize()
 
     def replay(self, shape: StepShape) -> None:
         """Queue the step of a captured shape."""

@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.attention import make_backend
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graph import StepGraphs, decode_ladder, mixed_ladder
+from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_ladder
 from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
 from nanovllm.layers.attention import Attention
@@ -25,7 +25,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.model_shard import shard_of
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.communicator import Communicator, SingleRank
+from nanovllm.utils.communicator import Communicator
 from nanovllm.utils.context import set_context
 from nanovllm.utils.device import cpu_cache_budget, resolve_device, resolve_dtype
 from nanovllm.utils.loader import init_dummy_weights, load_weights
@@ -77,7 +77,7 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.model_config = model_config
-        self.communicator = communicator or SingleRank()
+        self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
@@ -104,11 +104,14 @@ class ModelRunner:
         self._turn = 0
         self.max_model_len = max_model_len
         self.graphs: StepGraphs | None = None
+        self.ladder = self._make_ladder()
         self.num_kvcache_blocks = self._num_blocks(free_before)
         self._bind_cache(self.num_kvcache_blocks)
-        if self.is_cuda and not config.enforce_eager and self.backend.supports_cuda_graph:
+        if self.ladder.shapes and not config.enforce_eager:
             with torch.inference_mode(), self._device_guard():
-                self.graphs = self._capture_graphs()
+                self.graphs = StepGraphs(
+                    lambda shape: partial(self._forward, self.buffers.stage(ScheduledBatch(), shape)), self.ladder
+                )
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
@@ -134,13 +137,13 @@ class ModelRunner:
     def _run(self, batch: ScheduledBatch) -> StepShape:
         """Queue one step; returns the sizes that it was padded to."""
         exact = self.buffers.shape_of(batch)
-        captured = self.graphs.fit(exact) if self.graphs is not None else None
-        staged = self.buffers.stage(batch, captured or exact)
-        if self.graphs is not None and captured is not None:
-            self.graphs.replay(captured)
+        rung = self.ladder.fit(exact)
+        staged = self.buffers.stage(batch, rung or exact)
+        if self.graphs is not None and rung is not None:
+            self.graphs.replay(rung)
         else:
             self._forward(staged)
-        return captured or exact
+        return rung or exact
 
     def exit(self) -> None:
         """Let go of everything on the device."""
@@ -156,6 +159,7 @@ class ModelRunner:
 
     def _forward(self, staged: StagedStep) -> None:
         """Compute, sample, and leave the tokens in the slots and in `_sampled`."""
+        self.communicator.begin_step()
         inputs = self.buffers.assemble(staged)
         inputs.context.plan = self.backend.plan(inputs.context)
         with set_context(inputs.context):
@@ -167,13 +171,15 @@ class ModelRunner:
             token_ids = self.sampler(logits, *self.buffers.sampling_inputs(inputs))
             self.buffers.scatter(inputs, token_ids, self._sampled)
 
-    def _capture_graphs(self) -> StepGraphs:
-        config = self.config
-        shares = self.backend.max_prefix_items > 0
-        shapes = decode_ladder(config.max_num_running, shares)
-        if self.backend.supports_mixed_graph:
-            shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
-        return StepGraphs(lambda shape: partial(self._forward, self.buffers.stage(ScheduledBatch(), shape)), shapes)
+    def _make_ladder(self) -> Ladder:
+        """What steps are padded to: no more than what has a graph, unless `enforce_eager` does without."""
+        config, shares = self.config, self.backend.max_prefix_items > 0
+        shapes = []
+        if self.is_cuda and self.backend.supports_cuda_graph:
+            shapes += decode_ladder(config.max_num_running, shares)
+            if self.backend.supports_mixed_graph:
+                shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
+        return Ladder(shapes)
 
     def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:
         num_tokens = num_padded_decodes + num_prompts

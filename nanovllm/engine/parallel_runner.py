@@ -20,8 +20,9 @@ from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.ranks import READY, STARTED, RankError, RankPlan, Ranks
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_shard import shard_of
-from nanovllm.utils.communicator import Communicator, DistributedCommunicator, open_store
+from nanovllm.utils.communicator import Communicator, open_store
 from nanovllm.utils.device import resolve_device
+from nanovllm.utils.symmetric import connect
 
 _CHECK_SECONDS = 0.1
 
@@ -51,10 +52,12 @@ class ParallelRunner:
             store = open_store(size)
             self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
-            self._communicator = DistributedCommunicator(0, size, device, store)
-            self._runner = runner = ModelRunner(
-                config, model_config, folder, max_model_len=max_model_len, communicator=self._communicator
-            )
+            self._communicator = communicator = connect(0, size, device, store)
+            # On GPUs nothing else would notice a rank's end: kernels wait for ever.
+            with self._ranks.watched(communicator.interrupt):
+                self._runner = runner = ModelRunner(
+                    config, model_config, folder, max_model_len=max_model_len, communicator=communicator
+                )
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks

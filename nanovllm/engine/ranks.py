@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import current_process, get_context, resource_tracker
@@ -26,8 +26,9 @@ from nanovllm.engine.channel import Channel
 from nanovllm.engine.messages import ScheduledBatch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.communicator import DistributedCommunicator, find_store
+from nanovllm.utils.communicator import find_store
 from nanovllm.utils.device import resolve_device
+from nanovllm.utils.symmetric import connect
 
 STARTED, READY = "started", "ready"
 """Stages that a rank reports: its process runs; its model is loaded and its cache is there."""
@@ -85,7 +86,7 @@ def _serve(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> 
     if device.type == "cuda":
         # Pinned memory, for one, would make a context on the first device.
         torch.cuda.set_device(device)
-    communicator = DistributedCommunicator(rank, size, device, find_store(plan.port, size))
+    communicator = connect(rank, size, device, find_store(plan.port, size))
     runner = ModelRunner(
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
     )
@@ -199,6 +200,25 @@ class Ranks:
         """
         if self._any_ended():
             raise self._error()
+
+    @contextmanager
+    def watched(self, on_end: Callable[[], None]) -> Iterator[None]:
+        """If a rank ends while the `with` block runs, call `on_end`, from another thread."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_POLL_SECONDS):
+                if self._any_ended():
+                    on_end()
+                    return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def wait_for(self, stage: str) -> None:
         """Wait until every rank has reported `stage`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.communicator import Communicator
 
 
@@ -21,7 +20,7 @@ class RMSNorm(nn.Module):
 class ReduceNorm(RMSNorm):
     """Sums the ranks' parts of a branch, adds that to the residual stream, and normalises.
 
-    Every all-reduce of a forward pass happens here, so that it can be one kernel with what follows it.
+    Every all-reduce of a forward pass happens here, where it can be one kernel with what follows it.
     """
 
     def __init__(self, size: int, eps: float, communicator: Communicator) -> None:
@@ -33,4 +32,4 @@ class ReduceNorm(RMSNorm):
 
         x is this rank's part, and may be overwritten; the residual is the same on all ranks.
         """
-        return rms_norm(self.communicator.all_reduce(x), self.weight, self.eps, residual)
+        return self.communicator.reduce_norm(x, self.weight, self.eps, residual)

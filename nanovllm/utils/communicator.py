@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from nanovllm.kernels.rms_norm import rms_norm
+
 _TIMEOUT = timedelta(minutes=5)
 """A rank that dies is noticed at once, by its closed connections; this is for one that stands still."""
 _TOKEN_MASK = 2**31 - 1
 
 
-class Communicator(ABC):
-    """The collectives of one rank. All ranks call the same ones in the same order.
+class Communicator:
+    """The collectives of one rank: this one is alone and has nothing to say. All ranks call the same in the same order.
 
     Attributes:
         rank: 0 ... size - 1.
         size: number of ranks.
     """
 
-    rank: int
-    size: int
+    rank = 0
+    size = 1
 
-    @abstractmethod
+    def begin_step(self) -> None:
+        """A forward pass begins."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""
+        return x
 
-    @abstractmethod
+    def reduce_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised `sum of the ranks' x + residual`, and that sum; x may be overwritten."""
+        return rms_norm(self.all_reduce(x), weight, eps, residual)
+
     def agree(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return for each row the token of the largest score of any rank, [num_rows] int64; ties take the lowest id.
 
@@ -37,43 +46,20 @@ class Communicator(ABC):
             scores: [num_rows] float32, none NaN.
             token_ids: [num_rows] int64, below 2**31.
         """
-
-    @abstractmethod
-    def least(self, value: int) -> int:
-        """Return the least of the ranks' values, on the host."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the others in good order."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave without them: some rank is gone, and what waits for it must not wait on."""
-
-
-class SingleRank(Communicator):
-    """One rank alone, with nothing to say."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
-        return x
-
-    def agree(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return token_ids
 
     def least(self, value: int) -> int:
-        """See the base class."""
+        """Return the least of the ranks' values, on the host."""
         return value
 
+    def interrupt(self) -> None:
+        """Some rank is gone, and what waits for it must not wait on: nothing comes of it but an end. Thread-safe."""
+
     def close(self) -> None:
-        """See the base class."""
+        """Leave the others in good order."""
 
     def abort(self) -> None:
-        """See the base class."""
+        """Leave without them: some rank is gone."""
 
 
 class DistributedCommunicator(Communicator):
@@ -122,12 +108,16 @@ class DistributedCommunicator(Communicator):
         """See the base class."""
         dist.destroy_process_group()
 
+    def interrupt(self) -> None:
+        """See the base class."""
+        # Over gloo, connections that closed end all waiting.
+        if self.is_cuda and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
     def abort(self) -> None:
         """See the base class."""
-        if self.is_cuda:
-            # Ends the kernels that wait for the rank that is gone, too.
-            dist.distributed_c10d._abort_process_group()
-        else:
+        self.interrupt()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

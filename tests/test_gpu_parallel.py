@@ -1,0 +1,180 @@
+"""Several GPUs as one engine. Run with `pytest -m gpu` on a machine that has them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.parallel_runner import ParallelRunner
+from nanovllm.kernels.reduce_norm import Mailboxes, reduce_norm, reduce_norm_ref
+from tests.conftest import MakeCheckpoint
+from tests.test_kernels import check_error
+
+pytestmark = pytest.mark.gpu
+
+NUM_GPUS = torch.cuda.device_count()
+SIZES = [size for size in (2, 3, 4, 8) if size <= NUM_GPUS]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "initializer_range": 0.05,
+}  # fmt: skip
+needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint(**SHAPE)
+
+
+def make_llm(folder: Path, size: int, **kwargs: Any) -> LLM:
+    settings = {"max_model_len": 512, "max_num_seqs": 64, "num_kvcache_blocks": 300, "seed": 0, "dtype": "float32"}
+    return LLM(folder, device="cuda", tensor_parallel_size=size, **(settings | kwargs))
+
+
+def prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_reduce_norm_among_streams_of_one_gpu(num_ranks: int, dtype: torch.dtype, two_shot: bool) -> None:
+    size, capacity = 1000, 16 * 1000
+    boxes = torch.zeros(num_ranks, 2, num_ranks + 1, capacity, dtype=torch.int64, device="cuda")
+    addresses = torch.tensor([box.data_ptr() for box in boxes], device="cuda")
+    steps = torch.zeros(num_ranks, 1, dtype=torch.int32, device="cuda")
+    abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
+    ranks = [Mailboxes(r, num_ranks, capacity, addresses, steps[r], 10, abort) for r in range(num_ranks)]
+    streams = [torch.cuda.Stream() for _ in ranks]
+    weight = torch.randn(size, dtype=dtype, device="cuda")
+    # Loading a kernel's code and a stream's first memory wait for all that runs: now, while nobody waits for anybody.
+    for rank, stream in zip(ranks, streams, strict=True):
+        with torch.cuda.stream(stream):
+            for residual in (None, weight.unsqueeze(0)):
+                reduce_norm(weight.unsqueeze(0), weight, 1e-6, residual, rank, 9, two_shot)
+    torch.cuda.synchronize()
+    abort.zero_()
+    for _ in range(5):
+        steps += 1
+        for call, rows in enumerate((1, 3, 16, 5)):
+            parts = [torch.randn(rows, size, dtype=dtype, device="cuda") for _ in ranks]
+            residual = torch.randn(rows, size, dtype=dtype, device="cuda") if call else None
+            torch.cuda.synchronize()
+            outs = []
+            for rank, stream, part in zip(ranks, streams, parts, strict=True):
+                with torch.cuda.stream(stream):
+                    outs.append(reduce_norm(part, weight, 1e-6, residual, rank, call, two_shot))
+            torch.cuda.synchronize()
+            wide = None if residual is None else residual.float()
+            exact = reduce_norm_ref([part.float() for part in parts], weight.float(), 1e-6, wide)
+            same = reduce_norm_ref(parts, weight, 1e-6, residual)
+            for out in outs:
+                for i in range(2):
+                    assert torch.equal(out[i], outs[0][i])
+                    check_error(out[i], same[i], exact[i])
+    # Alone, it ends when it is told to.
+    threading.Timer(0.3, lambda: abort.fill_(1)).start()
+    started = time.monotonic()
+    reduce_norm(parts[0], weight, 1e-6, None, ranks[0], 8, two_shot)
+    torch.cuda.synchronize()
+    assert 0.2 < time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tokens_are_those_of_one_gpu(folder: Path, size: int) -> None:
+    batch = prompts((1, 5, 64, 100, 255, 256, 257, 300, *range(20, 80)), seed=1)
+    params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=30, ignore_eos=True, seed=i)
+              for i in range(len(batch))]  # fmt: skip
+    with make_llm(folder, 1) as llm:
+        want = llm.generate(batch, params, use_tqdm=False)
+    for eager in (False, True):
+        with make_llm(folder, size, enforce_eager=eager, max_num_batched_tokens=300) as llm:
+            got = llm.generate(batch, params, use_tqdm=False)
+            again = llm.generate(batch, params, use_tqdm=False)
+        assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
+        assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, size: int) -> None:
+    batch = prompts((20, 64, 150, 202), seed=2)
+    model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
+    with torch.inference_mode():
+        tokens = [torch.tensor([prompt], device="cuda") for prompt in batch]
+        exact = torch.cat([model(row).logits[:, -1] for row in tokens])
+        model.bfloat16()
+        theirs = torch.cat([model(row).logits[:, -1].float() for row in tokens])
+    recorded = []
+    with make_llm(folder, size, dtype="bfloat16", enforce_eager=True) as llm:
+        assert isinstance(llm._runner, ParallelRunner) and llm._runner._runner is not None
+        runner = llm._runner._runner
+        sampler = runner.sampler
+
+        def recorder(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+            recorded.append(logits.float().clone())
+            tokens: torch.Tensor = sampler(logits, *args)
+            return tokens
+
+        runner.sampler = recorder  # type: ignore[assignment]
+        llm.generate(batch, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    vocab = runner.model_config.vocab_size
+    ours = recorded[0][: len(batch)]
+    width = min(ours.shape[1], vocab)
+    assert (ours[:, :width] - exact[:, :width]).norm() <= 2 * (theirs - exact)[:, :width].norm()
+    assert (ours[:, :width] - exact[:, :width]).abs().max() <= 2 * (theirs - exact).abs().max()
+
+
+KILLER = """
+    import os, signal, sys, threading, time
+    from multiprocessing import active_children
+    from nanovllm import LLM, SamplingParams
+
+    def kill():
+        if sys.argv[2] == "construction":
+            while not active_children():
+                time.sleep(0.01)
+            time.sleep(float(sys.argv[3]))
+        victim = active_children()[-1]
+        print("killing", time.monotonic(), flush=True)
+        os.kill(victim.pid, signal.SIGKILL)
+
+    if __name__ == "__main__":
+        if sys.argv[2] == "construction":
+            threading.Thread(target=kill).start()
+        try:
+            llm = LLM(sys.argv[1], device="cuda", tensor_parallel_size=2, max_model_len=512, gpu_memory_utilization=0.3)
+            threading.Timer(1.0, kill).start()
+            llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+            while True:
+                llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+        except Exception as error:
+            print("raised", time.monotonic(), "SIGKILL" in str(error), str(error)[:300].replace("\\n", " "), flush=True)
+        assert not active_children()
+"""
+
+
+@needs_two
+@pytest.mark.parametrize(
+    "moment", ["generate 0", "construction 4", "construction 7", "construction 9", "construction 12"]
+)
+def test_a_killed_rank_fails_the_engine_and_frees_the_gpus(folder: Path, tmp_path: Path, moment: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(KILLER))
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    command = [sys.executable, str(script), str(folder), *moment.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    assert "raised" in lines and lines["raised"][2] == "True", done.stdout[-2000:] + done.stderr[-2000:]
+    assert float(lines["raised"][1]) - float(lines["killing"][1]) < 5
+    assert [torch.cuda.mem_get_info(i)[0] for i in range(2)] >= [n - 2**28 for n in free]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -288,6 +289,15 @@ def measure_all(
     return results
 
 
+def measure_apart(size: int) -> list[Result]:
+    """Run this program again, in a process of its own, with the same options but one tensor-parallel size."""
+    command = [sys.executable, *sys.argv, "--tensor-parallel-size", str(size), "--plot", ""]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    *lines, summary = output.splitlines()
+    print(*lines[2:], sep="\n", flush=True)
+    return [Result(**result) for result in json.loads(summary)["results"]]
+
+
 def main() -> None:
     """Measure the machine, run the workloads, print the table and the JSON."""
     options = parse_arguments()
@@ -299,10 +309,11 @@ def main() -> None:
     print(f"read {ceilings.read_bandwidth / 1e12:.3f} TB/s, matmul {ceilings.matmul_rate / 1e12:.2f} TFLOP/s")
     torch.cuda.empty_cache()
     names = WORKLOADS if options.workload == "all" else (options.workload,)
-    results: list[Result] = []
-    for size in options.tensor_parallel_size:
-        with make_llm(options, size) as llm:
-            results += measure_all(llm, names, ceilings, options)
+    first, *others = options.tensor_parallel_size
+    with make_llm(options, first) as llm:
+        results = measure_all(llm, names, ceilings, options)
+    for size in others:
+        results += measure_apart(size)
     if options.plot:
         plot(results, f"{model_name}, {name}", options.plot)
     summary = {"model": model_name, "device": name, "torch": torch.__version__, **asdict(ceilings)}

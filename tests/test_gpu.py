@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import shared_prefix
+from nanovllm.engine.cuda_graph import Ladder
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import resolve_device
@@ -77,6 +78,8 @@ def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
         return torch.tensor(forced[len(recorded) - 1], device=device)
 
     runner.sampler = sampler  # type: ignore[assignment]
+    # No padding, so that rows are what was asked for.
+    runner.ladder = Ladder([])
     return recorded
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.input_buffers import StepShape
 from nanovllm.engine.parallel_runner import ParallelRunner
 from nanovllm.kernels.reduce_norm import Mailboxes, reduce_norm, reduce_norm_ref
 from tests.conftest import MakeCheckpoint
@@ -46,11 +47,10 @@ def prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
     return [torch.randint(SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("two_shot", [False, True])
-def test_reduce_norm_among_streams_of_one_gpu(num_ranks: int, dtype: torch.dtype, two_shot: bool) -> None:
-    size, capacity = 1000, 16 * 1000
+def test_reduce_norm_among_streams_of_one_gpu(dtype: torch.dtype, two_shot: bool) -> None:
+    num_ranks, size, capacity = 3, 1000, 16 * 1000
     boxes = torch.zeros(num_ranks, 2, num_ranks + 1, capacity, dtype=torch.int64, device="cuda")
     addresses = torch.tensor([box.data_ptr() for box in boxes], device="cuda")
     steps = torch.zeros(num_ranks, 1, dtype=torch.int32, device="cuda")
@@ -129,7 +129,10 @@ def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, size: 
         runner.sampler = recorder  # type: ignore[assignment]
         llm.generate(batch, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     vocab = runner.model_config.vocab_size
-    ours = recorded[0][: len(batch)]
+    # Decode rows, all of them padding, come first.
+    rung = runner.ladder.fit(StepShape(0, sum(map(len, batch)), len(batch)))
+    assert rung is not None
+    ours = recorded[0][rung.num_decodes :][: len(batch)]
     width = min(ours.shape[1], vocab)
     assert (ours[:, :width] - exact[:, :width]).norm() <= 2 * (theirs - exact)[:, :width].norm()
     assert (ours[:, :width] - exact[:, :width]).abs().max() <= 2 * (theirs - exact).abs().max()
@@ -165,9 +168,7 @@ KILLER = """
 
 
 @needs_two
-@pytest.mark.parametrize(
-    "moment", ["generate 0", "construction 4", "construction 7", "construction 9", "construction 12"]
-)
+@pytest.mark.parametrize("moment", ["generate 0", "construction 1", "construction 10"])
 def test_a_killed_rank_fails_the_engine_and_frees_the_gpus(folder: Path, tmp_path: Path, moment: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(KILLER))

@@ -99,7 +99,7 @@ def _receive(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
     return packed.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["call_in_step"])
 def _reduce_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size, capacity,
     call_in_step, calls_per_step,

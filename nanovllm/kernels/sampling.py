@@ -18,6 +18,8 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_option
 from nanovllm.model_shard import Share
 
 _MASK32 = 0xFFFFFFFF
+_NOISE_PIECE = 2**17
+"""Elements of noise that the plain form draws at once: with 152k tokens, a sixth of the time of 8 rows at once."""
 _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 _PHILOX_W0, _PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 
@@ -81,10 +83,11 @@ def sample_ref(
     vocab = vocab or Share.whole(logits.shape[1])
     scores = logits.float()
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
-    # A row at a time, whose intermediate results stay in the cache: half the time of 64 at once.
-    for row in (temperatures > 0).nonzero():
-        noise = gumbel_noise(logits.shape[1], seeds[row], output_index[row], vocab.start)
-        scores[row] += temperatures[row] * noise
+    # A few rows at a time, whose intermediate results stay in the cache.
+    hot = (temperatures > 0).nonzero().squeeze(1)
+    for rows in hot.split(max(1, _NOISE_PIECE // logits.shape[1])):
+        noise = gumbel_noise(logits.shape[1], seeds[rows], output_index[rows], vocab.start)
+        scores[rows] += temperatures[rows].unsqueeze(1) * noise
     scores[:, vocab.num_present :] = float("-inf")
     best = scores.argmax(dim=1, keepdim=True)
     return scores.gather(1, best).squeeze(1), vocab.start + best.squeeze(1)

@@ -17,15 +17,7 @@ _CAPACITY = 2**20
 _CALLS_PER_STEP = 1024
 _ONE_SHOT_BYTES = 2**18
 """Most bytes that a rank sends to all the others; of more it sends each its share."""
-
-
-def connect(rank: int, size: int, device: torch.device, store: Store) -> DistributedCommunicator:
-    """Join the others; with mailboxes where all of their devices are GPUs that can map each other's memory."""
-    if device.type == "cuda":
-        first = device.index - rank
-        if all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(first, first + size), 2)):
-            return SymmetricCommunicator(rank, size, device, store)
-    return DistributedCommunicator(rank, size, device, store)
+_CHOICE_KEY = "mailboxes"
 
 
 class SymmetricCommunicator(DistributedCommunicator):
@@ -35,8 +27,12 @@ class SymmetricCommunicator(DistributedCommunicator):
         rank, size, device, store: see the base class; all GPUs must reach each other.
     """
 
+    # Torch numbers a process's exchanges of memory, and only fresh processes begin with the same number.
+    used_in_this_process = False
+
     def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
         super().__init__(rank, size, device, store)
+        SymmetricCommunicator.used_in_this_process = True
         shape = (2, size + 1, _CAPACITY)
         self._mailbox = _symmetric_memory.empty(shape, dtype=torch.int64, device=device)
         self._mailbox.zero_()
@@ -76,3 +72,22 @@ class SymmetricCommunicator(DistributedCommunicator):
         """See the base class."""
         self._boxes.abort.fill_(1)
         super().interrupt()
+
+
+def connect(rank: int, size: int, device: torch.device, store: Store) -> DistributedCommunicator:
+    """Join the other ranks; all of them take what rank 0 chooses.
+
+    It chooses mailboxes where all devices are GPUs that can map each other's memory, for the first such engine of its
+    process; NCCL for later ones, and gloo on the CPU.
+    """
+    if rank == 0:
+        first = device.index
+        mailboxes = (
+            device.type == "cuda"
+            and not SymmetricCommunicator.used_in_this_process
+            and all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(first, first + size), 2))
+        )
+        store.set(_CHOICE_KEY, str(mailboxes))
+    if store.get(_CHOICE_KEY) == b"True":
+        return SymmetricCommunicator(rank, size, device, store)
+    return DistributedCommunicator(rank, size, device, store)

@@ -223,10 +223,12 @@ class ModelRunner:
         cpu_budget = cpu_cache_budget() // self.communicator.size
         budget = self._gpu_cache_budget(free_before) if self.is_cuda else cpu_budget
         if budget < block_bytes:
+            free, total = torch.cuda.mem_get_info(self.device) if self.is_cuda else (cpu_budget, cpu_budget)
             raise ValueError(
                 f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of "
-                f"{block_bytes / 2**30:.3f} GiB; raise gpu_memory_utilization "
-                f"({self.config.gpu_memory_utilization}) or lower max_num_batched_tokens"
+                f"{block_bytes / 2**30:.3f} GiB; with the weights loaded {free / 2**30:.2f} of {total / 2**30:.2f} GiB "
+                f"are free: raise gpu_memory_utilization ({self.config.gpu_memory_utilization}), lower "
+                "max_num_batched_tokens, or end what else uses the device"
             )
         # More than every running sequence can use at its longest is of use to the prefix cache alone; on the CPU, where
         # memory is other programs' too, that much is enough.

@@ -271,9 +271,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def measure_all(
-    llm: LLM, names: tuple[str, ...], ceilings: Ceilings, options: argparse.Namespace
-) -> list[Result]:  # fmt: skip
+def measure_all(llm: LLM, names: tuple[str, ...], ceilings: Ceilings, options: argparse.Namespace) -> list[Result]:
     """Run workloads on a warm engine and print a line for each."""
     model, results = llm.model_config, []
     run(llm, make_workload("bench", Random(0), model.vocab_size, options.scale / 8))
@@ -290,12 +288,19 @@ def measure_all(
 
 
 def measure_apart(size: int) -> list[Result]:
-    """Run this program again, in a process of its own, with the same options but one tensor-parallel size."""
-    command = [sys.executable, *sys.argv, "--tensor-parallel-size", str(size), "--plot", ""]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    *lines, summary = output.splitlines()
-    print(*lines[2:], sep="\n", flush=True)
-    return [Result(**result) for result in json.loads(summary)["results"]]
+    """Run this program again, in a process of its own, for one tensor-parallel size; no results if that fails."""
+    changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
+    lines: list[str] = []
+    with subprocess.Popen([sys.executable, *sys.argv, *changes], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line)
+            if not line.startswith("{"):
+                print(line, end="", flush=True)
+    if child.returncode:
+        print(f"tensor_parallel_size={size} failed with code {child.returncode}", file=sys.stderr)
+        return []
+    return [Result(**result) for result in json.loads(lines[-1])["results"]]
 
 
 def main() -> None:

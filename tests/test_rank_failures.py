@@ -102,11 +102,14 @@ def test_killed_in_prefill(folder: Path) -> None:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
-def test_killed_between_steps(folder: Path) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_killed_between_steps(folder: Path, depth: int) -> None:
     with make_llm(folder) as llm:
+        parallel(llm).pipeline_depth = depth
         kill_when(parallel(llm), "launch", rank=1, call=3)
-        with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
+        with pytest.raises(StepError, match="rank 1 was killed by SIGKILL") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert isinstance(caught.value.__cause__, RankError)
 
 
 def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -> None:
@@ -122,7 +125,7 @@ def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -
         with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
             runner.wait(handle)
         assert time.monotonic() - started < 5
-        with pytest.raises(RuntimeError, match="its ranks have ended"):
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
             runner.wait(handle)
 
 

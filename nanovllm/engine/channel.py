@@ -74,10 +74,10 @@ class Channel:
             self._written += count
             unsent = unsent[count:]
 
-    def receive(self, reader: int) -> Any:
-        """Wait for reader `reader`'s next message and return it."""
-        length = int.from_bytes(self._read(reader, _LENGTH_BYTES), "little")
-        return pickle.loads(self._read(reader, length))
+    def receive(self, reader: int, check: Callable[[], None] = lambda: None) -> Any:
+        """Wait for reader `reader`'s next message and return it; `check` is called as in `send`."""
+        length = int.from_bytes(self._read(reader, _LENGTH_BYTES, check), "little")
+        return pickle.loads(self._read(reader, length, check))
 
     def close(self) -> None:
         """Give the memory back; the system frees it once every process has, or has ended."""
@@ -110,11 +110,11 @@ class Channel:
         slowest = min(self._counters[_LINE::_LINE])
         return self._capacity - (self._written - slowest)
 
-    def _read(self, reader: int, count: int) -> bytes:
+    def _read(self, reader: int, count: int, check: Callable[[], None]) -> bytes:
         place = _LINE * (reader + 1)
         pieces = []
         while count:
-            _wait(lambda: self._written > self._counters[place])
+            _wait(lambda: self._written > self._counters[place], check)
             position = self._counters[place]
             start = position % self._capacity
             size = min(count, self._written - position, self._capacity - start)
@@ -125,7 +125,7 @@ class Channel:
         return b"".join(pieces)
 
 
-def _wait(ready: Callable[[], bool], check: Callable[[], None] = lambda: None) -> None:
+def _wait(ready: Callable[[], bool], check: Callable[[], None]) -> None:
     started = time.monotonic()
     while not ready():
         if time.monotonic() - started < _YIELD_SECONDS:

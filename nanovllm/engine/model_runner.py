@@ -93,7 +93,8 @@ class ModelRunner:
         self.max_blocks = -(-max_model_len // self.block_size)
         # Whether a step shares prefixes decides its padding, so every rank must find the same.
         max_prefix_items = self.communicator.least(self.backend.max_prefix_items)
-        prefix_sizes = max_prefix_items, self.backend.rows_per_prefix_item
+        self.max_prefix_items = max_prefix_items if config.enable_prefix_caching else 0
+        prefix_sizes = self.max_prefix_items, self.backend.rows_per_prefix_item
         self.buffers = InputBuffers(
             config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, *prefix_sizes,
             self.device,
@@ -124,6 +125,11 @@ class ModelRunner:
         """Queue one step on a rank whose tokens the host does not ask for."""
         with torch.inference_mode(), self._device_guard():
             self._run(batch)
+
+    def check(self) -> None:
+        """Raise if something that was launched has failed; waits for nothing."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).query()
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the device is lost."""
@@ -173,7 +179,7 @@ class ModelRunner:
 
     def _make_ladder(self) -> Ladder:
         """What steps are padded to: no more than what has a graph, unless `enforce_eager` does without."""
-        config, shares = self.config, self.backend.max_prefix_items > 0
+        config, shares = self.config, self.max_prefix_items > 0
         shapes = []
         if self.is_cuda and self.backend.supports_cuda_graph:
             shapes += decode_ladder(config.max_num_running, shares)

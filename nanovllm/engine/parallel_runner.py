@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ class ParallelRunner:
 
     Raises:
         ValueError: more ranks than the model's KV heads or the GPUs, or what `ModelRunner` refuses.
-        RuntimeError: this process has an engine of several ranks already, or a rank failed.
+        RuntimeError: this process has an engine of several ranks already, the processor is no x86, or a rank failed.
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int) -> None:
@@ -44,20 +45,26 @@ class ParallelRunner:
                 f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
                 "engine of several ranks (exit it first), or the program's own"
             )
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise RuntimeError(
+                f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "
+                f"relies on, not {platform.machine()!r}"
+            )
         self._pid = os.getpid()
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
+        self._ended_by: BaseException | None = None
         self._ranks = Ranks(size)
         with self.one_fails_all_fail():
             store = open_store(size)
             self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
             self._communicator = communicator = connect(0, size, device, store)
-            # On GPUs nothing else would notice a rank's end: kernels wait for ever.
-            with self._ranks.watched(communicator.interrupt):
-                self._runner = runner = ModelRunner(
-                    config, model_config, folder, max_model_len=max_model_len, communicator=communicator
-                )
+            # On GPUs nothing else would notice a rank's end while this thread waits for the device.
+            self._ranks.watch(communicator.interrupt)
+            self._runner = runner = ModelRunner(
+                config, model_config, folder, max_model_len=max_model_len, communicator=communicator
+            )
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
@@ -101,6 +108,7 @@ class ParallelRunner:
             yield
         except BaseException as error:
             cause = None if isinstance(error, RankError) else self._ranks.cause_of(error)
+            self._ended_by = cause or error
             self._abandon()
             if cause is not None:
                 raise cause from error
@@ -108,7 +116,9 @@ class ParallelRunner:
 
     def wait(self, handle: StepHandle) -> StepOutput:
         """Wait for a step, but not for a rank that is gone."""
-        self._require_open()
+        # A step that was under way when a later one failed is asked for its tokens still.
+        if self._ended_by is not None:
+            raise self._ended_by
         with self.one_fails_all_fail():
             checked = time.monotonic()
             while handle.copied is not None and not handle.copied.query():
@@ -130,6 +140,9 @@ class ParallelRunner:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
+        elif dist.is_initialized():
+            # Ranks that met, but not in whole.
+            dist.destroy_process_group()
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.release()

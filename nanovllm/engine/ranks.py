@@ -31,7 +31,7 @@ from nanovllm.utils.device import resolve_device
 from nanovllm.utils.symmetric import connect
 
 STARTED, READY = "started", "ready"
-"""Stages that a rank reports: its process runs; its model is loaded and its cache is there."""
+"""Stages that a rank reports: it has its device and has met rank 0; its model is loaded and its cache is there."""
 _PROCESS_NAME = "nanovllm rank"
 _GUARD_HINT = "a script that makes an engine of several ranks must do it behind `if __name__ == '__main__':`"
 _MOST_CHARACTERS = 16000
@@ -81,18 +81,21 @@ def run_rank(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -
 def _serve(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> None:
     size = plan.config.tensor_parallel_size
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    reports.send(STARTED)
     device = resolve_device(plan.config.device, rank, size)
     if device.type == "cuda":
         # Pinned memory, for one, would make a context on the first device.
         torch.cuda.set_device(device)
-    communicator = connect(rank, size, device, find_store(plan.port, size))
+    store = find_store(plan.port, size)
+    # From here on the others may wait for this rank, and not look at reports.
+    reports.send(STARTED)
+    communicator = connect(rank, size, device, store)
     runner = ModelRunner(
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
     )
     reports.send(READY)
     decode_slots: list[int] = []
-    while (message := channel.receive(rank - 1)) is not None:
+    # While it waits, it asks the device whether the last step has failed.
+    while (message := channel.receive(rank - 1, runner.check)) is not None:
         again, batch = message
         if again:
             batch.decode_slots = decode_slots
@@ -128,7 +131,7 @@ class RankProcess:
                     self.failure = report
                 else:
                     self.stages.add(report)
-        except EOFError:  # it has ended; its exit code says how
+        except (EOFError, OSError):  # it has ended, perhaps within a report; its exit code says how
             time.sleep(timeout)
 
     @property
@@ -142,7 +145,8 @@ class RankProcess:
         if self.failure is not None:
             return f"rank {self.rank} failed:\n{self.failure.traceback}"
         if code is not None and code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-code).name}"
+            names = {number.value: number.name for number in signal.Signals}
+            return f"rank {self.rank} was killed by {names.get(-code, f'signal {-code}')}"
         hint = "" if STARTED in self.stages else f" before it had started; its own output says why ({_GUARD_HINT})"
         return f"rank {self.rank} exited with code {code}{hint}"
 
@@ -164,6 +168,8 @@ class Ranks:
         self._channel = Channel(size - 1)
         self._ranks: list[RankProcess] = []
         self._decode_slots: list[int] = []
+        self._watcher: threading.Thread | None = None
+        self._stopping = threading.Event()
 
     def start(self, plan: RankPlan) -> None:
         """Start their processes."""
@@ -201,24 +207,18 @@ class Ranks:
         if self._any_ended():
             raise self._error()
 
-    @contextmanager
-    def watched(self, on_end: Callable[[], None]) -> Iterator[None]:
-        """If a rank ends while the `with` block runs, call `on_end`, from another thread."""
-        done = threading.Event()
+    def watch(self, on_failure: Callable[[], None]) -> None:
+        """From now on, until `stop`, call `on_failure` from another thread as soon as a rank fails."""
 
-        def watch() -> None:
-            while not done.wait(_POLL_SECONDS):
-                if self._any_ended():
-                    on_end()
+        def poll() -> None:
+            while not self._stopping.wait(_POLL_SECONDS):
+                # Code 0 is a rank that was told to end.
+                if any(rank.process.exitcode for rank in self._ranks):
+                    on_failure()
                     return
 
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+        self._watcher = threading.Thread(target=poll, daemon=True)
+        self._watcher.start()
 
     def wait_for(self, stage: str) -> None:
         """Wait until every rank has reported `stage`.
@@ -252,6 +252,9 @@ class Ranks:
 
     def stop(self) -> None:
         """End every rank at once, and give back what they were told and watched with."""
+        self._stopping.set()
+        if self._watcher is not None:
+            self._watcher.join()
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:

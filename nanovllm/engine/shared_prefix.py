@@ -29,25 +29,33 @@ class PrefixGroup(NamedTuple):
 def find_groups(tables: np.ndarray, num_full_blocks: np.ndarray) -> Iterator[PrefixGroup]:
     """Group rows by their first block, each group cut to the depth, and the members, that save most.
 
+    Depth is measured against one row, the best of the first, the middle and the last, so that one that soon goes its
+    own way does not cut the others short.
+
     Args:
         tables: [num_rows, max_blocks] int32; block tables.
         num_full_blocks: [num_rows]; blocks of each that are full, and so can be shared.
     """
     rows = np.flatnonzero(num_full_blocks)
-    rows = rows[np.argsort(tables[rows, 0], kind="stable")]
-    borders = np.flatnonzero(np.diff(tables[rows, 0])) + 1
-    for members in np.split(rows, borders):
-        if len(members) < 2:
-            continue
+    _, names, counts = np.unique(tables[rows, 0], return_inverse=True, return_counts=True)
+    for name in np.flatnonzero(counts > 1):
+        members = rows[names == name]
         full = num_full_blocks[members]
-        width = int(full.max())
-        same = (tables[members, :width] == tables[members[0], :width]) & (np.arange(width) < full[:, None])
-        matched = same.cumprod(axis=1).sum(axis=1)
-        # With the k deepest members, depths[k - 1] blocks are read once instead of k times.
-        depths = np.sort(matched)[::-1]
-        saved = depths * np.arange(len(depths))
-        best = int(saved.argmax())
-        yield PrefixGroup(members[matched >= depths[best]], int(depths[best]), int(saved[best]))
+        blocks = tables[members, : full.max()]
+        groups = [_cut(members, full, blocks, row) for row in (0, len(members) // 2, -1)]
+        yield max(groups, key=lambda group: group.saved_blocks)
+
+
+def _cut(members: np.ndarray, full: np.ndarray, blocks: np.ndarray, row: int) -> PrefixGroup:
+    """The members, and the depth, that save most of what is shared with one of them."""
+    same = blocks == blocks[row]
+    matched = np.where(same.all(axis=1), blocks.shape[1], same.argmin(axis=1))
+    matched = np.minimum(matched, np.minimum(full, full[row]))
+    # With the k deepest members, depths[k - 1] blocks are read once instead of k times.
+    depths = np.sort(matched)[::-1]
+    saved = depths * np.arange(len(depths))
+    best = int(saved.argmax())
+    return PrefixGroup(members[matched >= depths[best]], int(depths[best]), int(saved[best]))
 
 
 def plan_shared_prefixes(

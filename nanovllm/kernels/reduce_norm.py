@@ -32,7 +32,8 @@ class Mailboxes:
         capacity: words of one message: 4 bytes of activations each.
         addresses: [num_ranks] int64, on the device; of each rank's mailbox.
         step: [1] int32, on the device; steps so far.
-        calls_per_step: more than any step makes.
+        calls_per_step: more than any step makes, and such that a step's last call and the next one's first are not both
+            even or both odd.
         abort: [1] int32, in pinned host memory; set, it ends all waiting, with results of no meaning.
     """
 

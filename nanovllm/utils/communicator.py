@@ -11,7 +11,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from nanovllm.kernels.rms_norm import rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
-"""A rank that dies is noticed at once, by its closed connections; this is for one that stands still."""
+"""For ranks that stand still, or die while they meet; a later death is noticed by whoever watches their processes."""
 _TOKEN_MASK = 2**31 - 1
 
 

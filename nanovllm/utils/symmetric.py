@@ -14,7 +14,8 @@ from nanovllm.utils.communicator import DistributedCommunicator
 
 _CAPACITY = 2**20
 """Words of one message, 4 bytes of activations each: 512 rows of 4096 in 16 bits."""
-_CALLS_PER_STEP = 1024
+_CALLS_PER_STEP = 1023
+"""Odd, as a step's calls are: two a layer and one. So a step's first call uses the other box than the last one did."""
 _ONE_SHOT_BYTES = 2**18
 """Most bytes that a rank sends to all the others; of more it sends each its share."""
 _CHOICE_KEY = "mailboxes"

@@ -15,28 +15,17 @@ from nanovllm.kernels.reduce_norm import reduce_norm
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.communicator import find_store, open_store
 from nanovllm.utils.symmetric import SymmetricCommunicator, connect
+from tests.compile_vs_kernels import graph_microseconds
 
-HIDDEN, CALLS, REPEATS = 4096, 20, 20
+HIDDEN, CALLS = 4096, 20
 ROWS = (1, 8, 32, 64, 128, 256, 512)
 
 
 def microseconds(step: Callable[[], None]) -> float:
-    """Least time of one of the CALLS calls of a step, in a CUDA graph."""
+    """Least time of one of the CALLS calls of a step."""
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(REPEATS):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) * 1e3 / CALLS)
-    return min(times)
+    return graph_microseconds(step) / CALLS
 
 
 def run(rank: int, size: int, port: int) -> None:

@@ -252,7 +252,7 @@ class ModelRunner:
         self._profile_run()
         peak = torch.cuda.max_memory_reserved(self.device) - reserved_before_run
         free, total = self._free_memory(), torch.cuda.mem_get_info(self.device)[1]
-        used = free_before - free
+        used = free_before - free + self.communicator.device_bytes
         # The captured graphs keep a pool of their own, no larger than the peak of an eager step.
         spare = peak * (1 if self.config.enforce_eager else 2)
         return int(min(total * self.config.gpu_memory_utilization - used, free) - spare)

@@ -21,10 +21,12 @@ class Communicator:
     Attributes:
         rank: 0 ... size - 1.
         size: number of ranks.
+        device_bytes: memory that it holds on the device.
     """
 
     rank = 0
     size = 1
+    device_bytes = 0
 
     def begin_step(self) -> None:
         """A forward pass begins."""

@@ -37,6 +37,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         shape = (2, size + 1, _CAPACITY)
         self._mailbox = _symmetric_memory.empty(shape, dtype=torch.int64, device=device)
         self._mailbox.zero_()
+        self.device_bytes = self._mailbox.nbytes
         handle = _symmetric_memory.rendezvous(self._mailbox, dist.distributed_c10d._get_default_group())
         self._boxes = Mailboxes(
             rank=rank,

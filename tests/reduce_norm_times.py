@@ -1,4 +1,4 @@
-"""Time of the all-reduce with residual and norm behind it, by the mailboxes and by NCCL, on all GPUs of the machine.
+"""Time of the all-reduce with residual and norm behind it, us a call: in each of our forms, and by NCCL.
 
 Run with `python -m tests.reduce_norm_times [SIZE]`. Not a test: nothing is asserted.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 
 import torch
+import torch.distributed as dist
 
-from nanovllm.kernels.reduce_norm import reduce_norm
+from nanovllm.kernels.reduce_norm import ReduceForm, fits, reduce_norm
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.communicator import find_store, open_store
 from nanovllm.utils.symmetric import SymmetricCommunicator, connect
 from tests.compile_vs_kernels import graph_microseconds
 
-HIDDEN, CALLS = 4096, 20
-ROWS = (1, 8, 32, 64, 128, 256, 512)
+HIDDEN, CALLS = 4096, 21
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4000)
 
 
 def microseconds(step: Callable[[], None]) -> float:
@@ -38,25 +40,32 @@ def run(rank: int, size: int, port: int) -> None:
         others = [context.Process(target=run, args=(other, size, store.port)) for other in range(1, size)]
         for other in others:
             other.start()
-    communicator = connect(rank, size, device, store)
+    communicator = connect(rank, size, device, store, max_candidates=1024)
     assert isinstance(communicator, SymmetricCommunicator)
+    boxes = communicator._boxes
+    nccl_group = dist.new_group(backend="nccl")
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
     with torch.inference_mode():
         for rows in ROWS:
             x, residual = (torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2))
 
-            def mailboxes(two_shot: bool, x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
+            def ours(form: ReduceForm, x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 communicator.begin_step()
                 for call in range(CALLS):
-                    reduce_norm(x, weight, 1e-6, residual, communicator._boxes, call, two_shot)
+                    reduce_norm(x, weight, 1e-6, residual, boxes, call, form)
 
-            def nccl(x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
+            def theirs(x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 for _ in range(CALLS):
-                    rms_norm(communicator.all_reduce(x), weight, 1e-6, residual)
+                    dist.all_reduce(x, group=nccl_group)
+                    rms_norm(x, weight, 1e-6, residual)
 
-            one, two, theirs = (microseconds(f) for f in (lambda: mailboxes(False), lambda: mailboxes(True), nccl))
+            times = []
+            for form in ReduceForm:
+                possible = fits(x, boxes, form) and (rows >= size or form is ReduceForm.ONE_SHOT)
+                times.append(f"{microseconds(partial(ours, form)):8.1f}" if possible else f"{'-':>8}")
+            times.append(f"{microseconds(theirs):8.1f}")
             if rank == 0:
-                print(f"{size} GPUs {rows:4d} rows: one-shot {one:6.1f}, two-shot {two:6.1f}, NCCL {theirs:6.1f} us")
+                print(f"{size} GPUs {rows:4d} rows", *times, flush=True)
     communicator.close()
 
 

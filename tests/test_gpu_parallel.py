@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_buffers import StepShape
 from nanovllm.engine.parallel_runner import ParallelRunner
-from nanovllm.kernels.reduce_norm import Mailboxes, reduce_norm, reduce_norm_ref
+from nanovllm.kernels.agree import agree
+from nanovllm.kernels.reduce_norm import reduce_norm
+from tests import mailbox_ranks
 from tests.conftest import MakeCheckpoint
-from tests.test_kernels import check_error
+from tests.test_reduce_norm import check_step
 
 pytestmark = pytest.mark.gpu
 
@@ -48,46 +50,54 @@ def prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("two_shot", [False, True])
-def test_reduce_norm_among_streams_of_one_gpu(dtype: torch.dtype, two_shot: bool) -> None:
-    num_ranks, size, capacity = 3, 1000, 16 * 1000
-    boxes = torch.zeros(num_ranks, 2, num_ranks + 1, capacity, dtype=torch.int64, device="cuda")
-    addresses = torch.tensor([box.data_ptr() for box in boxes], device="cuda")
-    steps = torch.zeros(num_ranks, 1, dtype=torch.int32, device="cuda")
+def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
+    num_ranks = mailbox_ranks.NUM_RANKS
+    memory = torch.zeros(num_ranks, 2**18, dtype=torch.uint8, device="cuda")
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    ranks = [Mailboxes(r, num_ranks, capacity, addresses, steps[r], 10, abort) for r in range(num_ranks)]
+    ranks = [mailbox_ranks.make_boxes(rank, memory, abort) for rank in range(num_ranks)]
     streams = [torch.cuda.Stream() for _ in ranks]
-    weight = torch.randn(size, dtype=dtype, device="cuda")
+    steps = list(enumerate(mailbox_ranks.cases(dtype, "cuda")))
     # Loading a kernel's code and a stream's first memory wait for all that runs: now, while nobody waits for anybody.
-    for rank, stream in zip(ranks, streams, strict=True):
+    for boxes, stream in zip(ranks, streams, strict=True):
         with torch.cuda.stream(stream):
-            for residual in (None, weight.unsqueeze(0)):
-                reduce_norm(weight.unsqueeze(0), weight, 1e-6, residual, rank, 9, two_shot)
-    torch.cuda.synchronize()
+            for step, calls in steps:
+                mailbox_ranks.run_step(boxes, step, calls)
+        torch.cuda.synchronize()
+        boxes.step.zero_()
+    memory.zero_()
     abort.zero_()
-    for _ in range(5):
-        steps += 1
-        for call, rows in enumerate((1, 3, 16, 5)):
-            parts = [torch.randn(rows, size, dtype=dtype, device="cuda") for _ in ranks]
-            residual = torch.randn(rows, size, dtype=dtype, device="cuda") if call else None
-            torch.cuda.synchronize()
-            outs = []
-            for rank, stream, part in zip(ranks, streams, parts, strict=True):
-                with torch.cuda.stream(stream):
-                    outs.append(reduce_norm(part, weight, 1e-6, residual, rank, call, two_shot))
-            torch.cuda.synchronize()
-            wide = None if residual is None else residual.float()
-            exact = reduce_norm_ref([part.float() for part in parts], weight.float(), 1e-6, wide)
-            same = reduce_norm_ref(parts, weight, 1e-6, residual)
-            for out in outs:
-                for i in range(2):
-                    assert torch.equal(out[i], outs[0][i])
-                    check_error(out[i], same[i], exact[i])
-    # Alone, it ends when it is told to.
+    for step, calls in steps:
+        torch.cuda.synchronize()
+        results = []
+        for boxes, stream in zip(ranks, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(mailbox_ranks.run_step(boxes, step, calls))
+        torch.cuda.synchronize()
+        check_step(results, step, calls)
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
+    memory = torch.zeros(mailbox_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device="cuda")
+    abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
+    boxes = mailbox_ranks.make_boxes(0, memory, abort)
+    cases = next(mailbox_ranks.cases(torch.bfloat16, "cuda"))
+    scores, tokens = (tensor[0].contiguous() for tensor in mailbox_ranks.candidates(0, "cuda"))
+
+    def run() -> None:
+        boxes.step.add_(1)
+        if call == len(cases):
+            agree(scores, tokens, boxes)
+        else:
+            case = cases[call]
+            reduce_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.form)
+        torch.cuda.synchronize()
+
+    run()
+    abort.zero_()
     threading.Timer(0.3, lambda: abort.fill_(1)).start()
     started = time.monotonic()
-    reduce_norm(parts[0], weight, 1e-6, None, ranks[0], 8, two_shot)
-    torch.cuda.synchronize()
+    run()
     assert 0.2 < time.monotonic() - started < 2
 
 
@@ -139,7 +149,7 @@ def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, size: 
 
 
 KILLER = """
-    import os, signal, sys, threading, time
+    import faulthandler, os, signal, sys, threading, time
     from multiprocessing import active_children
     from nanovllm import LLM, SamplingParams
 
@@ -153,6 +163,8 @@ KILLER = """
         os.kill(victim.pid, signal.SIGKILL)
 
     if __name__ == "__main__":
+        # Should it hang, its output says where.
+        faulthandler.dump_traceback_later(60, exit=True)
         if sys.argv[2] == "construction":
             threading.Thread(target=kill).start()
         try:
@@ -174,7 +186,7 @@ def test_a_killed_rank_fails_the_engine_and_frees_the_gpus(folder: Path, tmp_pat
     script.write_text(textwrap.dedent(KILLER))
     free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
     command = [sys.executable, str(script), str(folder), *moment.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
     assert "raised" in lines and lines["raised"][2] == "True", done.stdout[-2000:] + done.stderr[-2000:]
     assert float(lines["raised"][1]) - float(lines["killing"][1]) < 5

@@ -1,55 +1,100 @@
-"""The all-reduce kernel where no second GPU is needed, and who uses it. `tests/test_gpu_parallel.py` has the rest."""
+"""Messages between ranks where no second GPU is needed, and who uses them. The rest: `tests/test_gpu_parallel.py`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.multiprocessing import get_context
 
-from nanovllm.kernels.reduce_norm import Mailboxes, fits, reduce_norm, reduce_norm_ref
+from nanovllm.kernels.agree import pack_candidates, unpack_tokens
+from nanovllm.kernels.mailbox import Mailboxes
+from nanovllm.kernels.reduce_norm import ReduceForm, fits, reduce_norm_ref
 from nanovllm.utils import symmetric
-from nanovllm.utils.symmetric import connect
-from tests.test_kernels import DEVICE, DTYPES, GPU, check_error, randn
+from nanovllm.utils.symmetric import SymmetricCommunicator, connect
+from tests import mailbox_ranks
+from tests.test_kernels import DTYPES, GPU, check_error
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_what_the_others_sent_is_summed_in_the_order_of_the_ranks(dtype: torch.dtype, with_residual: bool) -> None:
-    num_ranks, rows, size = 3, 5, 48
-    capacity, step, calls = rows * size, 3, 10
-    parts = [randn(rows, size, dtype=dtype) for _ in range(num_ranks)]
-    residual = randn(rows, size, dtype=dtype) if with_residual else None
-    weight = randn(size, dtype=dtype)
-    boxes = torch.zeros(num_ranks, 2, num_ranks + 1, capacity, dtype=torch.int64, device=DEVICE)
-    abort = torch.zeros(1, dtype=torch.int32, pin_memory=GPU)
-    outs = []
-    for rank in range(num_ranks):
-        addresses = torch.tensor([box.data_ptr() for box in boxes], device=DEVICE)
-        steps = torch.tensor([step], dtype=torch.int32, device=DEVICE)
-        boxes_of_rank = Mailboxes(rank, num_ranks, capacity, addresses, steps, calls, abort)
-        # What the ranks after this one are still to send is there already.
-        call = step * calls + 4
-        for other, part in enumerate(parts):
-            words = part.view(torch.int32).flatten().long() & 0xFFFFFFFF
-            boxes[rank, call % 2, other, : len(words)] = (call << 32) | words
-        outs.append(reduce_norm(parts[rank], weight, 1e-6, residual, boxes_of_rank, 4, two_shot=False))
-    wide = None if residual is None else residual.float()
-    exact = reduce_norm_ref([part.float() for part in parts], weight.float(), 1e-6, wide)
-    same = reduce_norm_ref(parts, weight, 1e-6, residual)
-    for out in outs:
-        for i in range(2):
-            assert torch.equal(out[i], outs[0][i])
-            check_error(out[i], same[i], exact[i])
+def check_step(results: list[Any], step: int, calls: list[mailbox_ranks.Case]) -> None:
+    """Check all ranks' results of one step: the same bits everywhere, and as near to float32 as torch gets."""
+    for i, case in enumerate(calls):
+        wide = None if case.residual is None else case.residual.float()
+        exact = reduce_norm_ref([part.float() for part in case.parts], case.weight.float(), 1e-6, wide)
+        same = reduce_norm_ref(case.parts, case.weight, 1e-6, case.residual)
+        for result in results:
+            for out, first, torchs, right in zip(result[i], results[0][i], same, exact, strict=True):
+                assert torch.equal(out, first)
+                check_error(out, torchs, right)
+    keys = pack_candidates(*mailbox_ranks.candidates(step, results[0][-1][0].device.type))
+    for result in results:
+        assert torch.equal(result[-1][0], unpack_tokens(keys.amax(0)))
+
+
+@pytest.mark.skipif(GPU, reason="streams stand for the ranks where there is a GPU")
+def test_ranks_that_share_memory(tmp_path: Path) -> None:
+    dtypes = list(DTYPES)
+    memory = torch.zeros(len(dtypes), mailbox_ranks.NUM_RANKS, 2**18, dtype=torch.uint8).share_memory_()
+    context = get_context("spawn")
+    processes = [
+        context.Process(target=mailbox_ranks.run_process, args=(rank, memory, dtypes, str(tmp_path / f"{rank}")))
+        for rank in range(mailbox_ranks.NUM_RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    results = [torch.load(tmp_path / f"{rank}") for rank in range(mailbox_ranks.NUM_RANKS)]
+    steps = [(step, calls) for dtype in dtypes for step, calls in enumerate(mailbox_ranks.cases(dtype, "cpu"))]
+    for i, (step, calls) in enumerate(steps):
+        check_step([result[i] for result in results], step, calls)
+
+
+def make_boxes(**sizes: int) -> Mailboxes:
+    none = torch.zeros(1)
+    return Mailboxes(0, 2, addresses=none, step=none, calls_per_step=1, abort=none, max_candidates=1, **sizes)
 
 
 def test_what_fits_into_a_mailbox() -> None:
-    none = torch.zeros(1)
-    boxes = Mailboxes(0, 2, 64, none, none, 1, none)
-    assert fits(torch.zeros(8, 16, dtype=torch.bfloat16), boxes) and fits(torch.zeros(4, 16), boxes)
-    assert not fits(torch.zeros(9, 16, dtype=torch.bfloat16), boxes)
-    assert not fits(torch.zeros(1, 15, dtype=torch.bfloat16), boxes)
+    boxes = make_boxes(word_bytes=256, row_bytes=1024, max_rows=20)
+    for form in (ReduceForm.ONE_SHOT, ReduceForm.TWO_SHOT):
+        assert fits(torch.zeros(8, 16, dtype=torch.bfloat16), boxes, form) and fits(torch.zeros(4, 16), boxes, form)
+        assert not fits(torch.zeros(9, 16, dtype=torch.bfloat16), boxes, form)
+        assert not fits(torch.zeros(1, 15, dtype=torch.bfloat16), boxes, form)
+    assert fits(torch.zeros(14, 16), boxes, ReduceForm.ROWS) and not fits(torch.zeros(15, 16), boxes, ReduceForm.ROWS)
+    assert fits(torch.zeros(20, 15, dtype=torch.bfloat16), boxes, ReduceForm.ROWS)
+    assert not fits(torch.zeros(21, 4), boxes, ReduceForm.ROWS)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_takes_part(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
+    communicator.size = size
+    boxes = make_boxes(word_bytes=2**19, row_bytes=2**25, max_rows=4096)
+    communicator._boxes = boxes
+    forms = set()
+
+    def reduce_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any, *args: Any) -> None:
+        _, call, form, (normed, total) = args
+        assert call == communicator._call and fits(x, boxes, form)
+        assert form is ReduceForm.ONE_SHOT or len(x) >= size
+        forms.add(form)
+        total.copy_(x + residual)
+        normed.copy_(2 * x)
+
+    monkeypatch.setattr(symmetric, "reduce_norm", reduce_norm)
+    for rows in (1, 2, 7, 8, 16, 64, 256, 4000, 4096, 4097, 16384):
+        communicator._call = 0
+        x = torch.arange(rows, dtype=torch.bfloat16).unsqueeze(1).expand(-1, 4096).contiguous()
+        normed, total = communicator.reduce_norm(x, x[0], 1e-6, x)
+        assert torch.equal(normed, 2 * x) and torch.equal(total, 2 * x)
+        assert communicator._call % 2 == 1 and (communicator._call == 1) == (rows <= 4000)
+    assert forms == set(ReduceForm)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +129,10 @@ def test_all_ranks_take_what_rank_0_chooses(
     monkeypatch.setattr(symmetric, "DistributedCommunicator", Plain)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
     store: Any = HashStore()
-    first: Any = connect(0, 2, torch.device(device), store)
+    first: Any = connect(0, 2, torch.device(device), store, 8)
     # A rank's own process is fresh, and might choose otherwise.
     Mailboxed.used_in_this_process = False
-    second: Any = connect(1, 2, torch.device(device), store)
+    second: Any = connect(1, 2, torch.device(device), store, 8)
     assert first.kind == second.kind == want
     assert second.args[:2] == (1, 2)
     if device != "cpu" and not used:

@@ -11,12 +11,13 @@ import torch
 from safetensors import safe_open
 
 from nanovllm.kernels import sampling
+from nanovllm.kernels.agree import pack_candidates, unpack_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_shard import Share
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils import loader
-from nanovllm.utils.communicator import Communicator, pack_candidates, unpack_tokens
+from nanovllm.utils.communicator import Communicator
 from tests.conftest import MakeCheckpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -59,7 +59,7 @@ class ParallelRunner:
             store = open_store(size)
             self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
-            self._communicator = communicator = connect(0, size, device, store)
+            self._communicator = communicator = connect(0, size, device, store, 2 * config.max_num_running)
             # On GPUs nothing else would notice a rank's end while this thread waits for the device.
             self._ranks.watch(communicator.interrupt)
             self._runner = runner = ModelRunner(
@@ -136,16 +136,21 @@ class ParallelRunner:
     def _abandon(self) -> None:
         """End the ranks that are left, and let go of what is left of rank 0."""
         atexit.unregister(self.exit)
-        self._ranks.stop()
         communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            communicator.abort()
-        elif dist.is_initialized():
-            # Ranks that met, but not in whole.
-            dist.destroy_process_group()
         runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.release()
+        try:
+            if communicator is not None:
+                # The device may wait for a rank, and whoever gives back its memory waits for the device.
+                communicator.interrupt()
+            if runner is not None:
+                runner.release()
+        finally:
+            self._ranks.stop()
+            if communicator is not None:
+                communicator.abort()
+            elif dist.is_initialized():
+                # Ranks that met, but not in whole.
+                dist.destroy_process_group()
 
 
 class ParallelHandle:

@@ -88,7 +88,7 @@ def _serve(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> 
     store = find_store(plan.port, size)
     # From here on the others may wait for this rank, and not look at reports.
     reports.send(STARTED)
-    communicator = connect(rank, size, device, store)
+    communicator = connect(rank, size, device, store, 2 * plan.config.max_num_running)
     runner = ModelRunner(
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
     )

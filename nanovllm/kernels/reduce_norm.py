@@ -1,49 +1,35 @@
 """All-reduce over GPUs that map each other's memory, with the residual addition and the RMS norm that follow.
 
-A message is a row of activations. It goes as words of 8 bytes, 4 of data and 4 of the call's number, which a receiver
-reads until the number is right: no fence, no barrier, and one way over the link is all the latency there is (the LL
-protocol of NCCL; Hu et al. 2025, arXiv:2507.04786). Numbers are of a step, counted on the device, and of the call in
-it, so a captured graph can be replayed.
-
-Few rows go to every rank, which adds them up (one-shot). Of many, each rank adds up its share and tells the others the
-sum (two-shot), which is less to send. The order of summation is the ranks', so all of them get the same bits.
+A few rows go to every rank as words, which each adds up (one-shot). Of more, each rank adds up its share and tells the
+others the sum (two-shot): as words, or, of many, as rows with flags. The order of summation is the ranks', so all of
+them get the same bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels.mailbox import (
+    ABORT_CHECK_SPINS,
+    Mailboxes,
+    await_flag,
+    mailbox_of,
+    raise_flags,
+    receive_words,
+    send_words,
+)
 from nanovllm.kernels.rms_norm import rms_norm_ref
 
-_ABORT_CHECK_SPINS = 1024
 
+class ReduceForm(Enum):
+    """How a sum goes over the links: see the module."""
 
-@dataclass(frozen=True)
-class Mailboxes:
-    """One rank's view of the memory that the ranks share.
-
-    A mailbox is [2, num_ranks + 1, capacity] int64: for even and odd calls, what each rank sent, and, last, the sums.
-
-    Attributes:
-        rank, num_ranks: this one, and how many.
-        capacity: words of one message: 4 bytes of activations each.
-        addresses: [num_ranks] int64, on the device; of each rank's mailbox.
-        step: [1] int32, on the device; steps so far.
-        calls_per_step: more than any step makes, and such that a step's last call and the next one's first are not both
-            even or both odd.
-        abort: [1] int32, in pinned host memory; set, it ends all waiting, with results of no meaning.
-    """
-
-    rank: int
-    num_ranks: int
-    capacity: int
-    addresses: torch.Tensor
-    step: torch.Tensor
-    calls_per_step: int
-    abort: torch.Tensor
+    ONE_SHOT = auto()
+    TWO_SHOT = auto()
+    ROWS = auto()
 
 
 def reduce_norm_ref(
@@ -77,31 +63,8 @@ def _pack(first, second, dtype: tl.constexpr):
     return first.to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def _send(addresses_ptr, to, offsets, words, mask, call):
-    """Put words into a rank's mailbox."""
-    mailbox = tl.load(addresses_ptr + to).to(tl.pointer_type(tl.int64))
-    tl.store(mailbox + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
-
-
-@triton.jit
-def _receive(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
-    """Wait for the words of a call and return them."""
-    none = call.to(tl.int64) << 32
-    packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
-    waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
-    spins = 0
-    while waiting != 0:
-        packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
-        waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
-        spins += 1
-        if spins % CHECK == 0:
-            waiting = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, waiting)
-    return packed.to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["call_in_step"])
-def _reduce_norm_kernel(
+def _words_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size, capacity,
     call_in_step, calls_per_step,
     RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr,
@@ -121,7 +84,7 @@ def _reduce_norm_kernel(
     call = tl.load(step_ptr) * calls_per_step + call_in_step
     row_offsets = row.to(tl.int64) * words_per_row + offsets
     mine = tl.load(x_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
-    mailbox = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
+    mailbox = mailbox_of(addresses_ptr, RANK, 0, tl.int64)
     box = (call & 1).to(tl.int64) * ((RANKS + 1) * capacity) + row_offsets
     owner = row % RANKS
     first = tl.zeros([BLOCK], dtype=tl.float32)
@@ -130,21 +93,23 @@ def _reduce_norm_kernel(
         residual = tl.load(residual_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
         first, second = _unpack(residual, dtype)
     if TWO_SHOT and owner != RANK:
-        _send(addresses_ptr, owner, box + RANK * capacity, mine, mask, call)
-        words = _receive(mailbox, box + RANKS * capacity, mask, call, abort_ptr, CHECK)
+        send_words(mailbox_of(addresses_ptr, owner, 0, tl.int64), box + RANK * capacity, mine, mask, call)
+        words = receive_words(mailbox, box + RANKS * capacity, mask, call, abort_ptr, CHECK)
     else:
         for rank in tl.static_range(RANKS):
             if rank != RANK and not TWO_SHOT:
-                _send(addresses_ptr, rank, box + RANK * capacity, mine, mask, call)
+                send_words(mailbox_of(addresses_ptr, rank, 0, tl.int64), box + RANK * capacity, mine, mask, call)
         for rank in tl.static_range(RANKS):
-            part = mine if rank == RANK else _receive(mailbox, box + rank * capacity, mask, call, abort_ptr, CHECK)
-            part_first, part_second = _unpack(part, dtype)
+            words = mine
+            if rank != RANK:
+                words = receive_words(mailbox, box + rank * capacity, mask, call, abort_ptr, CHECK)
+            part_first, part_second = _unpack(words, dtype)
             first += part_first
             second += part_second
         words = _pack(first, second, dtype)
         for rank in tl.static_range(RANKS):
             if rank != RANK and TWO_SHOT:
-                _send(addresses_ptr, rank, box + RANKS * capacity, words, mask, call)
+                send_words(mailbox_of(addresses_ptr, rank, 0, tl.int64), box + RANKS * capacity, words, mask, call)
     tl.store(total_ptr.to(word_pointer) + row_offsets, words, mask=mask)
     # What is normalised is what is passed on, which is rounded.
     first, second = _unpack(words, dtype)
@@ -154,10 +119,70 @@ def _reduce_norm_kernel(
     tl.store(out_ptr.to(word_pointer) + row_offsets, out, mask=mask)
 
 
-def fits(x: torch.Tensor, boxes: Mailboxes) -> bool:
-    """Whether `reduce_norm` can take rows like x: whole words, and no more than a mailbox holds."""
-    row_bytes = x.shape[1] * x.element_size()
-    return row_bytes % 4 == 0 and len(x) * row_bytes <= 4 * boxes.capacity
+@triton.jit(do_not_specialize=["call_in_step"])
+def _rows_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size,
+    rows_offset, row_bytes, flags_offset, max_rows, call_in_step, calls_per_step,
+    RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    call = tl.load(step_ptr) * calls_per_step + call_in_step
+    half = (call & 1).to(tl.int64)
+    contributions = rows_offset + half * 2 * row_bytes
+    results = contributions + row_bytes
+    flags = flags_offset + half * (RANKS + 1) * max_rows * 4
+    row_offsets = row.to(tl.int64) * size + offsets
+    mine = tl.load(x_ptr + row_offsets, mask=mask, other=0.0)
+    owner = row % RANKS
+    # Contributions to a row lie side by side, in the order of the ranks.
+    sent_offsets = (row // RANKS * RANKS).to(tl.int64) * size + offsets
+    own_flags = mailbox_of(addresses_ptr, RANK, flags, tl.int32) + row
+    ranks = tl.arange(0, RANKS_PADDED)
+    if owner != RANK:
+        tl.store(mailbox_of(addresses_ptr, owner, contributions, dtype) + RANK * size + sent_offsets, mine, mask=mask)
+        raise_flags(addresses_ptr, ranks, ranks == owner, flags + (RANK * max_rows + row) * 4, call)
+        await_flag(own_flags + RANKS * max_rows, call, abort_ptr, CHECK)
+        result_ptrs = mailbox_of(addresses_ptr, RANK, results, dtype) + row_offsets
+        rounded = tl.load(result_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    else:
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        if HAS_RESIDUAL:
+            total += tl.load(residual_ptr + row_offsets, mask=mask, other=0.0).to(tl.float32)
+        for rank in tl.static_range(RANKS):
+            if rank == RANK:
+                total += mine.to(tl.float32)
+            else:
+                await_flag(own_flags + rank * max_rows, call, abort_ptr, CHECK)
+                part_ptrs = mailbox_of(addresses_ptr, RANK, contributions, dtype) + rank * size + sent_offsets
+                total += tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        rounded = total.to(dtype)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.store(mailbox_of(addresses_ptr, rank, results, dtype) + row_offsets, rounded, mask=mask)
+        others = (ranks < RANKS) & (ranks != RANK)
+        raise_flags(addresses_ptr, ranks, others, flags + (RANKS * max_rows + row) * 4, call)
+    tl.store(total_ptr + row_offsets, rounded, mask=mask)
+    # What is normalised is what is passed on, which is rounded.
+    wide = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
+
+
+def fits(x: torch.Tensor, boxes: Mailboxes, form: ReduceForm) -> bool:
+    """Whether `reduce_norm` can take rows like x: no more than a mailbox holds, and of whole words."""
+    num_rows, row_bytes = len(x), x.shape[1] * x.element_size()
+    if form is ReduceForm.ROWS:
+        # Contributions to the last rows may be the last of a group of `num_ranks` rows.
+        return num_rows <= boxes.max_rows and (num_rows + boxes.num_ranks) * row_bytes <= boxes.row_bytes
+    return row_bytes % 4 == 0 and num_rows * row_bytes <= boxes.word_bytes
 
 
 def reduce_norm(
@@ -167,7 +192,8 @@ def reduce_norm(
     residual: torch.Tensor | None,
     boxes: Mailboxes,
     call_in_step: int,
-    two_shot: bool,
+    form: ReduceForm,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
 
@@ -178,19 +204,31 @@ def reduce_norm(
         residual: [num_rows, size], contiguous, the same on every rank; or None for zero.
         boxes: where the ranks meet. Two calls after this one it is all read: by then every rank has taken part in one.
         call_in_step: number of the call, below `calls_per_step`.
-        two_shot: send rows to the one that adds them up, rather than to all; the same on every rank.
+        form: the same on every rank; x must fit. The two-shot ones need a row for each rank, or some ranks would not
+            take part.
+        out: where to put the results, contiguous; None for new tensors.
 
     Returns:
         The normalised rows, and the sum, both in x's dtype and the same on every rank.
     """
     num_rows, size = x.shape
-    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, boxes)
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(size * x.element_size() // 4)
-    _reduce_norm_kernel[(num_rows,)](
-        x, residual, weight, out, total, boxes.addresses, boxes.step, boxes.abort, eps, size, boxes.capacity,
-        call_in_step, boxes.calls_per_step,
-        RANK=boxes.rank, RANKS=boxes.num_ranks, BLOCK=block, HAS_RESIDUAL=residual is not None, TWO_SHOT=two_shot,
-        CHECK=_ABORT_CHECK_SPINS, num_warps=min(8, max(1, block // 256)), **pdl_options(x.device),
-    )  # fmt: skip
-    return out, total
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, boxes, form)
+    assert form is ReduceForm.ONE_SHOT or num_rows >= boxes.num_ranks
+    normed, total = out or (torch.empty_like(x), torch.empty_like(x))
+    tensors = x, residual, weight, normed, total, boxes.addresses, boxes.step, boxes.abort
+    options = {
+        "RANK": boxes.rank, "RANKS": boxes.num_ranks, "HAS_RESIDUAL": residual is not None, "CHECK": ABORT_CHECK_SPINS,
+    } | pdl_options(x.device)  # fmt: skip
+    words = triton.next_power_of_2(size * x.element_size() // 4)
+    if form is ReduceForm.ROWS:
+        _rows_kernel[(num_rows,)](
+            *tensors, eps, size, boxes.rows_offset, boxes.row_bytes, boxes.flags_offset, boxes.max_rows,
+            call_in_step, boxes.calls_per_step, BLOCK=triton.next_power_of_2(size),
+            RANKS_PADDED=triton.next_power_of_2(boxes.num_ranks), num_warps=min(8, max(1, words // 256)), **options,
+        )  # fmt: skip
+    else:
+        _words_kernel[(num_rows,)](
+            *tensors, eps, size, boxes.word_bytes // 4, call_in_step, boxes.calls_per_step, BLOCK=words,
+            TWO_SHOT=form is ReduceForm.TWO_SHOT, num_warps=min(8, max(1, words // 256)), **options,
+        )  # fmt: skip
+    return normed, total

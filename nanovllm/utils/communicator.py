@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from threading import Lock, Thread
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from nanovllm.kernels.agree import pack_candidates, unpack_tokens
 from nanovllm.kernels.rms_norm import rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
 """For ranks that stand still, or die while they meet; a later death is noticed by whoever watches their processes."""
-_TOKEN_MASK = 2**31 - 1
+_ABORT_SECONDS = 5.0
 
 
 class Communicator:
@@ -55,13 +57,16 @@ class Communicator:
         return value
 
     def interrupt(self) -> None:
-        """Some rank is gone, and what waits for it must not wait on: nothing comes of it but an end. Thread-safe."""
+        """Some rank is gone: what waits for it must not wait on, and nothing comes of it but an end.
+
+        Returns at once, and is thread-safe.
+        """
 
     def close(self) -> None:
         """Leave the others in good order."""
 
     def abort(self) -> None:
-        """Leave without them: some rank is gone."""
+        """Leave without them: some rank is gone. CUDA graphs that hold collectives must be gone before."""
 
 
 class DistributedCommunicator(Communicator):
@@ -73,20 +78,24 @@ class DistributedCommunicator(Communicator):
         rank, size: this process's, in the group.
         device: of the tensors.
         store: where the ranks meet.
+        backend: another than the device's own, for those who bring their own collectives on tensors.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store, backend: str | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.device = device
-        self.is_cuda = device.type == "cuda"
+        self._uses_nccl = device.type == "cuda" and backend is None
+        # Where the process group finds the tensors that it works on.
+        self._group_device = device if self._uses_nccl else torch.device("cpu")
+        self._abort_lock = Lock()
+        self._aborting: Thread | None = None
         dist.init_process_group(
-            "nccl" if self.is_cuda else "gloo",
+            backend or ("nccl" if self._uses_nccl else "gloo"),
             store=store,
             rank=rank,
             world_size=size,
             timeout=_TIMEOUT,
-            device_id=device if self.is_cuda else None,
+            device_id=device if self._uses_nccl else None,
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +111,7 @@ class DistributedCommunicator(Communicator):
 
     def least(self, value: int) -> int:
         """See the base class."""
-        tensor = torch.tensor(value, device=self.device)
+        tensor = torch.tensor(value, device=self._group_device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor)
 
@@ -113,14 +122,22 @@ class DistributedCommunicator(Communicator):
     def interrupt(self) -> None:
         """See the base class."""
         # Over gloo, connections that closed end all waiting.
-        if self.is_cuda and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        with self._abort_lock:
+            if self._uses_nccl and self._aborting is None:
+                # It ends no sooner than the graphs that hold NCCL's calls are gone.
+                group = dist.distributed_c10d._get_default_group()
+                self._aborting = Thread(target=group.abort, daemon=True)
+                self._aborting.start()
 
     def abort(self) -> None:
         """See the base class."""
         self.interrupt()
-        if dist.is_initialized():
+        if self._aborting is None:
             dist.destroy_process_group()
+            return
+        self._aborting.join(_ABORT_SECONDS)
+        if not self._aborting.is_alive():
+            dist.distributed_c10d._abort_process_group()
 
 
 def open_store(size: int) -> TCPStore:
@@ -131,20 +148,3 @@ def open_store(size: int) -> TCPStore:
 def find_store(port: int, size: int) -> TCPStore:
     """The meeting place that rank 0 opened."""
     return TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT)
-
-
-def pack_candidates(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Make one int64 of a score and its token, ordered by score, then by falling token id, so that a maximum decides.
-
-    A float's bits, read as an integer, are in the order of the floats where the sign is clear, and in the opposite
-    order where it is set.
-    """
-    # Zeros of either sign are equal as scores; this leaves one of them.
-    bits = (scores + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ _TOKEN_MASK, bits)
-    return (ordered.long() << 32) | (_TOKEN_MASK - token_ids)
-
-
-def unpack_tokens(keys: torch.Tensor) -> torch.Tensor:
-    """The token ids that `pack_candidates` put into keys."""
-    return _TOKEN_MASK - (keys & _TOKEN_MASK)

@@ -1,4 +1,4 @@
-"""Sums of activations over GPUs that map each other's memory: small ones by a kernel of ours, large ones by NCCL."""
+"""Sums of activations over GPUs that map each other's memory, by kernels of ours."""
 
 from __future__ import annotations
 
@@ -8,46 +8,55 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, _symmetric_memory  # type: ignore[attr-defined]
 
-from nanovllm.kernels.reduce_norm import Mailboxes, fits, reduce_norm
-from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.agree import agree
+from nanovllm.kernels.mailbox import Mailboxes
+from nanovllm.kernels.reduce_norm import ReduceForm, fits, reduce_norm
 from nanovllm.utils.communicator import DistributedCommunicator
 
-_CAPACITY = 2**20
-"""Words of one message, 4 bytes of activations each: 512 rows of 4096 in 16 bits."""
-_CALLS_PER_STEP = 1023
-"""Odd, as a step's calls are: two a layer and one. So a step's first call uses the other box than the last one did."""
+_WORD_BYTES = 2**19
+_ROW_BYTES = 2**25
+_MAX_ROWS = 4096
+_CALLS_PER_STEP = 4095
+"""Odd, as a step's calls are: two a layer and one, each in an odd number of pieces."""
 _ONE_SHOT_BYTES = 2**18
 """Most bytes that a rank sends to all the others; of more it sends each its share."""
 _CHOICE_KEY = "mailboxes"
 
 
 class SymmetricCommunicator(DistributedCommunicator):
-    """Over NCCL, but for sums with a norm behind them that fit into a mailbox.
+    """By kernels over memory that the ranks share; over gloo what the host asks for.
+
+    Nothing on the device waits for a rank but those kernels, and they look at a flag.
 
     Args:
         rank, size, device, store: see the base class; all GPUs must reach each other.
+        max_candidates: most rows of one `agree`.
     """
 
     # Torch numbers a process's exchanges of memory, and only fresh processes begin with the same number.
     used_in_this_process = False
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
-        super().__init__(rank, size, device, store)
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> None:
+        super().__init__(rank, size, device, store, backend="gloo")
         SymmetricCommunicator.used_in_this_process = True
-        shape = (2, size + 1, _CAPACITY)
-        self._mailbox = _symmetric_memory.empty(shape, dtype=torch.int64, device=device)
-        self._mailbox.zero_()
-        self.device_bytes = self._mailbox.nbytes
-        handle = _symmetric_memory.rendezvous(self._mailbox, dist.distributed_c10d._get_default_group())
-        self._boxes = Mailboxes(
+        boxes = Mailboxes(
             rank=rank,
             num_ranks=size,
-            capacity=_CAPACITY,
-            addresses=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+            word_bytes=_WORD_BYTES,
+            row_bytes=_ROW_BYTES,
+            max_rows=_MAX_ROWS,
+            max_candidates=max_candidates,
+            addresses=torch.zeros(size, dtype=torch.int64, device=device),
             step=torch.zeros(1, dtype=torch.int32, device=device),
             calls_per_step=_CALLS_PER_STEP,
             abort=torch.zeros(1, dtype=torch.int32, pin_memory=True),
         )
+        self._mailbox = _symmetric_memory.empty(boxes.num_bytes, dtype=torch.uint8, device=device)
+        self._mailbox.zero_()
+        self.device_bytes = self._mailbox.nbytes
+        handle = _symmetric_memory.rendezvous(self._mailbox, dist.distributed_c10d._get_default_group())
+        boxes.addresses.copy_(torch.tensor(handle.buffer_ptrs, dtype=torch.int64))
+        self._boxes = boxes
         self._call = 0
         torch.cuda.synchronize(device)
         # Nobody sends before every mailbox is empty.
@@ -62,25 +71,40 @@ class SymmetricCommunicator(DistributedCommunicator):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class."""
-        if not fits(x, self._boxes):
-            return rms_norm(self.all_reduce(x), weight, eps, residual)
-        two_shot = self.size > 2 and x.numel() * x.element_size() * (self.size - 1) > _ONE_SHOT_BYTES
-        assert self._call < _CALLS_PER_STEP
-        out = reduce_norm(x, weight, eps, residual, self._boxes, self._call, two_shot)
-        self._call += 1
+        form = self._form(x)
+        # An odd number of pieces leaves the number of a step's calls odd.
+        pieces = 1
+        while not fits(x[: -(-len(x) // pieces)], self._boxes, form):
+            pieces += 2
+        out = torch.empty_like(x), torch.empty_like(x)
+        residuals = [None] * pieces if residual is None else residual.tensor_split(pieces)
+        parts = x.tensor_split(pieces), residuals, *(tensor.tensor_split(pieces) for tensor in out)
+        for part, rest, normed, total in zip(*parts, strict=True):
+            assert self._call < _CALLS_PER_STEP
+            reduce_norm(part, weight, eps, rest, self._boxes, self._call, form, (normed, total))
+            self._call += 1
         return out
+
+    def agree(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return agree(scores, token_ids, self._boxes)
 
     def interrupt(self) -> None:
         """See the base class."""
         self._boxes.abort.fill_(1)
-        super().interrupt()
+
+    def _form(self, x: torch.Tensor) -> ReduceForm:
+        num_bytes = x.numel() * x.element_size()
+        if len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES:
+            return ReduceForm.ONE_SHOT
+        return ReduceForm.TWO_SHOT if fits(x, self._boxes, ReduceForm.TWO_SHOT) else ReduceForm.ROWS
 
 
-def connect(rank: int, size: int, device: torch.device, store: Store) -> DistributedCommunicator:
+def connect(rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> DistributedCommunicator:
     """Join the other ranks; all of them take what rank 0 chooses.
 
     It chooses mailboxes where all devices are GPUs that can map each other's memory, for the first such engine of its
-    process; NCCL for later ones, and gloo on the CPU.
+    process; NCCL for later ones, and gloo on the CPU. `max_candidates`: most rows of one `agree`.
     """
     if rank == 0:
         first = device.index
@@ -91,5 +115,5 @@ def connect(rank: int, size: int, device: torch.device, store: Store) -> Distrib
         )
         store.set(_CHOICE_KEY, str(mailboxes))
     if store.get(_CHOICE_KEY) == b"True":
-        return SymmetricCommunicator(rank, size, device, store)
+        return SymmetricCommunicator(rank, size, device, store, max_candidates)
     return DistributedCommunicator(rank, size, device, store)

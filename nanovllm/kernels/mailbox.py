@@ -1,0 +1,123 @@
+"""Memory that the GPUs of one engine map of each other, and how messages go through it.
+
+Every rank writes into the others' mailboxes and reads its own alone. A message carries the number of its call, for
+which the receiver waits, in one of two ways:
+
+- Words of 8 bytes, 4 of data and 4 of the number: no fence, no barrier, and one way over the link is all the latency
+  there is, at twice the bytes (the LL protocol of NCCL; Hu et al. 2025, arXiv:2507.04786).
+- Rows of plain data, and a flag for each that follows when the row has arrived.
+
+Numbers are of a step, counted on the device, and of the call in it, so a captured graph can be replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from nanovllm.kernels._triton import tl, triton
+
+ABORT_CHECK_SPINS = 1024
+"""Reads of a mailbox between two looks at the abort flag, which is in the host's memory."""
+
+
+@dataclass(frozen=True)
+class Mailboxes:
+    """One rank's view of the memory that the ranks share.
+
+    A mailbox is `num_bytes` bytes, which begin as zeros: everything twice, for even and odd calls, with a place for
+    each rank and one for results.
+
+    Attributes:
+        rank, num_ranks: this one, and how many.
+        word_bytes: most bytes of activations of a call that sends words.
+        row_bytes: most bytes of activations of a call that sends rows, some rows less than a call's own.
+        max_rows: most rows of one call of either kind.
+        max_candidates: most rows of tokens to agree on.
+        addresses: [num_ranks] int64, on the device; of each rank's mailbox.
+        step: [1] int32, on the device; steps so far.
+        calls_per_step: more than any step makes. It is odd, and so must be the number of calls of a step: then any two
+            that follow one another use different halves of the mailbox.
+        abort: [1] int32, in pinned host memory; set, it ends all waiting, with results of no meaning.
+    """
+
+    rank: int
+    num_ranks: int
+    word_bytes: int
+    row_bytes: int
+    max_rows: int
+    max_candidates: int
+    addresses: torch.Tensor
+    step: torch.Tensor
+    calls_per_step: int
+    abort: torch.Tensor
+
+    @cached_property
+    def rows_offset(self) -> int:
+        """Where rows begin: [2 halves, contributions and results, row_bytes]; words come before them."""
+        return 2 * (self.num_ranks + 1) * 2 * self.word_bytes
+
+    @cached_property
+    def flags_offset(self) -> int:
+        """Where their flags begin: [2, num_ranks + 1, max_rows] int32, the results' last."""
+        return self.rows_offset + 2 * 2 * self.row_bytes
+
+    @cached_property
+    def candidates_offset(self) -> int:
+        """Where tokens to agree on begin: [2, num_ranks, max_candidates, 2] words."""
+        return self.flags_offset + 2 * (self.num_ranks + 1) * self.max_rows * 4
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of a mailbox."""
+        return self.candidates_offset + 2 * self.num_ranks * self.max_candidates * 2 * 8
+
+
+@triton.jit
+def mailbox_of(addresses_ptr, rank, offset, dtype: tl.constexpr):
+    """The address of elements of `dtype`, `offset` bytes, a multiple of 16, into a rank's mailbox."""
+    return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def send_words(mailbox, offsets, words, mask, call):
+    """Put 4 bytes of data into each of a mailbox's words."""
+    tl.store(mailbox + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+
+
+@triton.jit
+def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
+    """Wait for the words of a call and return their data."""
+    none = call.to(tl.int64) << 32
+    packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
+    waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
+    spins = 0
+    while waiting != 0:
+        packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
+        waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
+        spins += 1
+        if spins % CHECK == 0:
+            waiting = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, waiting)
+    return packed.to(tl.int32)
+
+
+@triton.jit
+def raise_flags(addresses_ptr, ranks, mask, offset, call):
+    """Tell ranks, by flags `offset` bytes into their mailboxes, that what this program has stored there is there."""
+    tl.debug_barrier()
+    flag_ptrs = (tl.load(addresses_ptr + ranks, mask=mask, other=0) + offset).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flag_ptrs, call, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def await_flag(flag_ptr, call, abort_ptr, CHECK: tl.constexpr):
+    """Wait for a flag of this rank's mailbox; then what it stands for can be read."""
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    spins = 0
+    while seen != call:
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        spins += 1
+        if spins % CHECK == 0:
+            seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, call, seen)

@@ -1,0 +1,96 @@
+"""What every rank does in the tests of messages through mailboxes, in a process or on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.agree import agree
+from nanovllm.kernels.mailbox import Mailboxes
+from nanovllm.kernels.reduce_norm import ReduceForm, reduce_norm
+
+NUM_RANKS = 3
+NUM_STEPS = 3
+SIZE, MAX_ROWS, MAX_CANDIDATES = 100, 16, 40
+STEP_ROWS = (16, 3, 1)
+"""Rows of each step's calls."""
+
+
+@dataclass
+class Case:
+    """One call: every rank's part, and what all of them add to it."""
+
+    form: ReduceForm
+    parts: list[torch.Tensor]
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+
+
+def make_boxes(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> Mailboxes:
+    """A rank's view of `memory`, [NUM_RANKS, bytes] uint8, which is enough."""
+    device = memory.device
+    boxes = Mailboxes(
+        rank=rank,
+        num_ranks=NUM_RANKS,
+        word_bytes=4 * SIZE * MAX_ROWS,
+        row_bytes=4 * SIZE * (MAX_ROWS + NUM_RANKS),
+        max_rows=MAX_ROWS,
+        max_candidates=MAX_CANDIDATES,
+        addresses=torch.tensor([box.data_ptr() for box in memory], device=device),
+        step=torch.zeros(1, dtype=torch.int32, device=device),
+        calls_per_step=5,
+        abort=abort,
+    )
+    assert boxes.num_bytes <= memory.shape[1]
+    return boxes
+
+
+def cases(dtype: torch.dtype, device: str) -> Iterator[list[Case]]:
+    """The calls of each step: an odd number of them, in every form, in mixed order; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    for step in range(NUM_STEPS):
+        calls = []
+        for i, many_rows in enumerate((ReduceForm.ROWS, ReduceForm.ONE_SHOT, ReduceForm.TWO_SHOT)):
+            rows = STEP_ROWS[(step + i) % 3]
+            form = many_rows if rows >= NUM_RANKS else ReduceForm.ONE_SHOT
+            residual = randn(rows, SIZE) if (step + i) % 2 else None
+            calls.append(Case(form, [randn(rows, SIZE) for _ in range(NUM_RANKS)], residual, randn(SIZE)))
+        yield calls
+
+
+def candidates(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and tokens of all ranks, [NUM_RANKS, MAX_CANDIDATES] each, with ties."""
+    generator = torch.Generator().manual_seed(step)
+    scores = torch.randint(-2, 3, (NUM_RANKS, MAX_CANDIDATES), generator=generator).float()
+    scores[:, 0] = torch.tensor([-0.0, 0.0, -1e-40])
+    scores[:, 1] = -torch.inf
+    tokens = torch.randint(2**31 - 1, (NUM_RANKS, MAX_CANDIDATES), generator=generator)
+    return scores.to(device), tokens.to(device)
+
+
+def run_step(boxes: Mailboxes, step: int, calls: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A rank's part of one step; the tokens agreed on are the last."""
+    boxes.step.add_(1)
+    results = [
+        reduce_norm(case.parts[boxes.rank], case.weight, 1e-6, case.residual, boxes, call, case.form)
+        for call, case in enumerate(calls)
+    ]
+    scores, tokens = candidates(step, boxes.step.device.type)
+    drawn = agree(scores[boxes.rank].contiguous(), tokens[boxes.rank].contiguous(), boxes)
+    return [*results, (drawn, drawn)]
+
+
+def run_process(rank: int, memory: torch.Tensor, dtypes: list[torch.dtype], file: str) -> None:
+    """Be a rank, and write down all its results; `memory` is shared, one [NUM_RANKS, bytes] for each dtype."""
+    abort = torch.zeros(1, dtype=torch.int32)
+    results = []
+    for dtype, part in zip(dtypes, memory, strict=True):
+        boxes = make_boxes(rank, part, abort)
+        results += [run_step(boxes, step, calls) for step, calls in enumerate(cases(dtype, "cpu"))]
+    torch.save(results, file)

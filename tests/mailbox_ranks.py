@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,15 @@ class Case:
     weight: torch.Tensor
 
 
+@dataclass
+class Step:
+    """An odd number of calls, then scores and tokens to agree on, of all ranks, [NUM_RANKS, MAX_CANDIDATES] each."""
+
+    calls: list[Case]
+    scores: torch.Tensor
+    tokens: torch.Tensor
+
+
 def make_boxes(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> Mailboxes:
     """A rank's view of `memory`, [NUM_RANKS, bytes] uint8, which is enough."""
     device = memory.device
@@ -47,13 +55,14 @@ def make_boxes(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> Mailboxe
     return boxes
 
 
-def cases(dtype: torch.dtype, device: str) -> Iterator[list[Case]]:
-    """The calls of each step: an odd number of them, in every form, in mixed order; the same on every rank."""
+def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
+    """Calls in every form, in mixed order, and tokens with ties; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
+    steps = []
     for step in range(NUM_STEPS):
         calls = []
         for i, many_rows in enumerate((ReduceForm.ROWS, ReduceForm.ONE_SHOT, ReduceForm.TWO_SHOT)):
@@ -61,28 +70,22 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[list[Case]]:
             form = many_rows if rows >= NUM_RANKS else ReduceForm.ONE_SHOT
             residual = randn(rows, SIZE) if (step + i) % 2 else None
             calls.append(Case(form, [randn(rows, SIZE) for _ in range(NUM_RANKS)], residual, randn(SIZE)))
-        yield calls
+        scores = torch.randint(-2, 3, (NUM_RANKS, MAX_CANDIDATES), generator=generator).float()
+        scores[:, 0] = torch.tensor([-0.0, 0.0, -1e-40])
+        scores[:, 1] = -torch.inf
+        tokens = torch.randint(2**31 - 1, (NUM_RANKS, MAX_CANDIDATES), generator=generator)
+        steps.append(Step(calls, scores.to(device), tokens.to(device)))
+    return steps
 
 
-def candidates(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and tokens of all ranks, [NUM_RANKS, MAX_CANDIDATES] each, with ties."""
-    generator = torch.Generator().manual_seed(step)
-    scores = torch.randint(-2, 3, (NUM_RANKS, MAX_CANDIDATES), generator=generator).float()
-    scores[:, 0] = torch.tensor([-0.0, 0.0, -1e-40])
-    scores[:, 1] = -torch.inf
-    tokens = torch.randint(2**31 - 1, (NUM_RANKS, MAX_CANDIDATES), generator=generator)
-    return scores.to(device), tokens.to(device)
-
-
-def run_step(boxes: Mailboxes, step: int, calls: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A rank's part of one step; the tokens agreed on are the last."""
+def run_step(boxes: Mailboxes, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
     boxes.step.add_(1)
     results = [
         reduce_norm(case.parts[boxes.rank], case.weight, 1e-6, case.residual, boxes, call, case.form)
-        for call, case in enumerate(calls)
+        for call, case in enumerate(step.calls)
     ]
-    scores, tokens = candidates(step, boxes.step.device.type)
-    drawn = agree(scores[boxes.rank].contiguous(), tokens[boxes.rank].contiguous(), boxes)
+    drawn = agree(step.scores[boxes.rank], step.tokens[boxes.rank], boxes)
     return [*results, (drawn, drawn)]
 
 
@@ -92,5 +95,5 @@ def run_process(rank: int, memory: torch.Tensor, dtypes: list[torch.dtype], file
     results = []
     for dtype, part in zip(dtypes, memory, strict=True):
         boxes = make_boxes(rank, part, abort)
-        results += [run_step(boxes, step, calls) for step, calls in enumerate(cases(dtype, "cpu"))]
+        results += [run_step(boxes, step) for step in make_steps(dtype, "cpu")]
     torch.save(results, file)

@@ -56,24 +56,24 @@ def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
     ranks = [mailbox_ranks.make_boxes(rank, memory, abort) for rank in range(num_ranks)]
     streams = [torch.cuda.Stream() for _ in ranks]
-    steps = list(enumerate(mailbox_ranks.cases(dtype, "cuda")))
+    steps = mailbox_ranks.make_steps(dtype, "cuda")
     # Loading a kernel's code and a stream's first memory wait for all that runs: now, while nobody waits for anybody.
     for boxes, stream in zip(ranks, streams, strict=True):
         with torch.cuda.stream(stream):
-            for step, calls in steps:
-                mailbox_ranks.run_step(boxes, step, calls)
+            for step in steps:
+                mailbox_ranks.run_step(boxes, step)
         torch.cuda.synchronize()
         boxes.step.zero_()
     memory.zero_()
     abort.zero_()
-    for step, calls in steps:
+    for step in steps:
         torch.cuda.synchronize()
         results = []
         for boxes, stream in zip(ranks, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(mailbox_ranks.run_step(boxes, step, calls))
+                results.append(mailbox_ranks.run_step(boxes, step))
         torch.cuda.synchronize()
-        check_step(results, step, calls)
+        check_step(results, step)
 
 
 @pytest.mark.parametrize("call", range(4))
@@ -81,15 +81,14 @@ def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
     memory = torch.zeros(mailbox_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device="cuda")
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
     boxes = mailbox_ranks.make_boxes(0, memory, abort)
-    cases = next(mailbox_ranks.cases(torch.bfloat16, "cuda"))
-    scores, tokens = (tensor[0].contiguous() for tensor in mailbox_ranks.candidates(0, "cuda"))
+    step = mailbox_ranks.make_steps(torch.bfloat16, "cuda")[0]
 
     def run() -> None:
         boxes.step.add_(1)
-        if call == len(cases):
-            agree(scores, tokens, boxes)
+        if call == len(step.calls):
+            agree(step.scores[0], step.tokens[0], boxes)
         else:
-            case = cases[call]
+            case = step.calls[call]
             reduce_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.form)
         torch.cuda.synchronize()
 

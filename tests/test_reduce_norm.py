@@ -19,9 +19,9 @@ from tests import mailbox_ranks
 from tests.test_kernels import DTYPES, GPU, check_error
 
 
-def check_step(results: list[Any], step: int, calls: list[mailbox_ranks.Case]) -> None:
+def check_step(results: list[Any], step: mailbox_ranks.Step) -> None:
     """Check all ranks' results of one step: the same bits everywhere, and as near to float32 as torch gets."""
-    for i, case in enumerate(calls):
+    for i, case in enumerate(step.calls):
         wide = None if case.residual is None else case.residual.float()
         exact = reduce_norm_ref([part.float() for part in case.parts], case.weight.float(), 1e-6, wide)
         same = reduce_norm_ref(case.parts, case.weight, 1e-6, case.residual)
@@ -29,7 +29,7 @@ def check_step(results: list[Any], step: int, calls: list[mailbox_ranks.Case]) -
             for out, first, torchs, right in zip(result[i], results[0][i], same, exact, strict=True):
                 assert torch.equal(out, first)
                 check_error(out, torchs, right)
-    keys = pack_candidates(*mailbox_ranks.candidates(step, results[0][-1][0].device.type))
+    keys = pack_candidates(step.scores, step.tokens)
     for result in results:
         assert torch.equal(result[-1][0], unpack_tokens(keys.amax(0)))
 
@@ -48,9 +48,8 @@ def test_ranks_that_share_memory(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     results = [torch.load(tmp_path / f"{rank}") for rank in range(mailbox_ranks.NUM_RANKS)]
-    steps = [(step, calls) for dtype in dtypes for step, calls in enumerate(mailbox_ranks.cases(dtype, "cpu"))]
-    for i, (step, calls) in enumerate(steps):
-        check_step([result[i] for result in results], step, calls)
+    for i, step in enumerate([step for dtype in dtypes for step in mailbox_ranks.make_steps(dtype, "cpu")]):
+        check_step([result[i] for result in results], step)
 
 
 def make_boxes(**sizes: int) -> Mailboxes:

@@ -8,8 +8,8 @@ import torch
 
 from nanovllm.engine.input_buffers import StepShape
 
-_MIXED_DECODES = (8, 32, 64, 128, 256)
-_MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
+_MIXED_DECODES = (8, 64, 128, 256)
+_MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 """Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel."""
 _MIXED_CHUNKS = 32
 _SHARING_DECODES = (32, 64, 96, 128)

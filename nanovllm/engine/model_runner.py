@@ -169,13 +169,12 @@ class ModelRunner:
         inputs = self.buffers.assemble(staged)
         inputs.context.plan = self.backend.plan(inputs.context)
         with set_context(inputs.context):
-            hidden = self.model(inputs.token_ids, inputs.positions)
+            x, residual = self.model(inputs.token_ids, inputs.positions)
         if inputs.sample_rows is not None:
-            hidden = hidden[inputs.sample_rows]
-        if len(hidden):
-            logits = self.model.compute_logits(hidden)
-            token_ids = self.sampler(logits, *self.buffers.sampling_inputs(inputs))
-            self.buffers.scatter(inputs, token_ids, self._sampled)
+            x, residual = x[inputs.sample_rows], residual[inputs.sample_rows]
+        logits = self.model.compute_logits(x, residual)
+        token_ids = self.sampler(logits, *self.buffers.sampling_inputs(inputs))
+        self.buffers.scatter(inputs, token_ids, self._sampled)
 
     def _make_ladder(self) -> Ladder:
         """What steps are padded to: no more than what has a graph, unless `enforce_eager` does without."""

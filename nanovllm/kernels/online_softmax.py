@@ -34,17 +34,20 @@ def attend_tile(
         places = (start + offsets) // BLOCK_SIZE
         blocks = tl.load(table_ptr + places, mask=places < table_size, other=0).to(tl.int64)
         rows = (blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE) * row_stride
+    # Scaled only where the maximum comes off, which is one operation then.
     if key_mask is None:
         key = tl.load(k_ptr + rows[None, :] + dims[:, None])
-        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.dot(query, key, input_precision="ieee")
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+        safe_max = new_max
     else:
         key = tl.load(k_ptr + rows[None, :] + dims[:, None], mask=key_mask[None, :], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.dot(query, key, input_precision="ieee")
         scores = tl.where(score_mask, scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
-    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = tl.exp2(scores - safe_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+        # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - safe_max[:, None])
     correction = tl.exp2(row_max - safe_max)
     if key_mask is None:
         value = tl.load(v_ptr + rows[:, None] + dims[None, :])

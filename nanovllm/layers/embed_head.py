@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nanovllm.layers.layernorm import ReduceNorm
+from nanovllm.layers.linear import project_normed
 from nanovllm.layers.weight_part import WeightPart
 from nanovllm.model_shard import Share
 
@@ -40,6 +42,9 @@ class Embedding(nn.Module):
         absent = (rows < 0) | (rows >= self.vocab.size)
         return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Read the table the other way. hidden: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
-        return functional.linear(hidden, self.weight)
+    def logits(self, x: torch.Tensor, residual: torch.Tensor, norm: ReduceNorm) -> torch.Tensor:
+        """Read the table the other way, for the normalised `x + residual`, [num_rows, hidden_size].
+
+        x is this rank's part of a sum, and may be overwritten. Returns [num_rows, tokens of this rank].
+        """
+        return project_normed(x, residual, norm, self.weight)[0]

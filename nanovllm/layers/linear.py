@@ -11,6 +11,25 @@ from nanovllm.layers.weight_part import WeightPart
 from nanovllm.model_shard import Share
 
 
+def project_normed(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: ReduceNorm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Project the normalised `x + residual` by this rank's weights; returns that and `x + residual`.
+
+    x, [num_tokens, in_features], is this rank's part of a sum, and may be overwritten.
+    """
+    if norm.communicator.size == 1:
+        # One kernel for small batches.
+        return norm_linear(x, weight, bias, (norm.weight, norm.eps), residual, gated)
+    normed, total = norm(x, residual)
+    return norm_linear(normed, weight, bias, gated=gated)[0], total
+
+
 class RowParallelLinear(nn.Module):
     """`x @ weight.T` for this rank's elements of x; weight [out_features, inputs of this rank].
 
@@ -68,8 +87,4 @@ class MergedColumnParallelLinear(nn.Module):
 
         x is this rank's part of a sum, and may be overwritten.
         """
-        if norm.communicator.size == 1:
-            # One kernel for small batches.
-            return norm_linear(x, self.weight, self.bias, (norm.weight, norm.eps), residual, self.gated)
-        normed, total = norm(x, residual)
-        return norm_linear(normed, self.weight, self.bias, gated=self.gated)[0], total
+        return project_normed(x, residual, norm, self.weight, self.bias, self.gated)

@@ -102,12 +102,15 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, shard, communicator) for _ in range(config.num_layers))
         self.norm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size]."""
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """token_ids, positions: [num_tokens] -> the last branch and the residual, whose sum `norm` is for."""
         x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, cos_sin)
-        return self.norm(x, residual)[0]
+        assert residual is not None
+        return x, residual
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -141,11 +144,14 @@ class Qwen3ForCausalLM(nn.Module):
         config = self.config
         self.cos_sin = cos_sin_table(config.head_dim, max_position, config.rope_theta, config.yarn, device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """token_ids, positions: [num_tokens] int32 -> hidden states [num_tokens, hidden_size]."""
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """token_ids, positions: [num_tokens] int32 -> what `compute_logits` takes, [num_tokens, hidden_size] each.
+
+        Most rows of a prompt give no token: the last norm, and the sum over the ranks in it, are left to that.
+        """
         assert self.cos_sin is not None
         return self.model(token_ids, positions, self.cos_sin)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
-        return self.lm_head.logits(hidden)
+    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x, residual: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
+        return self.lm_head.logits(x, residual, self.model.norm)

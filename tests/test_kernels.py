@@ -214,8 +214,10 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int) -> None:
         slots[-2:] = num_slots
     got = slot_state.gather_decode_rows_triton(state, slots, block_size)
     want = slot_state.gather_decode_rows_ref(state, slots, block_size)
-    for name in ("token_ids", "positions", "kv_slots", "context_lens"):
-        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    for name, tensor in vars(want).items():
+        assert torch.equal(getattr(got, name), tensor), name
+    assert torch.equal(want.columns, state[slots.long(), : slot_state.BLOCK_TABLE])
+    assert torch.equal(want.block_tables, state[slots.long(), slot_state.BLOCK_TABLE :])
     live = slots < num_slots
     assert ((want.kv_slots < 0) == ~live).all()
     token_ids = torch.randint(0, 1000, (rows,), device=DEVICE)

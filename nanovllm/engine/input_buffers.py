@@ -72,6 +72,8 @@ class StepInputs:
         context: for attention.
         sample_rows: [num_samples] rows of the hidden states to sample from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
+        sample_columns: [num_samples, BLOCK_TABLE] int32; those slots, up to their block tables.
+        output_index: [num_samples] int32; tokens that each sequence has generated before.
     """
 
     token_ids: torch.Tensor
@@ -79,6 +81,18 @@ class StepInputs:
     context: Context
     sample_rows: torch.Tensor | None
     sample_slots: torch.Tensor
+    sample_columns: torch.Tensor
+    output_index: torch.Tensor
+
+    @property
+    def temperatures(self) -> torch.Tensor:
+        """[num_samples] float32."""
+        return self.sample_columns.view(torch.float32)[:, TEMPERATURE]
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """[num_samples, 2] int32, low and high word."""
+        return self.sample_columns[:, SEED : SEED + 2]
 
 
 class InputBuffers:
@@ -151,11 +165,10 @@ class InputBuffers:
         shape, prompts = staged.shape, staged.prompts
         slots = self.decode_slots[: shape.num_decodes]
         rows = gather_decode_rows(self.state, slots, self.block_size)
-        tables = self.state[slots, BLOCK_TABLE:]
         context = Context(
             num_decodes=shape.num_decodes,
             kv_slots=rows.kv_slots,
-            block_tables=tables,
+            block_tables=rows.block_tables,
             context_lens=rows.context_lens,
             cu_seqlens_q=prompts.borders,
             query_tiles=prompts.tiles,
@@ -164,26 +177,24 @@ class InputBuffers:
             shared_prefixes=self.prefixes.shared if shape.shares_prefixes else None,
         )
         if not shape.num_chunks:
-            return StepInputs(rows.token_ids, rows.positions, context, None, slots)
+            return StepInputs(rows.token_ids, rows.positions, context, None, slots, rows.columns, rows.output_index)
         context.kv_slots = torch.cat((context.kv_slots, prompts.kv_slots))
         context.block_tables = torch.cat((context.block_tables, self.state[prompts.slots, BLOCK_TABLE:]))
         context.context_lens = torch.cat((context.context_lens, prompts.context_lens))
+        positions = torch.cat((rows.positions, prompts.positions))
+        decode_rows = torch.arange(shape.num_decodes, device=slots.device)
+        sample_rows = torch.cat((decode_rows, prompts.sample_rows + shape.num_decodes))
+        sample_slots = torch.cat((slots, prompts.sample_slots))
+        columns = self.state[sample_slots, :BLOCK_TABLE]
         return StepInputs(
             token_ids=torch.cat((rows.token_ids, prompts.token_ids)),
-            positions=torch.cat((rows.positions, prompts.positions)),
+            positions=positions,
             context=context,
-            sample_rows=torch.cat(
-                (torch.arange(shape.num_decodes, device=slots.device), prompts.sample_rows + shape.num_decodes)
-            ),
-            sample_slots=torch.cat((slots, prompts.sample_slots)),
+            sample_rows=sample_rows,
+            sample_slots=sample_slots,
+            sample_columns=columns,
+            output_index=positions[sample_rows] + 1 - columns[:, NUM_PROMPT],
         )
-
-    def sampling_inputs(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Temperatures [n], seeds [n, 2], and output indices [n] of the rows to sample."""
-        rows = self.state[inputs.sample_slots, :BLOCK_TABLE]
-        positions = inputs.positions if inputs.sample_rows is None else inputs.positions[inputs.sample_rows]
-        output_index = positions + 1 - rows[:, NUM_PROMPT]
-        return rows.view(torch.float32)[:, TEMPERATURE], rows[:, SEED : SEED + 2], output_index
 
     def scatter(self, inputs: StepInputs, token_ids: torch.Tensor, sampled: torch.Tensor) -> None:
         """Put the sampled tokens [num_samples] into their slots, and into `sampled` for the host."""

@@ -173,7 +173,7 @@ class ModelRunner:
         if inputs.sample_rows is not None:
             x, residual = x[inputs.sample_rows], residual[inputs.sample_rows]
         logits = self.model.compute_logits(x, residual)
-        token_ids = self.sampler(logits, *self.buffers.sampling_inputs(inputs))
+        token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
         self.buffers.scatter(inputs, token_ids, self._sampled)
 
     def _make_ladder(self) -> Ladder:

@@ -15,23 +15,30 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_option
 LAST_TOKEN, NUM_COMPUTED, NUM_PROMPT, TEMPERATURE, SEED, BLOCK_TABLE = 0, 1, 2, 3, 4, 6
 """Columns of the slot state: newest token, tokens computed, tokens of the prompt, temperature (a float32's bits), seed
 (low word, high word), and from there on the block table."""
+_ROWS_PER_PROGRAM = 32
 
 
 @dataclass
 class DecodeRows:
-    """One row for each decoding sequence, [num_rows] int32 each.
+    """One row for each decoding sequence, int32, [num_rows] if not said otherwise.
 
     Attributes:
         token_ids: the newest token, which is the input.
         positions: its position.
         kv_slots: where its keys and values go; -1 for padding.
         context_lens: tokens that it attends to, itself included.
+        output_index: tokens that the sequence has generated before the next one.
+        columns: [num_rows, BLOCK_TABLE]; the slot up to its block table.
+        block_tables: [num_rows, max_blocks].
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_slots: torch.Tensor
     context_lens: torch.Tensor
+    output_index: torch.Tensor
+    columns: torch.Tensor
+    block_tables: torch.Tensor
 
 
 def gather_decode_rows_ref(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
@@ -41,15 +48,23 @@ def gather_decode_rows_ref(state: torch.Tensor, slots: torch.Tensor, block_size:
     blocks = rows[:, BLOCK_TABLE:].gather(1, (positions // block_size).long().unsqueeze(1)).squeeze(1)
     kv_slots = blocks * block_size + positions % block_size
     kv_slots = torch.where(slots == len(state) - 1, -1, kv_slots)
-    return DecodeRows(rows[:, LAST_TOKEN].contiguous(), positions, kv_slots, positions + 1)
+    return DecodeRows(
+        token_ids=rows[:, LAST_TOKEN].contiguous(),
+        positions=positions,
+        kv_slots=kv_slots,
+        context_lens=positions + 1,
+        output_index=positions + 1 - rows[:, NUM_PROMPT],
+        columns=rows[:, :BLOCK_TABLE].contiguous(),
+        block_tables=rows[:, BLOCK_TABLE:].contiguous(),
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "padding_slot"])
 def _gather_decode_rows_kernel(
-    state_ptr, slots_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, context_lens_ptr,
-    num_rows, width, padding_slot, block_size,
-    LAST_TOKEN: tl.constexpr, NUM_COMPUTED: tl.constexpr, BLOCK_TABLE: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    state_ptr, slots_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, context_lens_ptr, output_index_ptr,
+    columns_ptr, block_tables_ptr, num_rows, width, padding_slot, block_size,
+    LAST_TOKEN: tl.constexpr, NUM_COMPUTED: tl.constexpr, NUM_PROMPT: tl.constexpr, BLOCK_TABLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
@@ -65,18 +80,30 @@ def _gather_decode_rows_kernel(
     tl.store(positions_ptr + rows, positions, mask=mask)
     tl.store(kv_slots_ptr + rows, kv_slots, mask=mask)
     tl.store(context_lens_ptr + rows, positions + 1, mask=mask)
+    num_prompt = tl.load(row_ptr + NUM_PROMPT, mask=mask, other=0)
+    tl.store(output_index_ptr + rows, positions + 1 - num_prompt, mask=mask)
+    table_size = width - BLOCK_TABLE
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)[None, :]
+        values = tl.load(row_ptr[:, None] + columns, mask=mask[:, None] & (columns < width), other=0)
+        before_table = mask[:, None] & (columns < BLOCK_TABLE)
+        in_table = mask[:, None] & (columns >= BLOCK_TABLE) & (columns < width)
+        tl.store(columns_ptr + rows[:, None] * BLOCK_TABLE + columns, values, mask=before_table)
+        tl.store(block_tables_ptr + rows[:, None] * table_size + columns - BLOCK_TABLE, values, mask=in_table)
 
 
 def gather_decode_rows_triton(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
     """Triton form of `gather_decode_rows`."""
-    num_rows = len(slots)
+    num_rows, width = len(slots), state.shape[1]
     # Tensors of their own, so aligned: every kernel that reads them would be compiled again for each other alignment.
-    out = DecodeRows(*(torch.empty_like(slots) for _ in range(4)))
-    _gather_decode_rows_kernel[(triton.cdiv(num_rows, 128),)](
-        state, slots, out.token_ids, out.positions, out.kv_slots, out.context_lens,
-        num_rows, state.stride(0), len(state) - 1, block_size,
-        LAST_TOKEN=LAST_TOKEN, NUM_COMPUTED=NUM_COMPUTED, BLOCK_TABLE=BLOCK_TABLE, ROWS=128,
-        **pdl_options(slots.device),
+    numbers = (torch.empty_like(slots) for _ in range(5))
+    tables = (slots.new_empty(num_rows, size) for size in (BLOCK_TABLE, width - BLOCK_TABLE))
+    out = DecodeRows(*numbers, *tables)
+    _gather_decode_rows_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+        state, slots, out.token_ids, out.positions, out.kv_slots, out.context_lens, out.output_index,
+        out.columns, out.block_tables, num_rows, width, len(state) - 1, block_size,
+        LAST_TOKEN=LAST_TOKEN, NUM_COMPUTED=NUM_COMPUTED, NUM_PROMPT=NUM_PROMPT, BLOCK_TABLE=BLOCK_TABLE,
+        ROWS=_ROWS_PER_PROGRAM, COLUMNS=16, **pdl_options(slots.device),
     )  # fmt: skip
     return out
 

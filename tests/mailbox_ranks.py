@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels.agree import agree
 from nanovllm.kernels.mailbox import Mailboxes
-from nanovllm.kernels.reduce_norm import ReduceForm, reduce_norm
+from nanovllm.kernels.reduce_norm import reduce_norm
 
 NUM_RANKS = 3
 NUM_STEPS = 3
@@ -21,7 +21,7 @@ STEP_ROWS = (16, 3, 1)
 class Case:
     """One call: every rank's part, and what all of them add to it."""
 
-    form: ReduceForm
+    one_shot: bool
     parts: list[torch.Tensor]
     residual: torch.Tensor | None
     weight: torch.Tensor
@@ -56,7 +56,7 @@ def make_boxes(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> Mailboxe
 
 
 def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
-    """Calls in every form, in mixed order, and tokens with ties; the same on every rank."""
+    """Calls in both forms, in mixed order, and tokens with ties; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -65,11 +65,12 @@ def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
     steps = []
     for step in range(NUM_STEPS):
         calls = []
-        for i, many_rows in enumerate((ReduceForm.ROWS, ReduceForm.ONE_SHOT, ReduceForm.TWO_SHOT)):
+        for i, one_shot in enumerate((False, True, False)):
             rows = STEP_ROWS[(step + i) % 3]
-            form = many_rows if rows >= NUM_RANKS else ReduceForm.ONE_SHOT
             residual = randn(rows, SIZE) if (step + i) % 2 else None
-            calls.append(Case(form, [randn(rows, SIZE) for _ in range(NUM_RANKS)], residual, randn(SIZE)))
+            calls.append(
+                Case(one_shot or rows < NUM_RANKS, [randn(rows, SIZE) for _ in range(NUM_RANKS)], residual, randn(SIZE))
+            )
         scores = torch.randint(-2, 3, (NUM_RANKS, MAX_CANDIDATES), generator=generator).float()
         scores[:, 0] = torch.tensor([-0.0, 0.0, -1e-40])
         scores[:, 1] = -torch.inf
@@ -82,7 +83,7 @@ def run_step(boxes: Mailboxes, step: Step) -> list[tuple[torch.Tensor, torch.Ten
     """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
     boxes.step.add_(1)
     results = [
-        reduce_norm(case.parts[boxes.rank], case.weight, 1e-6, case.residual, boxes, call, case.form)
+        reduce_norm(case.parts[boxes.rank], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
         for call, case in enumerate(step.calls)
     ]
     drawn = agree(step.scores[boxes.rank], step.tokens[boxes.rank], boxes)

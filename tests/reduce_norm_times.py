@@ -1,4 +1,4 @@
-"""Time of the all-reduce with residual and norm behind it, us a call: in each of our forms, and by NCCL.
+"""Time of the all-reduce with residual and norm behind it, us a call: in one shot, in two, and by NCCL.
 
 Run with `python -m tests.reduce_norm_times [SIZE]`. Not a test: nothing is asserted.
 """
@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import torch
 import torch.distributed as dist
 
-from nanovllm.kernels.reduce_norm import ReduceForm, fits, reduce_norm
+from nanovllm.kernels.reduce_norm import fits, reduce_norm
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.communicator import find_store, open_store
 from nanovllm.utils.symmetric import SymmetricCommunicator, connect
@@ -49,10 +49,10 @@ def run(rank: int, size: int, port: int) -> None:
         for rows in ROWS:
             x, residual = (torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2))
 
-            def ours(form: ReduceForm, x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
+            def ours(one_shot: bool, x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 communicator.begin_step()
                 for call in range(CALLS):
-                    reduce_norm(x, weight, 1e-6, residual, boxes, call, form)
+                    reduce_norm(x, weight, 1e-6, residual, boxes, call, one_shot)
 
             def theirs(x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 for _ in range(CALLS):
@@ -60,9 +60,9 @@ def run(rank: int, size: int, port: int) -> None:
                     rms_norm(x, weight, 1e-6, residual)
 
             times = []
-            for form in ReduceForm:
-                possible = fits(x, boxes, form) and (rows >= size or form is ReduceForm.ONE_SHOT)
-                times.append(f"{microseconds(partial(ours, form)):8.1f}" if possible else f"{'-':>8}")
+            for one_shot in (True, False):
+                possible = fits(x, boxes, one_shot) and (one_shot or rows >= size)
+                times.append(f"{microseconds(partial(ours, one_shot)):8.1f}" if possible else f"{'-':>8}")
             times.append(f"{microseconds(theirs):8.1f}")
             if rank == 0:
                 print(f"{size} GPUs {rows:4d} rows", *times, flush=True)

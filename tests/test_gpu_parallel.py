@@ -89,7 +89,7 @@ def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
             agree(step.scores[0], step.tokens[0], boxes)
         else:
             case = step.calls[call]
-            reduce_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.form)
+            reduce_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
         torch.cuda.synchronize()
 
     run()

@@ -12,7 +12,7 @@ from torch.multiprocessing import get_context
 
 from nanovllm.kernels.agree import pack_candidates, unpack_tokens
 from nanovllm.kernels.mailbox import Mailboxes
-from nanovllm.kernels.reduce_norm import ReduceForm, fits, reduce_norm_ref
+from nanovllm.kernels.reduce_norm import fits, reduce_norm_ref
 from nanovllm.utils import symmetric
 from nanovllm.utils.symmetric import SymmetricCommunicator, connect
 from tests import mailbox_ranks
@@ -59,13 +59,12 @@ def make_boxes(**sizes: int) -> Mailboxes:
 
 def test_what_fits_into_a_mailbox() -> None:
     boxes = make_boxes(word_bytes=256, row_bytes=1024, max_rows=20)
-    for form in (ReduceForm.ONE_SHOT, ReduceForm.TWO_SHOT):
-        assert fits(torch.zeros(8, 16, dtype=torch.bfloat16), boxes, form) and fits(torch.zeros(4, 16), boxes, form)
-        assert not fits(torch.zeros(9, 16, dtype=torch.bfloat16), boxes, form)
-        assert not fits(torch.zeros(1, 15, dtype=torch.bfloat16), boxes, form)
-    assert fits(torch.zeros(14, 16), boxes, ReduceForm.ROWS) and not fits(torch.zeros(15, 16), boxes, ReduceForm.ROWS)
-    assert fits(torch.zeros(20, 15, dtype=torch.bfloat16), boxes, ReduceForm.ROWS)
-    assert not fits(torch.zeros(21, 4), boxes, ReduceForm.ROWS)
+    assert fits(torch.zeros(8, 16, dtype=torch.bfloat16), boxes, True) and fits(torch.zeros(4, 16), boxes, True)
+    assert not fits(torch.zeros(9, 16, dtype=torch.bfloat16), boxes, True)
+    assert not fits(torch.zeros(1, 15, dtype=torch.bfloat16), boxes, True)
+    assert fits(torch.zeros(14, 16), boxes, False) and not fits(torch.zeros(15, 16), boxes, False)
+    assert fits(torch.zeros(20, 15, dtype=torch.bfloat16), boxes, False)
+    assert not fits(torch.zeros(21, 4), boxes, False)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -79,10 +78,10 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
     forms = set()
 
     def reduce_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any, *args: Any) -> None:
-        _, call, form, (normed, total) = args
-        assert call == communicator._call and fits(x, boxes, form)
-        assert form is ReduceForm.ONE_SHOT or len(x) >= size
-        forms.add(form)
+        _, call, one_shot, (normed, total) = args
+        assert call == communicator._call and fits(x, boxes, one_shot)
+        assert one_shot or len(x) >= size
+        forms.add(one_shot)
         total.copy_(x + residual)
         normed.copy_(2 * x)
 
@@ -93,7 +92,7 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
         normed, total = communicator.reduce_norm(x, x[0], 1e-6, x)
         assert torch.equal(normed, 2 * x) and torch.equal(total, 2 * x)
         assert communicator._call % 2 == 1 and (communicator._call == 1) == (rows <= 4000)
-    assert forms == set(ReduceForm)
+    assert forms == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ ABORT_CHECK_SPINS = 1024
 class Mailboxes:
     """One rank's view of the memory that the ranks share.
 
-    A mailbox is `num_bytes` bytes, which begin as zeros: everything twice, for even and odd calls, with a place for
-    each rank and one for results.
+    A mailbox is `num_bytes` bytes, which begin as zeros: everything twice, for even and odd calls.
 
     Attributes:
         rank, num_ranks: this one, and how many.
@@ -56,8 +55,8 @@ class Mailboxes:
 
     @cached_property
     def rows_offset(self) -> int:
-        """Where rows begin: [2 halves, contributions and results, row_bytes]; words come before them."""
-        return 2 * (self.num_ranks + 1) * 2 * self.word_bytes
+        """Where rows begin: [2, contributions and results, row_bytes]; before them are words, [2, num_ranks, ...]."""
+        return 2 * self.num_ranks * 2 * self.word_bytes
 
     @cached_property
     def flags_offset(self) -> int:

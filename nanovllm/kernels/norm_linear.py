@@ -160,9 +160,9 @@ def norm_linear_triton(
     norm_weight, eps = norm if norm is not None else (weight, 0.0)
     block_in = triton.next_power_of_2(in_features)
     # Weights of a program: enough to be in flight, few enough for its registers.
-    wide = block_in > 4096
-    block_out = max(1, (32768 if wide else 16384) // block_in // (2 if gated else 1))
-    block_out = min(block_out, 16)
+    wide = block_in > 4096 or (gated and block_in == 4096)
+    size = 32768 if wide else 8192 if block_in <= 1024 else 16384
+    block_out = min(16, max(1, size // block_in // (2 if gated else 1)))
     _thin_linear_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,
         IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out,

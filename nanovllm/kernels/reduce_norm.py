@@ -1,13 +1,10 @@
 """All-reduce over GPUs that map each other's memory, with the residual addition and the RMS norm that follow.
 
-A few rows go to every rank as words, which each adds up (one-shot). Of more, each rank adds up its share and tells the
-others the sum (two-shot): as words, or, of many, as rows with flags. The order of summation is the ranks', so all of
-them get the same bits.
+A few rows go to every rank, as words, and each adds them up (one-shot). Of more, each rank adds up its share and tells
+the others the sum, as rows with flags (two-shot). The order of summation is the ranks', so all get the same bits.
 """
 
 from __future__ import annotations
-
-from enum import Enum, auto
 
 import torch
 
@@ -22,14 +19,6 @@ from nanovllm.kernels.mailbox import (
     send_words,
 )
 from nanovllm.kernels.rms_norm import rms_norm_ref
-
-
-class ReduceForm(Enum):
-    """How a sum goes over the links: see the module."""
-
-    ONE_SHOT = auto()
-    TWO_SHOT = auto()
-    ROWS = auto()
 
 
 def reduce_norm_ref(
@@ -64,11 +53,11 @@ def _pack(first, second, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["call_in_step"])
-def _words_kernel(
+def _one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size, capacity,
     call_in_step, calls_per_step,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr,
-    CHECK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     per_word: tl.constexpr = 32 // dtype.primitive_bitwidth
@@ -85,31 +74,23 @@ def _words_kernel(
     row_offsets = row.to(tl.int64) * words_per_row + offsets
     mine = tl.load(x_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
     mailbox = mailbox_of(addresses_ptr, RANK, 0, tl.int64)
-    box = (call & 1).to(tl.int64) * ((RANKS + 1) * capacity) + row_offsets
-    owner = row % RANKS
+    box = (call & 1).to(tl.int64) * (RANKS * capacity) + row_offsets
     first = tl.zeros([BLOCK], dtype=tl.float32)
     second = tl.zeros([BLOCK], dtype=tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
         first, second = _unpack(residual, dtype)
-    if TWO_SHOT and owner != RANK:
-        send_words(mailbox_of(addresses_ptr, owner, 0, tl.int64), box + RANK * capacity, mine, mask, call)
-        words = receive_words(mailbox, box + RANKS * capacity, mask, call, abort_ptr, CHECK)
-    else:
-        for rank in tl.static_range(RANKS):
-            if rank != RANK and not TWO_SHOT:
-                send_words(mailbox_of(addresses_ptr, rank, 0, tl.int64), box + RANK * capacity, mine, mask, call)
-        for rank in tl.static_range(RANKS):
-            words = mine
-            if rank != RANK:
-                words = receive_words(mailbox, box + rank * capacity, mask, call, abort_ptr, CHECK)
-            part_first, part_second = _unpack(words, dtype)
-            first += part_first
-            second += part_second
-        words = _pack(first, second, dtype)
-        for rank in tl.static_range(RANKS):
-            if rank != RANK and TWO_SHOT:
-                send_words(mailbox_of(addresses_ptr, rank, 0, tl.int64), box + RANKS * capacity, words, mask, call)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            send_words(mailbox_of(addresses_ptr, rank, 0, tl.int64), box + RANK * capacity, mine, mask, call)
+    for rank in tl.static_range(RANKS):
+        words = mine
+        if rank != RANK:
+            words = receive_words(mailbox, box + rank * capacity, mask, call, abort_ptr, CHECK)
+        part_first, part_second = _unpack(words, dtype)
+        first += part_first
+        second += part_second
+    words = _pack(first, second, dtype)
     tl.store(total_ptr.to(word_pointer) + row_offsets, words, mask=mask)
     # What is normalised is what is passed on, which is rounded.
     first, second = _unpack(words, dtype)
@@ -120,7 +101,7 @@ def _words_kernel(
 
 
 @triton.jit(do_not_specialize=["call_in_step"])
-def _rows_kernel(
+def _two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size,
     rows_offset, row_bytes, flags_offset, max_rows, call_in_step, calls_per_step,
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
@@ -176,13 +157,13 @@ def _rows_kernel(
     tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
 
 
-def fits(x: torch.Tensor, boxes: Mailboxes, form: ReduceForm) -> bool:
-    """Whether `reduce_norm` can take rows like x: no more than a mailbox holds, and of whole words."""
+def fits(x: torch.Tensor, boxes: Mailboxes, one_shot: bool) -> bool:
+    """Whether `reduce_norm` can take rows like x: no more than a mailbox holds, and in one shot of whole words."""
     num_rows, row_bytes = len(x), x.shape[1] * x.element_size()
-    if form is ReduceForm.ROWS:
-        # Contributions to the last rows may be the last of a group of `num_ranks` rows.
-        return num_rows <= boxes.max_rows and (num_rows + boxes.num_ranks) * row_bytes <= boxes.row_bytes
-    return row_bytes % 4 == 0 and num_rows * row_bytes <= boxes.word_bytes
+    if one_shot:
+        return row_bytes % 4 == 0 and num_rows * row_bytes <= boxes.word_bytes
+    # Contributions to the last rows may be the last of a group of `num_ranks` rows.
+    return num_rows <= boxes.max_rows and (num_rows + boxes.num_ranks) * row_bytes <= boxes.row_bytes
 
 
 def reduce_norm(
@@ -192,7 +173,7 @@ def reduce_norm(
     residual: torch.Tensor | None,
     boxes: Mailboxes,
     call_in_step: int,
-    form: ReduceForm,
+    one_shot: bool,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
@@ -204,31 +185,31 @@ def reduce_norm(
         residual: [num_rows, size], contiguous, the same on every rank; or None for zero.
         boxes: where the ranks meet. Two calls after this one it is all read: by then every rank has taken part in one.
         call_in_step: number of the call, below `calls_per_step`.
-        form: the same on every rank; x must fit. The two-shot ones need a row for each rank, or some ranks would not
-            take part.
+        one_shot: the form, the same on every rank; x must fit. Two shots need a row for each rank, or some ranks would
+            not take part.
         out: where to put the results, contiguous; None for new tensors.
 
     Returns:
         The normalised rows, and the sum, both in x's dtype and the same on every rank.
     """
     num_rows, size = x.shape
-    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, boxes, form)
-    assert form is ReduceForm.ONE_SHOT or num_rows >= boxes.num_ranks
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, boxes, one_shot)
+    assert one_shot or num_rows >= boxes.num_ranks
     normed, total = out or (torch.empty_like(x), torch.empty_like(x))
     tensors = x, residual, weight, normed, total, boxes.addresses, boxes.step, boxes.abort
+    words = triton.next_power_of_2(size * x.element_size() // 4)
     options = {
         "RANK": boxes.rank, "RANKS": boxes.num_ranks, "HAS_RESIDUAL": residual is not None, "CHECK": ABORT_CHECK_SPINS,
+        "num_warps": min(8, max(1, words // 256)),
     } | pdl_options(x.device)  # fmt: skip
-    words = triton.next_power_of_2(size * x.element_size() // 4)
-    if form is ReduceForm.ROWS:
-        _rows_kernel[(num_rows,)](
+    if one_shot:
+        _one_shot_kernel[(num_rows,)](
+            *tensors, eps, size, boxes.word_bytes // 4, call_in_step, boxes.calls_per_step, BLOCK=words, **options
+        )
+    else:
+        _two_shot_kernel[(num_rows,)](
             *tensors, eps, size, boxes.rows_offset, boxes.row_bytes, boxes.flags_offset, boxes.max_rows,
             call_in_step, boxes.calls_per_step, BLOCK=triton.next_power_of_2(size),
-            RANKS_PADDED=triton.next_power_of_2(boxes.num_ranks), num_warps=min(8, max(1, words // 256)), **options,
-        )  # fmt: skip
-    else:
-        _words_kernel[(num_rows,)](
-            *tensors, eps, size, boxes.word_bytes // 4, call_in_step, boxes.calls_per_step, BLOCK=words,
-            TWO_SHOT=form is ReduceForm.TWO_SHOT, num_warps=min(8, max(1, words // 256)), **options,
+            RANKS_PADDED=triton.next_power_of_2(boxes.num_ranks), **options,
         )  # fmt: skip
     return normed, total

@@ -10,7 +10,7 @@ from torch.distributed import Store, _symmetric_memory  # type: ignore[attr-defi
 
 from nanovllm.kernels.agree import agree
 from nanovllm.kernels.mailbox import Mailboxes
-from nanovllm.kernels.reduce_norm import ReduceForm, fits, reduce_norm
+from nanovllm.kernels.reduce_norm import fits, reduce_norm
 from nanovllm.utils.communicator import DistributedCommunicator
 
 _WORD_BYTES = 2**19
@@ -18,7 +18,7 @@ _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
 _CALLS_PER_STEP = 4095
 """Odd, as a step's calls are: two a layer and one, each in an odd number of pieces."""
-_ONE_SHOT_BYTES = 2**18
+_ONE_SHOT_BYTES = 2**19
 """Most bytes that a rank sends to all the others; of more it sends each its share."""
 _CHOICE_KEY = "mailboxes"
 
@@ -71,17 +71,18 @@ class SymmetricCommunicator(DistributedCommunicator):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class."""
-        form = self._form(x)
+        num_bytes = x.numel() * x.element_size()
+        one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
         # An odd number of pieces leaves the number of a step's calls odd.
         pieces = 1
-        while not fits(x[: -(-len(x) // pieces)], self._boxes, form):
+        while not fits(x[: -(-len(x) // pieces)], self._boxes, one_shot):
             pieces += 2
         out = torch.empty_like(x), torch.empty_like(x)
         residuals = [None] * pieces if residual is None else residual.tensor_split(pieces)
         parts = x.tensor_split(pieces), residuals, *(tensor.tensor_split(pieces) for tensor in out)
         for part, rest, normed, total in zip(*parts, strict=True):
             assert self._call < _CALLS_PER_STEP
-            reduce_norm(part, weight, eps, rest, self._boxes, self._call, form, (normed, total))
+            reduce_norm(part, weight, eps, rest, self._boxes, self._call, one_shot, (normed, total))
             self._call += 1
         return out
 
@@ -92,12 +93,6 @@ class SymmetricCommunicator(DistributedCommunicator):
     def interrupt(self) -> None:
         """See the base class."""
         self._boxes.abort.fill_(1)
-
-    def _form(self, x: torch.Tensor) -> ReduceForm:
-        num_bytes = x.numel() * x.element_size()
-        if len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES:
-            return ReduceForm.ONE_SHOT
-        return ReduceForm.TWO_SHOT if fits(x, self._boxes, ReduceForm.TWO_SHOT) else ReduceForm.ROWS
 
 
 def connect(rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> DistributedCommunicator:

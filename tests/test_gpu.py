@@ -16,6 +16,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.cuda_graph import Ladder
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels._triton import compiled_ahead
+from nanovllm.kernels.slot_state import scatter_tokens_triton
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
@@ -237,3 +239,17 @@ def test_dummy_weights_of_a_published_shape(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="cuda:99"):
         resolve_device("cuda:99")
+
+
+def test_what_is_compiled_ahead_is_not_launched() -> None:
+    def scatter(state: torch.Tensor) -> None:
+        slots, token_ids = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 7, device="cuda")
+        scatter_tokens_triton(state, slots, token_ids, 1, torch.zeros_like(token_ids))
+
+    state = torch.zeros(2, 8, dtype=torch.int32, device="cuda")
+    with compiled_ahead(torch.device("cuda", 0)):
+        scatter(state)
+        scatter(state)
+    assert not state.any()
+    scatter(state)
+    assert state[0, 0] == 7

@@ -16,6 +16,8 @@ _SHARING_DECODES = (32, 64, 96, 128)
 _SHARING_MIXED_DECODES = (64, 256)
 _SHARING_MIXED_TOKENS = (256, 2048)
 """With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
+_KERNEL_ROWS = (1, 2, 17, 33)
+"""Decode rows from which on other kernels serve."""
 
 
 def decode_ladder(max_num_seqs: int, shares_prefixes: bool) -> list[StepShape]:
@@ -66,6 +68,12 @@ class Ladder:
             ):
                 return rung
         return None
+
+    def samples(self) -> list[StepShape]:
+        """Some of the shapes, which take every kernel that all of them take."""
+        kinds = [(tokens, chunks, sharing) for tokens, chunks in ((0, 0), (1, 1)) for sharing in (False, True)]
+        rungs = [self.fit(StepShape(rows, *kind)) for kind in kinds for rows in _KERNEL_ROWS]
+        return list(dict.fromkeys(rung for rung in rungs if rung is not None))
 
 
 class StepGraphs:

@@ -17,8 +17,9 @@ import torch
 from nanovllm.attention import make_backend
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_ladder
-from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepShape
+from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepInputs, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
+from nanovllm.kernels._triton import compiled_ahead
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -106,6 +107,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.graphs: StepGraphs | None = None
         self.ladder = self._make_ladder()
+        self._compile_kernels()
         self.num_kvcache_blocks = self._num_blocks(free_before)
         self._bind_cache(self.num_kvcache_blocks)
         if self.ladder.shapes and not config.enforce_eager:
@@ -166,7 +168,10 @@ class ModelRunner:
     def _forward(self, staged: StagedStep) -> None:
         """Compute, sample, and leave the tokens in the slots and in `_sampled`."""
         self.communicator.begin_step()
-        inputs = self.buffers.assemble(staged)
+        self._compute(self.buffers.assemble(staged))
+
+    def _compute(self, inputs: StepInputs) -> None:
+        """Run the model on what is on the device, sample, and put the tokens where they belong."""
         inputs.context.plan = self.backend.plan(inputs.context)
         with set_context(inputs.context):
             x, residual = self.model(inputs.token_ids, inputs.positions)
@@ -185,6 +190,21 @@ class ModelRunner:
             if self.backend.supports_mixed_graph:
                 shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
         return Ladder(shapes)
+
+    def _compile_kernels(self) -> None:
+        """Compile, all at once, the kernels that the ladder's steps take; two layers take what all do."""
+        if not self.ladder.shapes:
+            return
+        self._bind_cache(1)
+        with torch.inference_mode(), self._device_guard():
+            staged = (self.buffers.stage(ScheduledBatch(), shape) for shape in self.ladder.samples())
+            steps = [self.buffers.assemble(step) for step in staged]
+            model = self.model.model
+            layers, model.layers = model.layers, model.layers[:2]
+            with compiled_ahead(self.device):
+                for inputs in steps:
+                    self._compute(inputs)
+            model.layers = layers
 
     def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:
         num_tokens = num_padded_decodes + num_prompts
@@ -223,8 +243,8 @@ class ModelRunner:
         if self.config.num_kvcache_blocks != -1:
             return self.config.num_kvcache_blocks
         model = self.model_config
-        token_bytes = 2 * model.num_layers * self.model.shard.kv_heads.size * model.head_dim * self.dtype.itemsize
-        block_bytes = token_bytes * self.block_size
+        kv_elements = 2 * model.num_layers * self.model.shard.kv_heads.size * model.head_dim
+        block_bytes = kv_elements * self.dtype.itemsize * self.block_size
         cpu_budget = cpu_cache_budget() // self.communicator.size
         budget = self._gpu_cache_budget(free_before) if self.is_cuda else cpu_budget
         if budget < block_bytes:
@@ -268,12 +288,10 @@ class ModelRunner:
     def _profile_run(self) -> None:
         """Run the step that takes the most memory: the whole token budget in prompts, sampled in every slot."""
         self._bind_cache(1)
-        num_seqs = self.config.max_num_running
-        share, rest = divmod(self.config.max_num_batched_tokens, num_seqs)
-        lens = [share + (slot < rest) for slot in range(num_seqs)]
-        table = [0] * self.max_blocks
+        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_running
+        lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
         batch = ScheduledBatch(
-            joins=[SlotJoin(slot, table, 1, 1.0, 0) for slot in range(num_seqs)],
+            joins=[SlotJoin(slot, [0] * self.max_blocks, 1, 1.0, 0) for slot in range(num_seqs)],
             chunks=[PromptChunk(slot, 0, array("i", [0]) * min(n, self.max_model_len), False, True)
                     for slot, n in enumerate(lens)],
             sampled_seq_ids=list(range(num_seqs)),

@@ -5,7 +5,11 @@ Triton exists on Linux alone, and its kernels are launched for CUDA tensors alon
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,14 +22,61 @@ tl: Any
 gdc_wait: Any
 gdc_launch_dependents: Any
 
+# Kernels that are compiled instead of launched; None where they are launched.
+_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+
 if find_spec("triton") is not None:
     triton, tl = import_module("triton"), import_module("triton.language")
     _cuda = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = _cuda.gdc_wait, _cuda.gdc_launch_dependents
+
+    class _Kernel(triton.JITFunction):
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            compiled = _compiled.get()
+            kernel = super().run(*args, grid=grid, warmup=warmup or compiled is not None, **kwargs)
+            if compiled is not None:
+                compiled.append(kernel)
+            return kernel
+
+    def jit(function: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+        """Make a kernel that `compiled_ahead` can compile; `triton.jit` otherwise."""
+        if function is None:
+            return partial(jit, do_not_specialize=do_not_specialize)
+        make = triton.jit if triton.knobs.runtime.interpret else _Kernel
+        return make(function, do_not_specialize=list(do_not_specialize))
+
 else:
-    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda wrapped: wrapped))
+    triton = SimpleNamespace()
     tl = SimpleNamespace(constexpr=int)
     gdc_wait = gdc_launch_dependents = None
+
+    def jit(function: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+        """Leave a kernel as it is."""
+        return function or jit
+
+
+@contextmanager
+def compiled_ahead(device: torch.device) -> Iterator[None]:
+    """Inside, kernels are compiled in threads and not launched; at the end they are compiled and loaded.
+
+    One after the other, as they would be at their first launches, they take several times as long.
+    """
+    kernels: list[Any] = []
+    with ThreadPoolExecutor() as executor:
+        with triton.AsyncCompileMode(executor):
+            token = _compiled.set(kernels)
+            try:
+                yield
+            finally:
+                _compiled.reset(token)
+
+        def load(kernel: Any) -> None:
+            # A thread has a device of its own. What launches a kernel is compiled too, by the C compiler.
+            torch.cuda.set_device(device)
+            _ = kernel.run
+
+        done = [kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel for kernel in kernels]
+        list(executor.map(load, {id(kernel): kernel for kernel in done}.values()))
 
 
 @cache
@@ -40,4 +91,4 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": False}
 
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "pdl_options", "tl", "triton"]
+__all__ = ["compiled_ahead", "gdc_launch_dependents", "gdc_wait", "jit", "pdl_options", "tl", "triton"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.mailbox import ABORT_CHECK_SPINS, Mailboxes, mailbox_of, receive_words, send_words
 
 _TOKEN_MASK = 2**31 - 1
@@ -28,7 +28,7 @@ def unpack_tokens(keys: torch.Tensor) -> torch.Tensor:
     return _TOKEN_MASK - (keys & _TOKEN_MASK)
 
 
-@triton.jit
+@jit
 def _agree_kernel(
     scores_ptr, token_ids_ptr, out_ptr, addresses_ptr, step_ptr, abort_ptr, num_rows, offset, max_rows,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, CHECK: tl.constexpr,

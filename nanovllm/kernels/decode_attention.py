@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 from nanovllm.kernels.prefix_attention import PrefixPlan, SharedPrefixes, plan_prefixes, prefix_attention
 
@@ -39,7 +39,7 @@ class DecodePlan:
     prefix: PrefixPlan | None
 
 
-@triton.jit
+@jit
 def _fold_prefix(
     partial_ptr, lse_ptr, place, stride, pieces, head, group, dims, acc, row_max, row_sum,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -58,7 +58,7 @@ def _fold_prefix(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_size", "prefix_rows_stride"])
+@jit(do_not_specialize=["num_seqs", "table_size", "prefix_rows_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr,
     tile_ends_ptr, prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, scale,
@@ -129,7 +129,7 @@ def _decode_kernel(
         seq += (in_seq + count == num_tiles * KV_HEADS).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@jit(do_not_specialize=["num_seqs", "num_programs"])
 def _merge_kernel(
     out_ptr, partial_ptr, lse_ptr, tile_ends_ptr, num_seqs, num_programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
@@ -166,7 +166,7 @@ def _merge_kernel(
         tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@jit(do_not_specialize=["num_seqs"])
 def _plan_kernel(
     context_lens_ptr, prefix_lens_ptr, tile_ends_ptr, num_seqs,
     TILE: tl.constexpr, SEQS: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import jit, tl
 
 ABORT_CHECK_SPINS = 1024
 """Reads of a mailbox between two looks at the abort flag, which is in the host's memory."""
@@ -74,19 +74,19 @@ class Mailboxes:
         return self.candidates_offset + 2 * self.num_ranks * self.max_candidates * 2 * 8
 
 
-@triton.jit
+@jit
 def mailbox_of(addresses_ptr, rank, offset, dtype: tl.constexpr):
     """The address of elements of `dtype`, `offset` bytes, a multiple of 16, into a rank's mailbox."""
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
 
 
-@triton.jit
+@jit
 def send_words(mailbox, offsets, words, mask, call):
     """Put 4 bytes of data into each of a mailbox's words."""
     tl.store(mailbox + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
 
 
-@triton.jit
+@jit
 def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
     """Wait for the words of a call and return their data."""
     none = call.to(tl.int64) << 32
@@ -102,7 +102,7 @@ def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
     return packed.to(tl.int32)
 
 
-@triton.jit
+@jit
 def raise_flags(addresses_ptr, ranks, mask, offset, call):
     """Tell ranks, by flags `offset` bytes into their mailboxes, that what this program has stored there is there."""
     tl.debug_barrier()
@@ -110,7 +110,7 @@ def raise_flags(addresses_ptr, ranks, mask, offset, call):
     tl.atomic_xchg(flag_ptrs, call, mask=mask, sem="release", scope="sys")
 
 
-@triton.jit
+@jit
 def await_flag(flag_ptr, call, abort_ptr, CHECK: tl.constexpr):
     """Wait for a flag of this rank's mailbox; then what it stands for can be read."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")

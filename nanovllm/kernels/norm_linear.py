@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
 
@@ -44,7 +44,7 @@ def norm_linear_ref(
     return (silu_mul_ref(out) if gated else out), total
 
 
-@triton.jit
+@jit
 def _thin_linear_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
@@ -86,7 +86,7 @@ def _thin_linear_kernel(
     tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _skinny_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
     BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,

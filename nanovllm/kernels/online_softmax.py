@@ -6,13 +6,13 @@ The running maximum and sum are those of the online softmax (Milakov and Gimelsh
 
 from __future__ import annotations
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import jit, tl
 
 LOG2E = 1.4426950408889634
 """Scores are multiplied by this, so that the softmax can use base 2."""
 
 
-@triton.jit
+@jit
 def attend_tile(
     query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, row_stride, acc, row_max, row_sum,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,

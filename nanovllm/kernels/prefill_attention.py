@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
 QUERY_TILE = 128
 """Tokens of one tile of queries: one program's work for one head."""
 
 
-@triton.jit(do_not_specialize=["table_size", "num_tiles"])
+@jit(do_not_specialize=["table_size", "num_tiles"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, context_lens_ptr, borders_ptr, tiles_ptr, scale,
     q_stride, table_stride, table_size, num_tiles,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
 _QUERY_ROWS = 64
@@ -67,7 +67,7 @@ def plan_prefixes(shared: SharedPrefixes, num_heads: int, group: int, head_dim: 
     return PrefixPlan(shared, rows_per_item(group), partial, lse)
 
 
-@triton.jit(do_not_specialize=["table_size"])
+@jit(do_not_specialize=["table_size"])
 def _prefix_kernel(
     q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, items_ptr, members_ptr, block_tables_ptr, scale,
     q_stride, table_stride, table_size,

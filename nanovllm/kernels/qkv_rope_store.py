@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 
 NormWeights = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,7 +41,7 @@ def qkv_rope_store_ref(
     return x[:, :num_heads].contiguous()
 
 
-@triton.jit
+@jit
 def _qkv_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, kv_slots_ptr, query_ptr, k_cache_ptr, v_cache_ptr,
     eps, row_stride,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.mailbox import (
     ABORT_CHECK_SPINS,
     Mailboxes,
@@ -31,7 +31,7 @@ def reduce_norm_ref(
     return rms_norm_ref(total.to(parts[0].dtype), weight, eps)
 
 
-@triton.jit
+@jit
 def _unpack(words, dtype: tl.constexpr):
     """The float32 values in words of 4 bytes: two of each, the second zero if there is room for one only."""
     if dtype.primitive_bitwidth == 16:
@@ -43,7 +43,7 @@ def _unpack(words, dtype: tl.constexpr):
     return first, second
 
 
-@triton.jit
+@jit
 def _pack(first, second, dtype: tl.constexpr):
     """What `_unpack` takes apart."""
     if dtype.primitive_bitwidth == 16:
@@ -52,7 +52,7 @@ def _pack(first, second, dtype: tl.constexpr):
     return first.to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["call_in_step"])
+@jit(do_not_specialize=["call_in_step"])
 def _one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size, capacity,
     call_in_step, calls_per_step,
@@ -100,7 +100,7 @@ def _one_shot_kernel(
     tl.store(out_ptr.to(word_pointer) + row_offsets, out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["call_in_step"])
+@jit(do_not_specialize=["call_in_step"])
 def _two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size,
     rows_offset, row_bytes, flags_offset, max_rows, call_in_step, calls_per_step,

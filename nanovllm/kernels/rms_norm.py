@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 
 
 def rms_norm_ref(
@@ -17,7 +17,7 @@ def rms_norm_ref(
     return (normed * weight.float()).to(x.dtype), total
 
 
-@triton.jit
+@jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, size, x_stride,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

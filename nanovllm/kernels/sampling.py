@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.model_shard import Share
 
 _MASK32 = 0xFFFFFFFF
@@ -93,7 +93,7 @@ def sample_ref(
     return scores.gather(1, best).squeeze(1), vocab.start + best.squeeze(1)
 
 
-@triton.jit(do_not_specialize=["temperature_stride", "seed_stride"])
+@jit(do_not_specialize=["temperature_stride", "seed_stride"])
 def _partial_argmax_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -139,7 +139,7 @@ def _partial_argmax_kernel(
     tl.store(partial_token_ptr + partial, first_token + start + index)
 
 
-@triton.jit
+@jit
 def _final_argmax_kernel(
     scores_ptr, tokens_ptr, best_score_ptr, sampled_ptr, num_pieces, PIECES: tl.constexpr, PDL: tl.constexpr
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
-@triton.jit
+@jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 
 LAST_TOKEN, NUM_COMPUTED, NUM_PROMPT, TEMPERATURE, SEED, BLOCK_TABLE = 0, 1, 2, 3, 4, 6
 """Columns of the slot state: newest token, tokens computed, tokens of the prompt, temperature (a float32's bits), seed
@@ -59,7 +59,7 @@ def gather_decode_rows_ref(state: torch.Tensor, slots: torch.Tensor, block_size:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "padding_slot"])
+@jit(do_not_specialize=["num_rows", "width", "padding_slot"])
 def _gather_decode_rows_kernel(
     state_ptr, slots_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, context_lens_ptr, output_index_ptr,
     columns_ptr, block_tables_ptr, num_rows, width, padding_slot, block_size,
@@ -129,7 +129,7 @@ def scatter_tokens_ref(
     sampled[: len(token_ids)] = token_ids
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_decodes", "width", "padding_slot"])
+@jit(do_not_specialize=["num_rows", "num_decodes", "width", "padding_slot"])
 def _scatter_tokens_kernel(
     state_ptr, slots_ptr, token_ids_ptr, sampled_ptr, num_rows, num_decodes, width, padding_slot,
     LAST_TOKEN: tl.constexpr, NUM_COMPUTED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,

@@ -1,0 +1,58 @@
+"""Sizes that steps are padded to."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.engine.cuda_graph import Ladder, decode_ladder, mixed_ladder
+from nanovllm.engine.input_buffers import StepShape
+
+
+def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> Ladder:
+    shapes = decode_ladder(max_num_seqs, shares_prefixes)
+    return Ladder(shapes + mixed_ladder(max_num_seqs, max_num_batched_tokens, shares_prefixes))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 33, 100, 512])
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_every_decode_step_fits_and_the_ladder_ends_at_the_most(max_num_seqs: int, shares_prefixes: bool) -> None:
+    ladder = make_ladder(max_num_seqs, 16384, shares_prefixes)
+    for sharing in (False, True)[: 1 + shares_prefixes]:
+        for rows in range(1, max_num_seqs + 1):
+            rung = ladder.fit(StepShape(rows, shares_prefixes=sharing))
+            assert rung is not None and rows <= rung.num_decodes <= max_num_seqs and not rung.num_chunks
+            assert rung.shares_prefixes == sharing, "a step that shares nothing is not made to pay for it"
+        assert ladder.fit(StepShape(max_num_seqs + 1, shares_prefixes=sharing)) is None
+    if not shares_prefixes:
+        assert ladder.fit(StepShape(1, shares_prefixes=True)) is None
+
+
+def test_the_smallest_that_fits_is_taken() -> None:
+    ladder = make_ladder(512, 16384, True)
+    for shape in (StepShape(0, 1, 1), StepShape(70, 700, 3), StepShape(512, 300, 32), StepShape(65, 10, 2, True)):
+        rung = ladder.fit(shape)
+        assert rung is not None
+        fitting = [
+            other
+            for other in ladder.shapes
+            if other.num_chunks >= shape.num_chunks
+            and other.num_decodes >= shape.num_decodes
+            and other.num_tokens >= shape.num_tokens
+            and other.shares_prefixes >= shape.shares_prefixes
+        ]
+        size = rung.num_decodes + rung.num_tokens
+        assert rung in fitting and all(size <= other.num_decodes + other.num_tokens for other in fitting)
+    assert ladder.fit(StepShape(0, 5000, 1)) is None and ladder.fit(StepShape(0, 64, 33)) is None
+
+
+def test_samples_take_every_kind_of_kernel() -> None:
+    for shares_prefixes in (False, True):
+        ladder = make_ladder(512, 16384, shares_prefixes)
+        samples = ladder.samples()
+        assert set(samples) <= set(ladder.shapes) and len(samples) == len(set(samples)) < len(ladder.shapes) / 4
+        kinds = {(bool(shape.num_chunks), shape.shares_prefixes) for shape in ladder.shapes}
+        assert {(bool(shape.num_chunks), shape.shares_prefixes) for shape in samples} == kinds
+        rows = {shape.num_decodes for shape in samples if not shape.num_chunks}
+        # One row, up to 16, up to 32, and more: see norm_linear and the Triton backend.
+        assert 1 in rows and any(2 <= n <= 16 for n in rows) and any(17 <= n <= 32 for n in rows) and max(rows) > 32
+    assert make_ladder(1, 64, False).samples() and not Ladder([]).samples()

@@ -90,9 +90,8 @@ def run_step(boxes: Mailboxes, step: Step) -> list[tuple[torch.Tensor, torch.Ten
     return [*results, (drawn, drawn)]
 
 
-def run_process(rank: int, memory: torch.Tensor, dtypes: list[torch.dtype], file: str) -> None:
+def run_process(rank: int, memory: torch.Tensor, abort: torch.Tensor, dtypes: list[torch.dtype], file: str) -> None:
     """Be a rank, and write down all its results; `memory` is shared, one [NUM_RANKS, bytes] for each dtype."""
-    abort = torch.zeros(1, dtype=torch.int32)
     results = []
     for dtype, part in zip(dtypes, memory, strict=True):
         boxes = make_boxes(rank, part, abort)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.cuda_graph import Ladder
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels._triton import compiled_ahead
+from nanovllm.kernels._triton import compile_ahead
 from nanovllm.kernels.slot_state import scatter_tokens_triton
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import resolve_device
@@ -247,9 +248,7 @@ def test_what_is_compiled_ahead_is_not_launched() -> None:
         scatter_tokens_triton(state, slots, token_ids, 1, torch.zeros_like(token_ids))
 
     state = torch.zeros(2, 8, dtype=torch.int32, device="cuda")
-    with compiled_ahead(torch.device("cuda", 0)):
-        scatter(state)
-        scatter(state)
+    compile_ahead(torch.device("cuda", 0), [partial(scatter, state)] * 2)
     assert not state.any()
     scatter(state)
     assert state[0, 0] == 7

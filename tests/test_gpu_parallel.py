@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.input_buffers import StepShape
-from nanovllm.engine.parallel_runner import ParallelRunner
 from nanovllm.kernels.agree import agree
 from nanovllm.kernels.reduce_norm import reduce_norm
 from tests import mailbox_ranks
 from tests.conftest import MakeCheckpoint
+from tests.parallel_engine import Plan, Result
 from tests.test_reduce_norm import check_step
 
 pytestmark = pytest.mark.gpu
@@ -31,17 +32,16 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64,
     "num_attention_heads": 16, "num_key_value_heads": 8, "initializer_range": 0.05,
 }  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "device": "cuda", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 64, "num_kvcache_blocks": 300,
+    "seed": 0,
+}  # fmt: skip
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(scope="module")
 def folder(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint(**SHAPE)
-
-
-def make_llm(folder: Path, size: int, **kwargs: Any) -> LLM:
-    settings = {"max_model_len": 512, "max_num_seqs": 64, "num_kvcache_blocks": 300, "seed": 0, "dtype": "float32"}
-    return LLM(folder, device="cuda", tensor_parallel_size=size, **(settings | kwargs))
 
 
 def prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
@@ -100,51 +100,60 @@ def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
     assert 0.2 < time.monotonic() - started < 2
 
 
+def run_engines(tmp_path: Path, plan: Plan) -> list[Result]:
+    """Run a plan's engines in a process of their own."""
+    files = [tmp_path / "plan", tmp_path / "results"]
+    files[0].write_bytes(pickle.dumps(plan))
+    command = [sys.executable, "-m", "tests.parallel_engine", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert not done.returncode, done.stdout[-2000:] + done.stderr[-4000:]
+    results: list[Result] = pickle.loads(files[1].read_bytes())
+    return results
+
+
+def communicators(size: int, num_engines: int) -> list[str]:
+    """The communicators that engines of a process, made one after the other, should have."""
+    reachable = all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(size), 2))
+    first = "SymmetricCommunicator" if reachable else "DistributedCommunicator"
+    return [first, *["DistributedCommunicator"] * (num_engines - 1)]
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_tokens_are_those_of_one_gpu(folder: Path, size: int) -> None:
+@pytest.mark.parametrize("eager_first", [False, True])
+def test_tokens_are_those_of_one_gpu(folder: Path, tmp_path: Path, size: int, eager_first: bool) -> None:
     batch = prompts((1, 5, 64, 100, 255, 256, 257, 300, *range(20, 80)), seed=1)
     params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=30, ignore_eos=True, seed=i)
               for i in range(len(batch))]  # fmt: skip
-    with make_llm(folder, 1) as llm:
-        want = llm.generate(batch, params, use_tqdm=False)
-    for eager in (False, True):
-        with make_llm(folder, size, enforce_eager=eager, max_num_batched_tokens=300) as llm:
-            got = llm.generate(batch, params, use_tqdm=False)
-            again = llm.generate(batch, params, use_tqdm=False)
-        assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
-        assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
+    with LLM(folder, **SETTINGS) as llm:
+        want = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
+    shared = SETTINGS | {"tensor_parallel_size": size, "max_num_batched_tokens": 300}
+    engines = [shared | {"enforce_eager": eager} for eager in (eager_first, not eager_first)]
+    results = run_engines(tmp_path, Plan(str(folder), engines, batch, params))
+    assert [result["communicator"] for result in results] == communicators(size, 2)
+    for result in results:
+        assert result["rounds"] == [want, want]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, size: int) -> None:
+def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, tmp_path: Path, size: int) -> None:
     batch = prompts((20, 64, 150, 202), seed=2)
     model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
     with torch.inference_mode():
         tokens = [torch.tensor([prompt], device="cuda") for prompt in batch]
-        exact = torch.cat([model(row).logits[:, -1] for row in tokens])
+        exact = torch.cat([model(row).logits[:, -1] for row in tokens]).cpu()
         model.bfloat16()
-        theirs = torch.cat([model(row).logits[:, -1].float() for row in tokens])
-    recorded = []
-    with make_llm(folder, size, dtype="bfloat16", enforce_eager=True) as llm:
-        assert isinstance(llm._runner, ParallelRunner) and llm._runner._runner is not None
-        runner = llm._runner._runner
-        sampler = runner.sampler
-
-        def recorder(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-            recorded.append(logits.float().clone())
-            tokens: torch.Tensor = sampler(logits, *args)
-            return tokens
-
-        runner.sampler = recorder  # type: ignore[assignment]
-        llm.generate(batch, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    vocab = runner.model_config.vocab_size
-    # Decode rows, all of them padding, come first.
-    rung = runner.ladder.fit(StepShape(0, sum(map(len, batch)), len(batch)))
-    assert rung is not None
-    ours = recorded[0][rung.num_decodes :][: len(batch)]
-    width = min(ours.shape[1], vocab)
-    assert (ours[:, :width] - exact[:, :width]).norm() <= 2 * (theirs - exact)[:, :width].norm()
-    assert (ours[:, :width] - exact[:, :width]).abs().max() <= 2 * (theirs - exact).abs().max()
+        theirs = torch.cat([model(row).logits[:, -1].float() for row in tokens]).cpu()
+    settings = SETTINGS | {"tensor_parallel_size": size, "dtype": "bfloat16", "enforce_eager": True}
+    params = [SamplingParams(temperature=0, max_tokens=1)] * len(batch)
+    results = run_engines(tmp_path, Plan(str(folder), [settings, settings], batch, params, logits=True))
+    assert [result["communicator"] for result in results] == communicators(size, 2)
+    for result in results:
+        logits = result["logits"]
+        assert logits is not None
+        width = min(logits.shape[1], SHAPE["vocab_size"])
+        ours, right, torchs = (tensor[:, :width] for tensor in (logits, exact, theirs))
+        assert (ours - right).norm() <= 2 * (torchs - right).norm()
+        assert (ours - right).abs().max() <= 2 * (torchs - right).abs().max()
 
 
 KILLER = """
@@ -163,11 +172,14 @@ KILLER = """
 
     if __name__ == "__main__":
         # Should it hang, its output says where.
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(90, exit=True)
         if sys.argv[2] == "construction":
             threading.Thread(target=kill).start()
+        settings = dict(device="cuda", tensor_parallel_size=2, max_model_len=512, gpu_memory_utilization=0.3)
+        if sys.argv[4:]:
+            LLM(sys.argv[1], **settings).exit()
         try:
-            llm = LLM(sys.argv[1], device="cuda", tensor_parallel_size=2, max_model_len=512, gpu_memory_utilization=0.3)
+            llm = LLM(sys.argv[1], **settings)
             threading.Timer(1.0, kill).start()
             llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
             while True:
@@ -178,14 +190,18 @@ KILLER = """
 """
 
 
+# In generate or so many seconds into construction; by mailboxes, or in a later engine, by NCCL.
+MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 later"]
+
+
 @needs_two
-@pytest.mark.parametrize("moment", ["generate 0", "construction 1", "construction 10"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_rank_fails_the_engine_and_frees_the_gpus(folder: Path, tmp_path: Path, moment: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(KILLER))
     free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
     command = [sys.executable, str(script), str(folder), *moment.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
     assert "raised" in lines and lines["raised"][2] == "True", done.stdout[-2000:] + done.stderr[-2000:]
     assert float(lines["raised"][1]) - float(lines["killing"][1]) < 5

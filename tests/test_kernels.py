@@ -205,8 +205,9 @@ def test_sampling_gives_a_token_whatever_the_logits() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int) -> None:
-    num_slots, max_blocks, block_size = 300, 7, 16
+@pytest.mark.parametrize("max_blocks", [7, 150])
+def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: int) -> None:
+    num_slots, block_size = 300, 16
     state = torch.randint(0, 1000, (num_slots + 1, 6 + max_blocks), dtype=torch.int32, device=DEVICE)
     state[:, slot_state.NUM_COMPUTED] = torch.randint(0, max_blocks * block_size, (num_slots + 1,), device=DEVICE)
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nanovllm.attention.triton import FEW_SEQS
 from nanovllm.engine.cuda_graph import Ladder, decode_ladder, mixed_ladder
 from nanovllm.engine.input_buffers import StepShape
+from nanovllm.kernels.norm_linear import MAX_SKINNY_ROWS
 
 
 def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> Ladder:
@@ -53,6 +55,6 @@ def test_samples_take_every_kind_of_kernel() -> None:
         kinds = {(bool(shape.num_chunks), shape.shares_prefixes) for shape in ladder.shapes}
         assert {(bool(shape.num_chunks), shape.shares_prefixes) for shape in samples} == kinds
         rows = {shape.num_decodes for shape in samples if not shape.num_chunks}
-        # One row, up to 16, up to 32, and more: see norm_linear and the Triton backend.
-        assert 1 in rows and any(2 <= n <= 16 for n in rows) and any(17 <= n <= 32 for n in rows) and max(rows) > 32
+        assert {1, 512} <= rows and any(2 <= n <= MAX_SKINNY_ROWS for n in rows)
+        assert any(MAX_SKINNY_ROWS < n <= FEW_SEQS for n in rows) and any(FEW_SEQS < n < 512 for n in rows)
     assert make_ladder(1, 64, False).samples() and not Ladder([]).samples()

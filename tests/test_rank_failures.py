@@ -129,6 +129,47 @@ def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -
             runner.wait(handle)
 
 
+class Later:
+    """A device that is done some time after a rank's death, when what waited for that rank has been told to stop."""
+
+    def __init__(self, seconds: float) -> None:
+        self.time = time.monotonic() + seconds
+
+    def query(self) -> bool:
+        return time.monotonic() > self.time
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.08, 0.3])
+def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seconds: float) -> None:
+    with make_llm(folder) as llm:
+        runner = parallel(llm)
+        launch = runner._runner.launch
+        steps = []
+
+        def killing(batch: Any) -> StepHandle:
+            handle = launch(batch)
+            steps.append(batch)
+            if len(steps) < GREEDY.max_tokens:
+                return handle
+            # The last step: nothing is ordered of the ranks after it.
+            kill(1)
+            return StepHandle(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
+
+        runner._runner.launch = killing
+        with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
+            llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+        assert len(steps) == GREEDY.max_tokens
+
+
+def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_runner, "_STEP_SECONDS", 0.3)
+    with make_llm(folder) as llm:
+        runner = parallel(llm)
+        with pytest.raises(RuntimeError, match="a step has not ended within 0 s"):
+            runner.wait(StepHandle(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
+        assert not active_children()
+
+
 def test_killed_before_exit(folder: Path) -> None:
     llm = make_llm(folder)
     kill(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 
-from nanovllm.kernels.agree import pack_candidates, unpack_tokens
+from nanovllm.kernels.agree import agree, pack_candidates, unpack_tokens
 from nanovllm.kernels.mailbox import Mailboxes
-from nanovllm.kernels.reduce_norm import fits, reduce_norm_ref
+from nanovllm.kernels.reduce_norm import fits, reduce_norm, reduce_norm_ref
 from nanovllm.utils import symmetric
 from nanovllm.utils.symmetric import SymmetricCommunicator, connect
 from tests import mailbox_ranks
-from tests.test_kernels import DTYPES, GPU, check_error
+from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
 
 def check_step(results: list[Any], step: mailbox_ranks.Step) -> None:
@@ -38,18 +39,50 @@ def check_step(results: list[Any], step: mailbox_ranks.Step) -> None:
 def test_ranks_that_share_memory(tmp_path: Path) -> None:
     dtypes = list(DTYPES)
     memory = torch.zeros(len(dtypes), mailbox_ranks.NUM_RANKS, 2**18, dtype=torch.uint8).share_memory_()
+    abort = torch.zeros(1, dtype=torch.int32).share_memory_()
     context = get_context("spawn")
-    processes = [
-        context.Process(target=mailbox_ranks.run_process, args=(rank, memory, dtypes, str(tmp_path / f"{rank}")))
-        for rank in range(mailbox_ranks.NUM_RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    processes = []
+    for rank in range(mailbox_ranks.NUM_RANKS):
+        args = rank, memory, abort, dtypes, str(tmp_path / f"{rank}")
+        processes.append(context.Process(target=mailbox_ranks.run_process, args=args, daemon=True))
+        processes[-1].start()
+    try:
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        # The others of one that failed wait for it.
+        abort.fill_(1)
     results = [torch.load(tmp_path / f"{rank}") for rank in range(mailbox_ranks.NUM_RANKS)]
     for i, step in enumerate([step for dtype in dtypes for step in mailbox_ranks.make_steps(dtype, "cpu")]):
         check_step([result[i] for result in results], step)
+
+
+@pytest.mark.parametrize("op", ["one-shot", "two-shot", "agree"])
+def test_calls_that_follow_one_another_write_to_different_places(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("agree", "reduce_norm"):
+        monkeypatch.setattr(f"nanovllm.kernels.{module}.ABORT_CHECK_SPINS", 1)
+    memory = torch.zeros(mailbox_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device=DEVICE)
+    # Alone, and told not to wait.
+    abort = torch.ones(1, dtype=torch.int32, pin_memory=GPU)
+    boxes = mailbox_ranks.make_boxes(0, memory, abort)
+    rows, weight = torch.ones(4, mailbox_ranks.SIZE, device=DEVICE), torch.ones(mailbox_ranks.SIZE, device=DEVICE)
+    scores, tokens = torch.ones(5, device=DEVICE), torch.ones(5, dtype=torch.int64, device=DEVICE)
+    places = []
+    for _ in range(3):
+        boxes.step.add_(1)
+        for call in range(1 if op == "agree" else 3):
+            memory.zero_()
+            if op == "agree":
+                agree(scores, tokens, boxes)
+            else:
+                reduce_norm(rows, weight, 1e-6, None, boxes, call, op == "one-shot")
+            places.append(set(memory[1].nonzero().flatten().tolist()))
+    assert all(places)
+    for now, following in pairwise(places):
+        assert not now & following
+    for now, later in zip(places, places[2:], strict=False):
+        assert now & later, "two halves take turns"
 
 
 def make_boxes(**sizes: int) -> Mailboxes:

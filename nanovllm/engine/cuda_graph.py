@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from nanovllm.attention.triton import FEW_SEQS
 from nanovllm.engine.input_buffers import StepShape
+from nanovllm.kernels.norm_linear import MAX_SKINNY_ROWS
 
 _MIXED_DECODES = (8, 64, 128, 256)
 _MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
@@ -16,7 +18,7 @@ _SHARING_DECODES = (32, 64, 96, 128)
 _SHARING_MIXED_DECODES = (64, 256)
 _SHARING_MIXED_TOKENS = (256, 2048)
 """With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
-_KERNEL_ROWS = (1, 2, 17, 33)
+_KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, FEW_SEQS + 1)
 """Decode rows from which on other kernels serve."""
 
 
@@ -70,10 +72,11 @@ class Ladder:
         return None
 
     def samples(self) -> list[StepShape]:
-        """Some of the shapes, which take every kernel that all of them take."""
+        """Some of the shapes, small ones and the largest of each kind, which take the kernels that all of them take."""
         kinds = [(tokens, chunks, sharing) for tokens, chunks in ((0, 0), (1, 1)) for sharing in (False, True)]
         rungs = [self.fit(StepShape(rows, *kind)) for kind in kinds for rows in _KERNEL_ROWS]
-        return list(dict.fromkeys(rung for rung in rungs if rung is not None))
+        largest = {(bool(shape.num_chunks), shape.shares_prefixes): shape for shape in self.shapes}
+        return list(dict.fromkeys(rung for rung in [*rungs, *largest.values()] if rung is not None))
 
 
 class StepGraphs:
@@ -86,6 +89,14 @@ class StepGraphs:
 
     def __init__(self, prepare: Callable[[StepShape], Callable[[], None]], ladder: Ladder) -> None:
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        try:
+            self._capture(prepare, ladder)
+        except BaseException:
+            # The exception holds this object, and NCCL ends no communicator while a graph holds calls of it.
+            self._graphs.clear()
+            raise
+
+    def _capture(self, prepare: Callable[[StepShape], Callable[[], None]], ladder: Ladder) -> None:
         pool = None
         # The largest first: the others then fit into its memory.
         for shape in reversed(ladder.shapes):

@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_ladder
 from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepInputs, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
-from nanovllm.kernels._triton import compiled_ahead
+from nanovllm.kernels._triton import compile_ahead
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -201,9 +201,7 @@ class ModelRunner:
             steps = [self.buffers.assemble(step) for step in staged]
             model = self.model.model
             layers, model.layers = model.layers, model.layers[:2]
-            with compiled_ahead(self.device):
-                for inputs in steps:
-                    self._compute(inputs)
+            compile_ahead(self.device, [partial(self._compute, inputs) for inputs in steps])
             model.layers = layers
 
     def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:

@@ -26,6 +26,8 @@ from nanovllm.utils.device import resolve_device
 from nanovllm.utils.symmetric import connect
 
 _CHECK_SECONDS = 0.1
+_STEP_SECONDS = 300.0
+"""Longer than any step takes: for ranks that stand still but live."""
 
 
 class ParallelRunner:
@@ -92,6 +94,7 @@ class ParallelRunner:
             self._ranks.dismiss()
             self._runner = None
             runner.exit()
+            self._ranks.unwatch()
             communicator, self._communicator = self._communicator, None
             if communicator is not None:
                 communicator.close()
@@ -120,12 +123,17 @@ class ParallelRunner:
         if self._ended_by is not None:
             raise self._ended_by
         with self.one_fails_all_fail():
-            checked = time.monotonic()
+            started = checked = time.monotonic()
             while handle.copied is not None and not handle.copied.query():
-                if time.monotonic() - checked > _CHECK_SECONDS:
+                now = time.monotonic()
+                if now - started > _STEP_SECONDS:
+                    raise RuntimeError(f"a step has not ended within {_STEP_SECONDS:.0f} s, on some rank or on all")
+                if now - checked > _CHECK_SECONDS:
                     self._ranks.check()
-                    checked = time.monotonic()
+                    checked = now
                 os.sched_yield()
+            # Where a rank is gone the others' devices stop waiting for it, and what they come to means nothing.
+            self._ranks.check()
             return handle.result()
 
     def _require_open(self) -> ModelRunner:

@@ -31,11 +31,10 @@ from nanovllm.utils.device import resolve_device
 from nanovllm.utils.symmetric import connect
 
 STARTED, READY = "started", "ready"
-"""Stages that a rank reports: it has its device and has met rank 0; its model is loaded and its cache is there."""
+"""Stages that a rank reports: it has its device and has met rank 0; it has model and cache."""
 _PROCESS_NAME = "nanovllm rank"
 _GUARD_HINT = "a script that makes an engine of several ranks must do it behind `if __name__ == '__main__':`"
-_MOST_CHARACTERS = 16000
-"""Of a traceback; the pipe takes as much without anybody reading."""
+_MOST_CHARACTERS = 16000  # of a traceback: the pipe takes as much without anybody reading
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
 """Within this time of an error that a rank's death caused, that death shows."""
@@ -135,9 +134,9 @@ class RankProcess:
             time.sleep(timeout)
 
     @property
-    def blame(self) -> tuple[bool, float]:
+    def blame(self) -> float:
         """Sorts ended ranks, the likeliest cause first: killed ones, then by the time of their exception."""
-        return self.failure is not None, self.failure.seconds if self.failure else 0.0
+        return self.failure.seconds if self.failure else 0.0
 
     def obituary(self) -> str:
         """Say how an ended rank ended."""
@@ -183,7 +182,7 @@ class Ranks:
             RankError: one has ended.
         """
         self.check()
-        # Most steps decode what the one before did; the ids are for the way back, which is rank 0's.
+        # Most steps decode what the one before did. The ids are for the way back, which is rank 0's.
         again = batch.decode_slots == self._decode_slots
         self._decode_slots = batch.decode_slots
         brief = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
@@ -208,7 +207,7 @@ class Ranks:
             raise self._error()
 
     def watch(self, on_failure: Callable[[], None]) -> None:
-        """From now on, until `stop`, call `on_failure` from another thread as soon as a rank fails."""
+        """From now on, until `unwatch`, call `on_failure` from another thread as soon as a rank fails."""
 
         def poll() -> None:
             while not self._stopping.wait(_POLL_SECONDS):
@@ -238,11 +237,9 @@ class Ranks:
         if not isinstance(error, RuntimeError):
             return None
         deadline = time.monotonic() + _GRACE_SECONDS
-        while not self._any_ended():
-            if time.monotonic() >= deadline:
-                return None
+        while not (ended := self._any_ended()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        return self._error()
+        return self._error() if ended else None
 
     def join(self) -> None:
         """Wait until every rank has ended as it was told to, but not for ever."""
@@ -250,11 +247,15 @@ class Ranks:
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
-    def stop(self) -> None:
-        """End every rank at once, and give back what they were told and watched with."""
+    def unwatch(self) -> None:
+        """Watch no longer."""
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
+
+    def stop(self) -> None:
+        """End every rank at once, and give back what they were told and watched with."""
+        self.unwatch()
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:

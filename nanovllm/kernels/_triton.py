@@ -5,10 +5,9 @@ Triton exists on Linux alone, and its kernels are launched for CUDA tensors alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,7 +38,7 @@ if find_spec("triton") is not None:
             return kernel
 
     def jit(function: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
-        """Make a kernel that `compiled_ahead` can compile; `triton.jit` otherwise."""
+        """Make a kernel that `compile_ahead` can compile; `triton.jit` otherwise."""
         if function is None:
             return partial(jit, do_not_specialize=do_not_specialize)
         make = triton.jit if triton.knobs.runtime.interpret else _Kernel
@@ -55,26 +54,27 @@ else:
         return function or jit
 
 
-@contextmanager
-def compiled_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, kernels are compiled in threads and not launched; at the end they are compiled and loaded.
+def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
+    """Compile and load, in threads, the kernels that `runs` launch, which are not launched.
 
     One after the other, as they would be at their first launches, they take several times as long.
     """
     kernels: list[Any] = []
-    with ThreadPoolExecutor() as executor:
+
+    def record() -> None:
+        _compiled.set(kernels)
         with triton.AsyncCompileMode(executor):
-            token = _compiled.set(kernels)
-            try:
-                yield
-            finally:
-                _compiled.reset(token)
+            for run in runs:
+                run()
 
-        def load(kernel: Any) -> None:
-            # A thread has a device of its own. What launches a kernel is compiled too, by the C compiler.
-            torch.cuda.set_device(device)
-            _ = kernel.run
+    def load(kernel: Any) -> None:
+        # A thread has a device of its own. What launches a kernel is compiled too, by the C compiler.
+        torch.cuda.set_device(device)
+        _ = kernel.run
 
+    with ThreadPoolExecutor() as executor:
+        # In a context of its own, where nothing is left behind, an exception or not.
+        copy_context().run(record)
         done = [kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel for kernel in kernels]
         list(executor.map(load, {id(kernel): kernel for kernel in done}.values()))
 
@@ -91,4 +91,4 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": False}
 
 
-__all__ = ["compiled_ahead", "gdc_launch_dependents", "gdc_wait", "jit", "pdl_options", "tl", "triton"]
+__all__ = ["compile_ahead", "gdc_launch_dependents", "gdc_wait", "jit", "pdl_options", "tl", "triton"]

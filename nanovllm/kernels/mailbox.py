@@ -65,7 +65,7 @@ class Mailboxes:
 
     @cached_property
     def candidates_offset(self) -> int:
-        """Where tokens to agree on begin: [2, num_ranks, max_candidates, 2] words."""
+        """Where tokens to agree on begin: [2, num_ranks, 2, max_candidates] words."""
         return self.flags_offset + 2 * (self.num_ranks + 1) * self.max_rows * 4
 
     @cached_property

@@ -15,7 +15,7 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_o
 LAST_TOKEN, NUM_COMPUTED, NUM_PROMPT, TEMPERATURE, SEED, BLOCK_TABLE = 0, 1, 2, 3, 4, 6
 """Columns of the slot state: newest token, tokens computed, tokens of the prompt, temperature (a float32's bits), seed
 (low word, high word), and from there on the block table."""
-_ROWS_PER_PROGRAM = 32
+_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM = 32, 64
 
 
 @dataclass
@@ -73,6 +73,15 @@ def _gather_decode_rows_kernel(
         gdc_launch_dependents()
     slots = tl.load(slots_ptr + rows, mask=mask, other=0)
     row_ptr = state_ptr + slots.to(tl.int64) * width
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    values = tl.load(row_ptr[:, None] + columns, mask=mask[:, None] & (columns < width), other=0)
+    before_table = mask[:, None] & (columns < BLOCK_TABLE)
+    in_table = mask[:, None] & (columns >= BLOCK_TABLE) & (columns < width)
+    tl.store(columns_ptr + rows[:, None] * BLOCK_TABLE + columns, values, mask=before_table)
+    table_ptr = block_tables_ptr + rows[:, None] * (width - BLOCK_TABLE)
+    tl.store(table_ptr + columns - BLOCK_TABLE, values, mask=in_table)
+    # One program of those of a row writes its numbers.
+    mask = mask & (tl.program_id(1) + tl.zeros_like(rows) == 0)
     positions = tl.load(row_ptr + NUM_COMPUTED, mask=mask, other=0)
     blocks = tl.load(row_ptr + BLOCK_TABLE + positions // block_size, mask=mask, other=0)
     kv_slots = tl.where(slots == padding_slot, -1, blocks * block_size + positions % block_size)
@@ -82,14 +91,6 @@ def _gather_decode_rows_kernel(
     tl.store(context_lens_ptr + rows, positions + 1, mask=mask)
     num_prompt = tl.load(row_ptr + NUM_PROMPT, mask=mask, other=0)
     tl.store(output_index_ptr + rows, positions + 1 - num_prompt, mask=mask)
-    table_size = width - BLOCK_TABLE
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)[None, :]
-        values = tl.load(row_ptr[:, None] + columns, mask=mask[:, None] & (columns < width), other=0)
-        before_table = mask[:, None] & (columns < BLOCK_TABLE)
-        in_table = mask[:, None] & (columns >= BLOCK_TABLE) & (columns < width)
-        tl.store(columns_ptr + rows[:, None] * BLOCK_TABLE + columns, values, mask=before_table)
-        tl.store(block_tables_ptr + rows[:, None] * table_size + columns - BLOCK_TABLE, values, mask=in_table)
 
 
 def gather_decode_rows_triton(state: torch.Tensor, slots: torch.Tensor, block_size: int) -> DecodeRows:
@@ -99,11 +100,11 @@ def gather_decode_rows_triton(state: torch.Tensor, slots: torch.Tensor, block_si
     numbers = (torch.empty_like(slots) for _ in range(5))
     tables = (slots.new_empty(num_rows, size) for size in (BLOCK_TABLE, width - BLOCK_TABLE))
     out = DecodeRows(*numbers, *tables)
-    _gather_decode_rows_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+    _gather_decode_rows_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM), triton.cdiv(width, _COLUMNS_PER_PROGRAM))](
         state, slots, out.token_ids, out.positions, out.kv_slots, out.context_lens, out.output_index,
         out.columns, out.block_tables, num_rows, width, len(state) - 1, block_size,
         LAST_TOKEN=LAST_TOKEN, NUM_COMPUTED=NUM_COMPUTED, NUM_PROMPT=NUM_PROMPT, BLOCK_TABLE=BLOCK_TABLE,
-        ROWS=_ROWS_PER_PROGRAM, COLUMNS=16, **pdl_options(slots.device),
+        ROWS=_ROWS_PER_PROGRAM, COLUMNS=_COLUMNS_PER_PROGRAM, **pdl_options(slots.device),
     )  # fmt: skip
     return out
 

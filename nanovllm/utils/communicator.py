@@ -13,7 +13,7 @@ from nanovllm.kernels.agree import pack_candidates, unpack_tokens
 from nanovllm.kernels.rms_norm import rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
-"""For ranks that stand still, or die while they meet; a later death is noticed by whoever watches their processes."""
+"""For ranks that die while they meet; a later death is noticed by whoever watches their processes."""
 _ABORT_SECONDS = 5.0
 
 
@@ -33,7 +33,7 @@ class Communicator:
     def begin_step(self) -> None:
         """A forward pass begins."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""
         return x
 
@@ -41,7 +41,7 @@ class Communicator:
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised `sum of the ranks' x + residual`, and that sum; x may be overwritten."""
-        return rms_norm(self.all_reduce(x), weight, eps, residual)
+        return rms_norm(self._all_reduce(x), weight, eps, residual)
 
     def agree(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return for each row the token of the largest score of any rank, [num_rows] int64; ties take the lowest id.
@@ -98,8 +98,7 @@ class DistributedCommunicator(Communicator):
             device_id=device if self._uses_nccl else None,
         )
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class; works in place."""
+    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x)
         return x
 
@@ -117,13 +116,16 @@ class DistributedCommunicator(Communicator):
 
     def close(self) -> None:
         """See the base class."""
-        dist.destroy_process_group()
+        if self._aborting is not None:
+            self.abort()
+        else:
+            dist.destroy_process_group()
 
     def interrupt(self) -> None:
         """See the base class."""
         # Over gloo, connections that closed end all waiting.
         with self._abort_lock:
-            if self._uses_nccl and self._aborting is None:
+            if self._uses_nccl and self._aborting is None and dist.is_initialized():
                 # It ends no sooner than the graphs that hold NCCL's calls are gone.
                 group = dist.distributed_c10d._get_default_group()
                 self._aborting = Thread(target=group.abort, daemon=True)
@@ -132,12 +134,12 @@ class DistributedCommunicator(Communicator):
     def abort(self) -> None:
         """See the base class."""
         self.interrupt()
-        if self._aborting is None:
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_SECONDS)
+            if not self._aborting.is_alive():
+                dist.distributed_c10d._abort_process_group()
+        elif dist.is_initialized():
             dist.destroy_process_group()
-            return
-        self._aborting.join(_ABORT_SECONDS)
-        if not self._aborting.is_alive():
-            dist.distributed_c10d._abort_process_group()
 
 
 def open_store(size: int) -> TCPStore:

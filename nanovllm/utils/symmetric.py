@@ -16,7 +16,7 @@ from nanovllm.utils.communicator import DistributedCommunicator
 _WORD_BYTES = 2**19
 _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
-_CALLS_PER_STEP = 4095
+_CALLS_PER_STEP = 2**16 - 1
 """Odd, as a step's calls are: two a layer and one, each in an odd number of pieces."""
 _ONE_SHOT_BYTES = 2**19
 """Most bytes that a rank sends to all the others; of more it sends each its share."""
@@ -77,6 +77,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         pieces = 1
         while not fits(x[: -(-len(x) // pieces)], self._boxes, one_shot):
             pieces += 2
+            assert pieces <= len(x)
         out = torch.empty_like(x), torch.empty_like(x)
         residuals = [None] * pieces if residual is None else residual.tensor_split(pieces)
         parts = x.tensor_split(pieces), residuals, *(tensor.tensor_split(pieces) for tensor in out)

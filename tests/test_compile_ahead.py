@@ -1,0 +1,94 @@
+"""Kernels compiled in threads before their first launch, for a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = """
+    from functools import partial
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    launched, loaded = [], []
+
+    class Launcher:
+        def __init__(self, source, metadata):
+            self.name = source.fn.__name__
+
+        def __call__(self, *args, **kwargs):
+            launched.append(self.name)
+
+    class Utils:
+        def load_binary(self, name, *args):
+            loaded.append(name)
+            return 1, 2, 32, 0, 1024
+
+        def get_device_properties(self, device):
+            return {"max_shared_mem": 232448}
+
+    class Driver:
+        launcher_cls, utils = Launcher, Utils()
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self):
+            return torch.device("cpu")
+
+    driver.set_active(Driver())
+    torch.cuda.set_device = lambda device: None
+
+    from nanovllm.kernels._triton import compile_ahead
+    from nanovllm.kernels.rms_norm import rms_norm_triton
+    from nanovllm.kernels.silu_mul import silu_mul_triton
+
+    x, device = torch.zeros(4, 64), torch.device("cpu")
+    runs = [partial(rms_norm_triton, x, x[0], 1e-6, x), partial(silu_mul_triton, x)]
+    kernels = ["_rms_norm_kernel", "_silu_mul_kernel"]
+
+    compile_ahead(device, runs * 2)
+    assert sorted(loaded) == kernels and not launched, (loaded, launched)
+    for run in runs:
+        run()
+    assert launched == kernels and sorted(loaded) == kernels, (loaded, launched)
+
+    def fail():
+        raise KeyError("a run's own")
+
+    try:
+        compile_ahead(device, [*runs, fail])
+    except KeyError:
+        pass
+    else:
+        raise AssertionError("lost")
+    # Compiled before is no obstacle, nor is what failed.
+    compile_ahead(device, runs)
+    assert launched == kernels
+    print("passed")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the GPU's driver")
+def test_kernels_are_compiled_and_loaded_once_and_not_launched(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "passed\n", done.stdout + done.stderr

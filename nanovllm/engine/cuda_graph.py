@@ -12,7 +12,8 @@ from nanovllm.kernels.norm_linear import MAX_SKINNY_ROWS
 
 _MIXED_DECODES = (8, 64, 128, 256)
 _MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
-"""Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel."""
+"""Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel. With half as many
+sizes, 18% of the rows of bench.py's `many` were padding, and with these 7%."""
 _MIXED_CHUNKS = 32
 _SHARING_DECODES = (32, 64, 96, 128)
 _SHARING_MIXED_DECODES = (64, 256)

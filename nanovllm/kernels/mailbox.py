@@ -32,8 +32,8 @@ class Mailboxes:
     Attributes:
         rank, num_ranks: this one, and how many.
         word_bytes: most bytes of activations of a call that sends words.
-        row_bytes: most bytes of activations of a call that sends rows, some rows less than a call's own.
-        max_rows: most rows of one call of either kind.
+        row_bytes: most bytes of activations of a call that sends rows, with room for `num_ranks` rows besides.
+        max_rows: most rows of such a call.
         max_candidates: most rows of tokens to agree on.
         addresses: [num_ranks] int64, on the device; of each rank's mailbox.
         step: [1] int32, on the device; steps so far.

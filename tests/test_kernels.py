@@ -346,11 +346,12 @@ def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: to
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
-    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
     borders = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
     work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))] + [(-1, 0)] * 3
     tiles = torch.tensor([work[i] for i in torch.randperm(len(work)).tolist()], dtype=torch.int32, device=DEVICE)
     tiles = tiles.T.flatten()
+    # The work list has to be older than the kernel ahead.
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
     prefill_attention(query, cache[0], cache[1], out, tables, context_lens, borders, tiles, head_dim**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

@@ -23,8 +23,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine import parallel_runner
 from nanovllm.engine.llm_engine import StepError
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import RankError, RankPlan
+from nanovllm.engine.step_results import StepHandle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]

@@ -1,4 +1,7 @@
-"""Whole steps as CUDA graphs, one for each rung of a ladder of sizes; a step is padded up to the next rung."""
+"""Whole steps as CUDA graphs, one for each rung of a ladder of sizes; a step is padded up to the next rung.
+
+A rung is captured when a step first needs it: all of them take 3 s, and few programs need them all.
+"""
 
 from __future__ import annotations
 
@@ -81,35 +84,31 @@ class Ladder:
 
 
 class StepGraphs:
-    """Captured steps.
+    """Captured steps of the shapes that were needed so far; to capture one takes tens of milliseconds."""
 
-    Args:
-        prepare: stages an empty step of a shape, and returns what runs it, from static tensors to static tensors.
-        ladder: what to capture.
-    """
-
-    def __init__(self, prepare: Callable[[StepShape], Callable[[], None]], ladder: Ladder) -> None:
+    def __init__(self) -> None:
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        try:
-            self._capture(prepare, ladder)
-        except BaseException:
-            # The exception holds this object, and NCCL ends no communicator while a graph holds calls of it.
-            self._graphs.clear()
-            raise
+        self._pool = torch.cuda.graph_pool_handle()
+        # The default stream cannot be captured.
+        self._stream = torch.cuda.Stream()
 
-    def _capture(self, prepare: Callable[[StepShape], Callable[[], None]], ladder: Ladder) -> None:
-        pool = None
-        # The largest first: the others then fit into its memory.
-        for shape in reversed(ladder.shapes):
-            run = prepare(shape)
-            run()
-            graph = torch.cuda.CUDAGraph()
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._graphs
+
+    def capture(self, shape: StepShape, run: Callable[[], None]) -> None:
+        """Record what `run` launches, from static tensors to static tensors; nothing is executed.
+
+        Each of its kernels was launched before: what is loaded at its first launch cannot be loaded here.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             # Other threads may go on using the device.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 run()
-            pool = pool or graph.pool()
-            self._graphs[shape] = graph
-        torch.cuda.synchronize()
+            finally:
+                graph.capture_end()
+        self._graphs[shape] = graph
 
     def replay(self, shape: StepShape) -> None:
         """Queue the step of a captured shape."""

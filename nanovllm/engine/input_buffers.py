@@ -160,6 +160,12 @@ class InputBuffers:
         lens += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
         return StagedStep(shape, PromptArrays(*prompt_tensors), lens, [len(chunk.token_ids) for chunk in batch.chunks])
 
+    def stage_empty(self, shape: StepShape) -> StagedStep:
+        """Stage a step of `shape` that is all padding; the plan of `shape_of` is lost."""
+        batch = ScheduledBatch()
+        self.shape_of(batch)
+        return self.stage(batch, shape)
+
     def assemble(self, staged: StagedStep) -> StepInputs:
         """Make one forward pass of decode rows and chunks; its tensors come from the device alone."""
         shape, prompts = staged.shape, staged.prompts

@@ -7,8 +7,8 @@ finds it, and the host gets a copy when it asks.
 from __future__ import annotations
 
 from array import array
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from nanovllm.attention import make_backend
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_ladder
 from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepInputs, StepShape
-from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin, StepOutput
+from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
+from nanovllm.engine.step_results import StepHandle, StepResults
 from nanovllm.kernels._triton import compile_ahead
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
@@ -30,27 +31,6 @@ from nanovllm.utils.communicator import Communicator
 from nanovllm.utils.context import set_context
 from nanovllm.utils.device import cpu_cache_budget, resolve_device, resolve_dtype
 from nanovllm.utils.loader import init_dummy_weights, load_weights
-
-
-@dataclass
-class StepHandle:
-    """A step under way.
-
-    `token_ids` is on the host once `copied` has happened: `num_decodes` decoded ones, padding up to
-    `num_padded_decodes`, then those of the prompts that ended.
-    """
-
-    token_ids: torch.Tensor
-    num_decodes: int
-    num_padded_decodes: int
-    copied: torch.cuda.Event | None
-
-    def result(self) -> StepOutput:
-        """Wait for the step and return its tokens."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        token_ids = self.token_ids.tolist()
-        return StepOutput(token_ids[: self.num_decodes] + token_ids[self.num_padded_decodes :])
 
 
 class ModelRunner:
@@ -102,8 +82,7 @@ class ModelRunner:
         )  # fmt: skip
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
-        self._results = [torch.empty_like(self._sampled, device="cpu", pin_memory=self.is_cuda) for _ in range(2)]
-        self._turn = 0
+        self._results = StepResults(self._sampled)
         self.max_model_len = max_model_len
         self.graphs: StepGraphs | None = None
         self.ladder = self._make_ladder()
@@ -112,16 +91,16 @@ class ModelRunner:
         self._bind_cache(self.num_kvcache_blocks)
         if self.ladder.shapes and not config.enforce_eager:
             with torch.inference_mode(), self._device_guard():
-                self.graphs = StepGraphs(
-                    lambda shape: partial(self._forward, self.buffers.stage(ScheduledBatch(), shape)), self.ladder
-                )
+                self.graphs = StepGraphs()
+                # The others fit into the memory that the largest takes.
+                self._capture(self.graphs, self.ladder.shapes[-1])
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
         with torch.inference_mode(), self._device_guard():
             shape = self._run(batch)
             num_decodes = len(batch.decode_slots)
-            return self._copy_to_host(num_decodes, shape.num_decodes, len(batch.sampled_seq_ids) - num_decodes)
+            return self._results.copy(num_decodes, shape.num_decodes, len(batch.sampled_seq_ids) - num_decodes)
 
     def follow(self, batch: ScheduledBatch) -> None:
         """Queue one step on a rank whose tokens the host does not ask for."""
@@ -146,12 +125,22 @@ class ModelRunner:
         """Queue one step; returns the sizes that it was padded to."""
         exact = self.buffers.shape_of(batch)
         rung = self.ladder.fit(exact)
-        staged = self.buffers.stage(batch, rung or exact)
-        if self.graphs is not None and rung is not None:
-            self.graphs.replay(rung)
-        else:
-            self._forward(staged)
-        return rung or exact
+        if self.graphs is None or rung is None:
+            self._forward(self.buffers.stage(batch, rung or exact))
+            return rung or exact
+        if rung not in self.graphs:
+            self._capture(self.graphs, rung)
+            # The capture's own, empty step has taken the place of this one's plan.
+            self.buffers.shape_of(batch)
+        self.buffers.stage(batch, rung)
+        self.graphs.replay(rung)
+        return rung
+
+    def _capture(self, graphs: StepGraphs, shape: StepShape) -> None:
+        run = partial(self._forward, self.buffers.stage_empty(shape))
+        with self._two_layers():
+            run()
+        graphs.capture(shape, run)
 
     def exit(self) -> None:
         """Let go of everything on the device."""
@@ -161,7 +150,7 @@ class ModelRunner:
     def release(self) -> None:
         """The same without waiting for the device."""
         self.graphs = None
-        del self.model, self.buffers, self._sampled, self.k_cache, self.v_cache
+        del self.model, self.buffers, self._sampled, self._results, self.k_cache, self.v_cache
         if self.is_cuda:
             torch.cuda.empty_cache()
 
@@ -192,29 +181,25 @@ class ModelRunner:
         return Ladder(shapes)
 
     def _compile_kernels(self) -> None:
-        """Compile, all at once, the kernels that the ladder's steps take; two layers take what all do."""
+        """Compile, all at once, the kernels that the ladder's steps take."""
         if not self.ladder.shapes:
             return
         self._bind_cache(1)
         with torch.inference_mode(), self._device_guard():
-            staged = (self.buffers.stage(ScheduledBatch(), shape) for shape in self.ladder.samples())
+            staged = (self.buffers.stage_empty(shape) for shape in self.ladder.samples())
             steps = [self.buffers.assemble(step) for step in staged]
-            model = self.model.model
-            layers, model.layers = model.layers, model.layers[:2]
-            compile_ahead(self.device, [partial(self._compute, inputs) for inputs in steps])
-            model.layers = layers
+            with self._two_layers():
+                compile_ahead(self.device, [partial(self._compute, inputs) for inputs in steps])
 
-    def _copy_to_host(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:
-        num_tokens = num_padded_decodes + num_prompts
-        if not self.is_cuda:
-            return StepHandle(self._sampled[:num_tokens].clone(), num_decodes, num_padded_decodes, None)
-        # Two buffers take turns: of the two steps that can be under way, neither overwrites the other's.
-        self._turn ^= 1
-        result = self._results[self._turn][:num_tokens]
-        result.copy_(self._sampled[:num_tokens], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return StepHandle(result, num_decodes, num_padded_decodes, copied)
+    @contextmanager
+    def _two_layers(self) -> Iterator[None]:
+        """Steps inside are of two layers: they launch every kernel that all layers do."""
+        model = self.model.model
+        layers, model.layers = model.layers, model.layers[:2]
+        try:
+            yield
+        finally:
+            model.layers = layers
 
     def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:
         with torch.device("meta"):

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from nanovllm.config import Config
 from nanovllm.engine.messages import ScheduledBatch, StepOutput
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import READY, STARTED, RankError, RankPlan, Ranks
+from nanovllm.engine.step_results import StepHandle
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_shard import shard_of
 from nanovllm.utils.communicator import Communicator, open_store

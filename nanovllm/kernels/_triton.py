@@ -84,7 +84,8 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel with a `PDL` flag: programmatic dependent launch where the device has it (Hopper).
 
     Such a kernel may start before the one ahead of it has ended. Each of them waits (`gdc_wait`) before it reads what
-    another kernel wrote, or writes at all; so what comes before the one ahead has ended too.
+    the one ahead wrote, or writes at all, and lets the next one start no sooner than that. So what comes before the one
+    ahead has ended, and may be read before waiting: at 1 and 8 rows of Qwen3-0.6B FIGURE.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}

@@ -67,9 +67,6 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SEQS_PADDED: tl.constexpr, HAS_PREFIX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     program = tl.program_id(0)
     seqs = tl.arange(0, SEQS_PADDED)
     unit_ends = tl.load(tile_ends_ptr + seqs, mask=seqs < num_seqs, other=2**30 // KV_HEADS) * KV_HEADS
@@ -91,6 +88,15 @@ def _decode_kernel(
         first_tile = in_seq % num_tiles
         count = tl.minimum(num_tiles - first_tile, end - unit)
         context_len = tl.load(context_lens_ptr + seq)
+        first_key = 0
+        if HAS_PREFIX:
+            first_key = tl.load(prefix_rows_ptr + seq)
+            place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
+            pieces = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
+        # Some program has work, and so the kernel does not end before the one ahead.
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         heads = head * GROUP + group
         query = tl.load(
             q_ptr + seq.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=group_mask, other=0.0
@@ -99,16 +105,11 @@ def _decode_kernel(
         acc = tl.zeros([GROUP_PADDED, HEAD_DIM], dtype=tl.float32)
         row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
-        first_key = 0
-        if HAS_PREFIX:
-            first_key = tl.load(prefix_rows_ptr + seq)
-            place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
-            pieces = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
-            if first_tile == 0:
-                acc, row_max, row_sum = _fold_prefix(
-                    prefix_partial_ptr, prefix_lse_ptr, place, prefix_place_stride, pieces,
-                    head, group, dims, acc, row_max, row_sum, KV_HEADS, GROUP, HEAD_DIM,
-                )  # fmt: skip
+        if HAS_PREFIX and first_tile == 0:
+            acc, row_max, row_sum = _fold_prefix(
+                prefix_partial_ptr, prefix_lse_ptr, place, prefix_place_stride, pieces,
+                head, group, dims, acc, row_max, row_sum, KV_HEADS, GROUP, HEAD_DIM,
+            )  # fmt: skip
         for tile in range(first_tile, first_tile + count):
             start = first_key + tile * TILE
             seen = start + tl.arange(0, TILE) < context_len
@@ -134,15 +135,15 @@ def _merge_kernel(
     out_ptr, partial_ptr, lse_ptr, tile_ends_ptr, num_seqs, num_programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     seq, query_head = tl.program_id(0), tl.program_id(1)
     tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
     num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
     share = tl.cdiv(tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS, num_programs)
     first_unit = tiles_before * KV_HEADS + (query_head // GROUP) * num_tiles
     first, last = first_unit // share, (first_unit + num_tiles - 1) // share
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if first != last:
         dims = tl.arange(0, HEAD_DIM)
         acc = tl.zeros([HEAD_DIM], dtype=tl.float32)

@@ -130,7 +130,9 @@ def skinny_linear(
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     # Fewer outputs than inputs need narrow tiles, or most of the device would have none.
-    if out_features > in_features:
+    if _DEEP_IN <= in_features < 2 * _DEEP_IN and not gated:
+        block_out, block_in, num_warps = 16, 256, 2
+    elif out_features > in_features:
         block_out, block_in, num_warps = 32, 128, 4
     else:
         block_out, block_in, num_warps = (16, 512, 4) if in_features >= _DEEP_IN else (8, 256, 2)

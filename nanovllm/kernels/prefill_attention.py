@@ -18,16 +18,17 @@ def _prefill_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    head = tl.program_id(0)
+    seq = tl.load(tiles_ptr + tl.program_id(1))
+    tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
+    known_seq = tl.maximum(seq, 0)
+    q_start = tl.load(borders_ptr + known_seq)
+    q_len = tl.load(borders_ptr + known_seq + 1) - q_start
+    context_len = tl.load(context_lens_ptr + known_seq)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    head = tl.program_id(0)
-    seq = tl.load(tiles_ptr + tl.program_id(1))
     if seq >= 0:
-        tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
-        q_start = tl.load(borders_ptr + seq)
-        q_len = tl.load(borders_ptr + seq + 1) - q_start
-        context_len = tl.load(context_lens_ptr + seq)
         q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         first_position = context_len - q_len
         dims = tl.arange(0, HEAD_DIM)

@@ -51,6 +51,13 @@ def _qkv_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, HALF)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims)[None, :]
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims)[None, :]
+    slot = tl.load(kv_slots_ptr + token).to(tl.int64)
+    if HAS_NORM:
+        q_first, q_second = tl.load(q_weight_ptr + dims), tl.load(q_weight_ptr + HALF + dims)
+        k_first, k_second = tl.load(k_weight_ptr + dims), tl.load(k_weight_ptr + HALF + dims)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -63,13 +70,8 @@ def _qkv_rope_store_kernel(
     if HAS_NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        q_first, q_second = tl.load(q_weight_ptr + dims), tl.load(q_weight_ptr + HALF + dims)
-        k_first, k_second = tl.load(k_weight_ptr + dims), tl.load(k_weight_ptr + HALF + dims)
         first *= scale * tl.where(is_query, q_first[None, :], k_first[None, :]).to(tl.float32)
         second *= scale * tl.where(is_query, q_second[None, :], k_second[None, :]).to(tl.float32)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims)[None, :]
-    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims)[None, :]
     dtype = query_ptr.dtype.element_ty
     rotated_first = (first * cos - second * sin).to(dtype)
     rotated_second = (second * cos + first * sin).to(dtype)
@@ -77,7 +79,6 @@ def _qkv_rope_store_kernel(
     query = query_ptr + token * (NUM_HEADS * 2 * HALF) + offsets
     tl.store(query, rotated_first, mask=is_query)
     tl.store(query + HALF, rotated_second, mask=is_query)
-    slot = tl.load(kv_slots_ptr + token).to(tl.int64)
     if slot >= 0:
         is_value = (heads >= NUM_HEADS + KV_HEADS)[:, None]
         is_key = mask & (is_query == 0) & (is_value == 0)

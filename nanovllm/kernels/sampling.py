@@ -109,17 +109,12 @@ def _partial_argmax_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
     columns = start + tl.arange(0, BLOCK)
-    logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    scores = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
-    # NaN has no place in an order; what comes out must be a token in any case.
-    scores = tl.where(scores == scores, scores, -float("inf"))  # noqa: PLR0124
+    # The noise, which takes longer than the rest, needs nothing from the kernel ahead.
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
+    noise = tl.zeros([BLOCK], dtype=tl.float32)
     if temperature > 0:
         seed_lo = tl.load(seeds_ptr + row * seed_stride).to(tl.uint32, bitcast=True)
         seed_hi = tl.load(seeds_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True)
@@ -131,8 +126,14 @@ def _partial_argmax_kernel(
         words = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK])
         u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
         exponential = tl.where(u < 0.0009765625, u + u * u * (0.5 + u / 3), -tl.log(1 - u))
-        scores += temperature * -tl.log(exponential)
-        scores = tl.where(columns < num_tokens, scores, -float("inf"))
+        noise = temperature * -tl.log(exponential)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    scores = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
+    # NaN has no place in an order; what comes out must be a token in any case.
+    scores = tl.where(scores == scores, scores + noise, -float("inf"))  # noqa: PLR0124
     best, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
     partial = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(partial_score_ptr + partial, best)

@@ -107,14 +107,14 @@ SHARES = [Share(0, 192, 320), Share(192, 384, 320)], [Share(i * 64, (i + 1) * 64
 def test_the_best_of_the_shares_is_the_best_of_all(shares: list[Share], form: Any) -> None:
     torch.manual_seed(0)
     rows, total = 9, shares[0].total
+    temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) > 3)
+    seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
+    index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     logits = 3 * torch.randn(rows, total, device=DEVICE)
     # A tie across shares, and a row that is nothing but ties.
     logits[0, [5, total - 1]] = 100.0
     logits[1] = 0.0
     logits[2] = torch.nan
-    temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) > 3)
-    seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
-    index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     _, token = form(logits, temperatures, seeds, index)
     assert token[:3].tolist() == [5, 0, 0]
     keys = []

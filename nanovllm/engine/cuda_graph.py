@@ -101,14 +101,26 @@ class StepGraphs:
         Each of its kernels was launched before: what is loaded at its first launch cannot be loaded here.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Other threads may go on using the device.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads may go on using the device.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            # The exception holds this frame. And a pool whose capture was broken off cannot be captured into again.
+            graph.reset()
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
         self._graphs[shape] = graph
+
+    def clear(self) -> None:
+        """Let go of all graphs, whoever holds this object: NCCL ends no communicator while a graph has its calls."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
 
     def replay(self, shape: StepShape) -> None:
         """Queue the step of a captured shape."""

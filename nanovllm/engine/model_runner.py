@@ -149,8 +149,9 @@ class ModelRunner:
 
     def release(self) -> None:
         """The same without waiting for the device."""
-        self.graphs = None
-        del self.model, self.buffers, self._sampled, self._results, self.k_cache, self.v_cache
+        if self.graphs is not None:
+            self.graphs.clear()
+        del self.graphs, self.model, self.buffers, self._sampled, self._results, self.k_cache, self.v_cache
         if self.is_cuda:
             torch.cuda.empty_cache()
 

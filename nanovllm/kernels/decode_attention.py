@@ -237,7 +237,7 @@ def decode_attention(
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
         context_lens: [num_seqs] int32, at least 1, the new token included.
-        plan: of these context_lens.
+        plan: of these context_lens; both older than the kernel queued last (see `pdl_options`).
         scale: factor of the scores.
     """
     num_seqs, num_heads, head_dim = query.shape

@@ -83,7 +83,8 @@ def prefill_attention(
         context_lens: [num_seqs] int32, the sequence's query tokens included.
         borders: [num_seqs + 1] int32; where each sequence's query tokens start.
         tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then its
-            number within the sequence. Programs start in this order.
+            number within the sequence. Programs start in this order. Lengths, borders and tiles are older than the
+            kernel queued last (see `pdl_options`).
         scale: factor of the scores.
     """
     _, num_heads, head_dim = query.shape

@@ -137,7 +137,8 @@ def qkv_rope_store(
         cos_sin: [max_position, head_dim] float32, cosines then sines of the angles of the head's two halves.
         positions: [num_tokens] int32.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
-        kv_slots: [num_tokens] int32, `block * block_size + offset`; -1 stores nothing.
+        kv_slots: [num_tokens] int32, `block * block_size + offset`; -1 stores nothing. All but qkv is older than the
+            kernel queued last (see `pdl_options`).
 
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.

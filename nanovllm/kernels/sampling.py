@@ -208,7 +208,8 @@ def sample(
         logits: [num_rows, num_tokens], any float dtype; scores are float32, and NaN is the least.
         temperatures: [num_rows] float32; 0 is argmax.
         seeds: [num_rows, 2] int32, low and high word of each request's seed.
-        output_index: [num_rows] int32, how many tokens the request has generated before this one.
+        output_index: [num_rows] int32, how many tokens the request has generated before this one. All but the logits
+            are older than the kernel queued last (see `pdl_options`).
         vocab: the token ids that the columns of the logits stand for, padding included, which is never drawn; its
             start is a multiple of 4. None for all of the vocabulary.
 

@@ -1,11 +1,16 @@
-"""Sizes that steps are padded to."""
+"""Sizes that steps are padded to, and when their graphs are captured."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import ClassVar
+
 import pytest
+import torch
 
 from nanovllm.attention.triton import FEW_SEQS
-from nanovllm.engine.cuda_graph import Ladder, decode_ladder, mixed_ladder
+from nanovllm.engine import cuda_graph
+from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_ladder
 from nanovllm.engine.input_buffers import StepShape
 from nanovllm.kernels.norm_linear import MAX_SKINNY_ROWS
 
@@ -58,3 +63,68 @@ def test_samples_take_every_kind_of_kernel() -> None:
         assert {1, 512} <= rows and any(2 <= n <= MAX_SKINNY_ROWS for n in rows)
         assert any(MAX_SKINNY_ROWS < n <= FEW_SEQS for n in rows) and any(FEW_SEQS < n < 512 for n in rows)
     assert make_ladder(1, 64, False).samples() and not Ladder([]).samples()
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph; notes in `log` what is done with it."""
+
+    log: ClassVar[list[str]] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to graphs, on a machine without a device."""
+    monkeypatch.setattr(FakeGraph, "log", [])
+    monkeypatch.setattr(cuda_graph, "_idle_streams", {})
+    for name, value in {
+        "CUDAGraph": FakeGraph, "Stream": object, "stream": lambda stream: nullcontext(), "current_device": lambda: 0,
+        "graph_pool_handle": object,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return FakeGraph.log
+
+
+def test_a_shape_is_launched_then_captured_then_replayed(log: list[str]) -> None:
+    graphs, small, large = StepGraphs(), StepShape(1), StepShape(2)
+    for shape in (small, small, small, large):
+        graphs.run(shape, lambda: log.append("step"))
+    assert log == ["step", "begin", "step", "end", "replay", "replay", "step"]
+    graphs.close()
+    assert log[-1] == "reset"
+    assert StepGraphs()._stream is graphs._stream
+    assert StepGraphs()._stream is not graphs._stream, "it has another owner now"
+
+
+def test_a_broken_capture_takes_the_other_graphs_along(log: list[str]) -> None:
+    graphs, small, large = StepGraphs(), StepShape(1), StepShape(2)
+
+    def step() -> None:
+        log.append("step")
+        if failing:
+            raise RuntimeError("out of memory")
+
+    failing = False
+    for shape in (small, small, large):
+        graphs.run(shape, step)
+    pool, failing = graphs._pool, True
+    log.clear()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.run(large, step)
+    assert log == ["begin", "step", "end", "reset", "reset"] and graphs._pool is not pool
+    failing = False
+    log.clear()
+    graphs.run(small, step)
+    graphs.run(large, step)
+    assert log == ["begin", "step", "end", "replay"] * 2

@@ -1,6 +1,6 @@
 """Whole steps as CUDA graphs, one for each rung of a ladder of sizes; a step is padded up to the next rung.
 
-A rung is captured when a step first needs it: all of them take 3 s, and few programs need them all.
+A rung is captured when a second step needs it: all of them take 3 s, and few programs need them all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _SHARING_MIXED_TOKENS = (256, 2048)
 """With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
 _KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, FEW_SEQS + 1)
 """Decode rows from which on other kernels serve."""
+
+_idle_streams: dict[int, list[torch.cuda.Stream]] = {}
+"""By device: streams that engines which have ended captured on."""
 
 
 def decode_ladder(max_num_seqs: int, shares_prefixes: bool) -> list[StepShape]:
@@ -84,37 +87,48 @@ class Ladder:
 
 
 class StepGraphs:
-    """Captured steps of the shapes that were needed so far; to capture one takes tens of milliseconds."""
+    """Steps as graphs, captured as they are needed."""
 
     def __init__(self) -> None:
+        self._seen: set[StepShape] = set()
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # The default stream cannot be captured.
-        self._stream = torch.cuda.Stream()
+        # The default stream cannot be captured. What cuBLAS works in is the stream's: the next engine gets both.
+        self._idle_streams = _idle_streams.setdefault(torch.cuda.current_device(), [])
+        self._stream = self._idle_streams.pop() if self._idle_streams else torch.cuda.Stream()
 
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self._graphs
+    def run(self, shape: StepShape, step: Callable[[], None]) -> None:
+        """Queue a step, which reads and writes the same memory as all others of its shape.
 
-    def capture(self, shape: StepShape, run: Callable[[], None]) -> None:
-        """Record what `run` launches, from static tensors to static tensors; nothing is executed.
-
-        Each of its kernels was launched before: what is loaded at its first launch cannot be loaded here.
+        The first of a shape is launched kernel by kernel: what is loaded at its first launch cannot be loaded in a
+        capture. The second is captured, which takes as long.
         """
+        if shape not in self._seen:
+            step()
+            self._seen.add(shape)
+            return
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(step)
+        self._graphs[shape].replay()
+
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads may go on using the device.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    run()
+                    step()
                 finally:
                     graph.capture_end()
         except BaseException:
-            # The exception holds this frame. And a pool whose capture was broken off cannot be captured into again.
+            # Torch takes nothing more into a pool whose capture was broken off, and gives up, with this graph, memory
+            # that cuBLAS has in the others: they go too.
             graph.reset()
+            self.clear()
             self._pool = torch.cuda.graph_pool_handle()
             raise
-        self._graphs[shape] = graph
+        return graph
 
     def clear(self) -> None:
         """Let go of all graphs, whoever holds this object: NCCL ends no communicator while a graph has its calls."""
@@ -122,9 +136,10 @@ class StepGraphs:
             graph.reset()
         self._graphs.clear()
 
-    def replay(self, shape: StepShape) -> None:
-        """Queue the step of a captured shape."""
-        self._graphs[shape].replay()
+    def close(self) -> None:
+        """The same, for good."""
+        self.clear()
+        self._idle_streams.append(self._stream)
 
 
 def _cost(shape: StepShape) -> tuple[int, bool]:

@@ -7,8 +7,7 @@ finds it, and the host gets a copy when it asks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,8 +91,10 @@ class ModelRunner:
         if self.ladder.shapes and not config.enforce_eager:
             with torch.inference_mode(), self._device_guard():
                 self.graphs = StepGraphs()
-                # The others fit into the memory that the largest takes.
-                self._capture(self.graphs, self.ladder.shapes[-1])
+                largest = self.ladder.shapes[-1]
+                # The others fit into its memory.
+                for _ in range(2):
+                    self.graphs.run(largest, partial(self._forward, self.buffers.stage_empty(largest)))
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
@@ -125,22 +126,12 @@ class ModelRunner:
         """Queue one step; returns the sizes that it was padded to."""
         exact = self.buffers.shape_of(batch)
         rung = self.ladder.fit(exact)
+        step = partial(self._forward, self.buffers.stage(batch, rung or exact))
         if self.graphs is None or rung is None:
-            self._forward(self.buffers.stage(batch, rung or exact))
-            return rung or exact
-        if rung not in self.graphs:
-            self._capture(self.graphs, rung)
-            # The capture's own, empty step has taken the place of this one's plan.
-            self.buffers.shape_of(batch)
-        self.buffers.stage(batch, rung)
-        self.graphs.replay(rung)
-        return rung
-
-    def _capture(self, graphs: StepGraphs, shape: StepShape) -> None:
-        run = partial(self._forward, self.buffers.stage_empty(shape))
-        with self._two_layers():
-            run()
-        graphs.capture(shape, run)
+            step()
+        else:
+            self.graphs.run(rung, step)
+        return rung or exact
 
     def exit(self) -> None:
         """Let go of everything on the device."""
@@ -150,7 +141,7 @@ class ModelRunner:
     def release(self) -> None:
         """The same without waiting for the device."""
         if self.graphs is not None:
-            self.graphs.clear()
+            self.graphs.close()
         del self.graphs, self.model, self.buffers, self._sampled, self._results, self.k_cache, self.v_cache
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -189,17 +180,10 @@ class ModelRunner:
         with torch.inference_mode(), self._device_guard():
             staged = (self.buffers.stage_empty(shape) for shape in self.ladder.samples())
             steps = [self.buffers.assemble(step) for step in staged]
-            with self._two_layers():
-                compile_ahead(self.device, [partial(self._compute, inputs) for inputs in steps])
-
-    @contextmanager
-    def _two_layers(self) -> Iterator[None]:
-        """Steps inside are of two layers: they launch every kernel that all layers do."""
-        model = self.model.model
-        layers, model.layers = model.layers, model.layers[:2]
-        try:
-            yield
-        finally:
+            # Two layers launch what all of them do.
+            model = self.model.model
+            layers, model.layers = model.layers, model.layers[:2]
+            compile_ahead(self.device, [partial(self._compute, inputs) for inputs in steps])
             model.layers = layers
 
     def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:

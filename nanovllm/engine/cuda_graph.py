@@ -5,6 +5,7 @@ A rung is captured when a second step needs it: all of them take 3 s, and few pr
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 
 import torch
@@ -113,6 +114,9 @@ class StepGraphs:
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        # What the collector frees may wait for the device, which breaks a capture.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads may go on using the device.
@@ -128,6 +132,9 @@ class StepGraphs:
             self.clear()
             self._pool = torch.cuda.graph_pool_handle()
             raise
+        finally:
+            if collects:
+                gc.enable()
         return graph
 
     def clear(self) -> None:

@@ -11,8 +11,9 @@ from nanovllm.kernels.prefix_attention import rows_per_item
 from nanovllm.utils.context import Context
 
 # Up to this many sequences, decoding cuts contexts finer and takes fewer programs. A step of Qwen3-0.6B on an H200, in
-# ms, so and the other way: 1 context of 400 0.64 and 0.66, 8 of 600 1.08 and 1.10, 48 of 600 1.96 and 2.06, 160 of 800
-# 4.91 and 4.91; with 6 programs a multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
+# ms, so and the other way: 1 context of 400 0.64 and 0.66, 4 0.98 and 0.92, 8 1.08 and 1.04, 16 1.16 and 1.25; 8 of 250
+# 0.98 and 1.02, of 600 1.08 and 1.10; 48 of 600 1.96 and 2.06; 160 of 800 4.91 and 4.91. With 6 programs a
+# multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
 FEW_SEQS = 64
 _PREFIX_PROGRAMS = 2
 """Programs a multiprocessor that share the work on common prefixes."""

@@ -102,7 +102,7 @@ class StepGraphs:
         """Queue a step, which reads and writes the same memory as all others of its shape.
 
         The first of a shape is launched kernel by kernel: what is loaded at its first launch cannot be loaded in a
-        capture. The second is captured, which takes as long.
+        capture. The second is captured.
         """
         if shape not in self._seen:
             step()

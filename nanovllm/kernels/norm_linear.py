@@ -129,8 +129,8 @@ def skinny_linear(
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    # Fewer outputs than inputs need narrow tiles, or most of the device would have none. Qwen3-8B's products of 4096
-    # inputs take 2 us less with small programs, of which more run at once.
+    # Fewer outputs than inputs need narrow tiles, or most of the device would have none. Of Qwen3-8B's products with
+    # 4096 inputs qkv takes 2.1 us less with the small programs, and o 1.5, at 8 rows on an H200.
     if _DEEP_IN <= in_features < 2 * _DEEP_IN and not gated:
         block_out, block_in, num_warps = 16, 256, 2
     elif out_features > in_features:

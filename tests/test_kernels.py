@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.shared_prefix import plan_shared_prefixes
-from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, slot_state
+from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, skinny_linear, slot_state
 from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.prefix_attention import SharedPrefixes, rows_per_item
@@ -137,15 +137,60 @@ def test_thin_norm_linear(dtype: torch.dtype, parts: dict[str, bool], size: tupl
 # Its tiles are sized for elements of two bytes; the dispatcher gives it no others.
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(("bias", "gated"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("size", [(48, 80), (1024, 6144), (2048, 1024), (4096, 520)] if GPU else [(48, 80), (300, 34)])
+@pytest.mark.parametrize(
+    "size", [(48, 80), (1024, 6144), (2048, 1024), (4096, 520), (512, 33000)] if GPU else [(48, 80), (300, 34)]
+)
 def test_skinny_linear(rows: int, dtype: torch.dtype, bias: bool, gated: bool, size: tuple[int, int]) -> None:
     in_features, out_features = size
-    x, weight = randn(rows, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype) * in_features**-0.5
+    weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
     biases = randn(out_features, dtype=dtype) if bias else None
+    x = randn(rows, in_features, dtype=dtype)
     same, _ = norm_linear.norm_linear_ref(x, weight, biases, gated=gated)
     wide = None if biases is None else biases.float()
     exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), wide, gated=gated)
-    check_error(norm_linear.skinny_linear(x, weight, biases, gated), same, exact)
+    check_error(skinny_linear.skinny_linear(x, weight, biases, gated), same, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("parts", LINEARS)
+@pytest.mark.parametrize(
+    "size", [(48, 80), (896, 1152), (1024, 3072), (2048, 1024), (3072, 1024)] if GPU else [(48, 80), (1100, 34)]
+)
+def test_one_shot_linear(rows: int, dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
+    in_features, out_features = size
+    if parts["norm"] and in_features > 1024:
+        in_features //= 3
+    weight = randn(out_features * (1 + parts["gated"]), in_features, dtype=dtype) * in_features**-0.5
+    bias = randn(out_features, dtype=dtype) if parts["bias"] else None
+    norm = (randn(in_features, dtype=dtype), 1e-6) if parts["norm"] else None
+    x = randn(rows, in_features, dtype=dtype)
+    residual = randn(rows, in_features, dtype=dtype) if parts["residual"] else None
+    out, total = skinny_linear.one_shot_linear(x, weight, bias, norm, residual, parts["gated"])
+    same, same_total = norm_linear.norm_linear_ref(x, weight, bias, norm, residual, parts["gated"])
+    assert torch.equal(total, same_total)
+    exact, _ = norm_linear.norm_linear_ref(
+        total.float(),
+        weight.float(),
+        None if bias is None else bias.float(),
+        None if norm is None else (norm[0].float(), norm[1]),
+        None,
+        parts["gated"],
+    )
+    check_error(out, same, exact)
+
+
+def test_one_shot_pays_where_its_programs_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pays(rows: int, in_features: int, out_features: int, normed: bool = False, gated: bool = False) -> bool:
+        x, weight = torch.empty(rows, in_features), torch.empty(out_features * (1 + gated), in_features)
+        return skinny_linear.one_shot_pays(x, weight, normed, gated)
+
+    monkeypatch.setattr(skinny_linear, "_one_shot_programs", lambda device: 132)
+    assert pays(16, 1024, 4096, normed=True) and pays(2, 1024, 3072, normed=True, gated=True) and pays(8, 3072, 1024)
+    assert not pays(17, 1024, 4096, normed=True) and not pays(8, 3073, 1024) and not pays(8, 1025, 1024, normed=True)
+    assert pays(8, 1024, 132 * 32) and not pays(8, 1024, 132 * 32 + 1)
+    monkeypatch.setattr(skinny_linear, "_one_shot_programs", lambda device: 0)
+    assert not pays(8, 1024, 16)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])

@@ -12,7 +12,7 @@ from nanovllm.attention.triton import FEW_SEQS
 from nanovllm.engine import cuda_graph
 from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_ladder
 from nanovllm.engine.input_buffers import StepShape
-from nanovllm.kernels.norm_linear import MAX_SKINNY_ROWS
+from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS
 
 
 def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> Ladder:

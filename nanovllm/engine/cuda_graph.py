@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.attention.triton import FEW_SEQS
 from nanovllm.engine.input_buffers import StepShape
-from nanovllm.kernels.norm_linear import MAX_SKINNY_ROWS
+from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS
 
 _MIXED_DECODES = (8, 64, 128, 256)
 _MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)

@@ -6,8 +6,7 @@ that, launched as a programmatic dependent, it reads them while the kernel ahead
 a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
 rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 
-Up to 16 rows another kernel, by the tensor cores and with the gate in it, takes 21.0 us where cuBLAS and the gate apart
-take 26.5.
+Up to 16 rows the tensor cores do it (`skinny_linear`), and beyond that cuBLAS.
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ from torch.nn import functional
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
-
-MAX_SKINNY_ROWS = 16
-MAX_SKINNY_IN = 16384
-"""Where the kernel for a few rows ends, and cuBLAS is as fast or faster."""
-_DEEP_IN = 4096
-
-Norm = tuple[torch.Tensor, float]
-"""Weight [in_features] and epsilon of an RMS norm."""
+from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS, Norm, one_shot_linear, one_shot_pays, skinny_linear
 
 
 def norm_linear_ref(
@@ -86,65 +78,6 @@ def _thin_linear_kernel(
     tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
 
 
-@jit(do_not_specialize=["num_rows"])
-def _skinny_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
-    BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    rows = tl.arange(0, ROWS)
-    out_mask = outs < out_features
-    row_mask = (rows < num_rows)[:, None]
-    acc = tl.zeros([ROWS, BLOCK_OUT], dtype=tl.float32)
-    up = tl.zeros([ROWS, BLOCK_OUT], dtype=tl.float32)
-    weight_ptrs = weight_ptr + outs.to(tl.int64)[None, :] * in_features
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    for start in range(0, in_features, BLOCK_IN):
-        ins = start + tl.arange(0, BLOCK_IN)
-        in_mask = ins < in_features
-        mask = in_mask[:, None] & out_mask[None, :]
-        weight = tl.load(weight_ptrs + ins[:, None], mask=mask, other=0.0)
-        x = tl.load(x_ptr + rows[:, None] * in_features + ins[None, :], mask=row_mask & in_mask[None, :], other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
-        if GATED:
-            up_ptrs = weight_ptrs + tl.cast(out_features, tl.int64) * in_features + ins[:, None]
-            up = tl.dot(x, tl.load(up_ptrs, mask=mask, other=0.0), up, input_precision="ieee")
-    dtype = out_ptr.dtype.element_ty
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        acc = acc.to(dtype).to(tl.float32)
-        acc = acc / (1 + tl.exp(-acc)) * up.to(dtype).to(tl.float32)
-    tl.store(out_ptr + rows[:, None] * out_features + outs[None, :], acc.to(dtype), mask=row_mask & out_mask[None, :])
-
-
-def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
-) -> torch.Tensor:
-    """The product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, by the tensor cores."""
-    num_rows, in_features = x.shape
-    out_features = len(weight) // 2 if gated else len(weight)
-    assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
-    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    # Fewer outputs than inputs need narrow tiles, or most of the device would have none. Of Qwen3-8B's products with
-    # 4096 inputs qkv takes 2.1 us less with the small programs, and o 1.5, at 8 rows on an H200.
-    if _DEEP_IN <= in_features < 2 * _DEEP_IN and not gated:
-        block_out, block_in, num_warps = 16, 256, 2
-    elif out_features > in_features:
-        block_out, block_in, num_warps = 32, 128, 4
-    else:
-        block_out, block_in, num_warps = (16, 512, 4) if in_features >= _DEEP_IN else (8, 256, 2)
-    _skinny_linear_kernel[(triton.cdiv(out_features, block_out),)](
-        x, weight, bias, out, num_rows, in_features, out_features,
-        BLOCK_IN=block_in, BLOCK_OUT=block_out, ROWS=MAX_SKINNY_ROWS, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=num_warps, num_stages=4, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
 def norm_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -198,10 +131,13 @@ def norm_linear(
     """
     if x.is_cuda and len(x) == 1:
         return norm_linear_triton(x, weight, bias, norm, residual, gated)
+    skinny = x.is_cuda and len(x) <= MAX_SKINNY_ROWS and x.element_size() == 2
+    if skinny and one_shot_pays(x, weight, norm is not None, gated):
+        return one_shot_linear(x, weight, bias, norm, residual, gated)
     total = x
     if norm is not None:
         x, total = rms_norm(x, *norm, residual)
-    if x.is_cuda and len(x) <= MAX_SKINNY_ROWS and x.shape[1] <= MAX_SKINNY_IN and x.element_size() == 2:
+    if skinny:
         return skinny_linear(x, weight, bias, gated), total
     out = functional.linear(x, weight, bias)
     return (silu_mul(out) if gated else out), total

@@ -15,6 +15,10 @@ from nanovllm.utils.context import Context
 # 0.98 and 1.02, of 600 1.08 and 1.10; 48 of 600 1.96 and 2.06; 160 of 800 4.91 and 4.91. With 6 programs a
 # multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
 FEW_SEQS = 64
+_FEW_TILE, _FEW_PROGRAMS = 64, 3
+_MANY_TILE, _MANY_PROGRAMS = 128, 9
+"""Tokens of a tile, and programs a multiprocessor."""
+_FLOAT32_TILE = 32
 _PREFIX_PROGRAMS = 2
 """Programs a multiprocessor that share the work on common prefixes."""
 
@@ -45,10 +49,10 @@ class TritonBackend(AttentionBackend):
         if not context.num_decodes:
             return None
         few = context.num_decodes <= FEW_SEQS
-        tile = 32 if self.dtype == torch.float32 else 64 if few else 128
-        num_programs = self.num_processors * (3 if few else 9)
+        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
+        tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
         lens = context.context_lens[: context.num_decodes]
-        return plan_decode(lens, num_programs, tile, *self.heads, context.shared_prefixes)
+        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, context.shared_prefixes)
 
     def forward(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float

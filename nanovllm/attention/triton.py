@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
+from nanovllm.kernels.decode_attention import decode_attention
+from nanovllm.kernels.decode_plan import DecodePlan, plan_decode
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.prefix_attention import rows_per_item
 from nanovllm.utils.context import Context
@@ -51,8 +52,9 @@ class TritonBackend(AttentionBackend):
         few = context.num_decodes <= FEW_SEQS
         tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
         tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
-        lens = context.context_lens[: context.num_decodes]
-        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, context.shared_prefixes)
+        lens, shared = context.context_lens[: context.num_decodes], context.shared_prefixes
+        early = few and shared is None
+        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, shared, early)
 
     def forward(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float

@@ -24,7 +24,6 @@ MAX_SKINNY_ROWS = 16
 _PIECE = 64
 _ONE_SHOT_WARPS = 16
 _MOST_OUTS = 32
-_ONE_SHOT_SHARED_BYTES = 192 * 1024
 
 Norm = tuple[torch.Tensor, float]
 """Weight [in_features] and epsilon of an RMS norm."""
@@ -153,19 +152,23 @@ def _one_shot_linear_kernel(
 
 
 @cache
-def _one_shot_programs(device: torch.device) -> int:
-    """How many programs of the one-shot kernel the device runs at once: none where one would not fit."""
+def _limits(device: torch.device) -> tuple[int, int]:
+    """How many programs the device runs at once, one a multiprocessor, and the shared bytes that one can have."""
     if device.type != "cuda":
-        return 0
+        return 0, 0
     properties = torch.cuda.get_device_properties(device)
     # torch's stubs lack it.
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return int(properties.multi_processor_count) if shared_bytes >= _ONE_SHOT_SHARED_BYTES else 0
+    return int(properties.multi_processor_count), int(shared_bytes)
 
 
 def _one_shot_outs(out_features: int, num_programs: int) -> int:
-    """Outputs of a program, that no more are needed than run at once; 16 to 32, by eights."""
+    """Outputs of a program, a multiple of 8 from 16 on, so many that no more programs are needed than run at once."""
     return max(16, 8 * triton.cdiv(out_features, 8 * max(num_programs, 1)))
+
+
+def _one_shot_chunks(in_features: int) -> int:
+    return int(triton.cdiv(in_features, _ONE_SHOT_WARPS * _PIECE))
 
 
 def one_shot_pays(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
@@ -176,10 +179,13 @@ def one_shot_pays(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bo
     """
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
-    most_inputs = (1 if normed or gated else 3) * _ONE_SHOT_WARPS * _PIECE
-    num_programs = _one_shot_programs(x.device)
-    fits = num_programs > 0 and _one_shot_outs(out_features, num_programs) <= _MOST_OUTS
-    return fits and num_rows <= MAX_SKINNY_ROWS and in_features <= most_inputs
+    num_programs, shared_bytes = _limits(x.device)
+    chunks, outs = _one_shot_chunks(in_features), _one_shot_outs(out_features, num_programs)
+    if num_rows > MAX_SKINNY_ROWS or outs > _MOST_OUTS or chunks > (1 if normed or gated else 3):
+        return False
+    # A program's tiles of weights and inputs all pass through shared memory.
+    tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
+    return bool(chunks * _ONE_SHOT_WARPS * _PIECE * tile_rows * x.element_size() <= shared_bytes)
 
 
 def one_shot_linear(
@@ -192,17 +198,18 @@ def one_shot_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm_linear` for up to MAX_SKINNY_ROWS rows in one kernel that loads its weights before it waits.
 
-    A norm is for up to 1024 inputs, whatever the number of outputs.
+    A norm or a gate is for up to 1024 inputs, whatever the number of outputs.
     """
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
-    chunks = triton.cdiv(in_features, _ONE_SHOT_WARPS * _PIECE)
+    chunks = _one_shot_chunks(in_features)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
-    assert (norm is None or chunks == 1) and (residual is None or (norm is not None and residual.is_contiguous()))
+    assert (norm is None and not gated) or chunks == 1
+    assert residual is None or (norm is not None and residual.is_contiguous())
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     norm_weight, eps = norm if norm is not None else (weight, 0.0)
-    outs = min(_MOST_OUTS, _one_shot_outs(out_features, _one_shot_programs(x.device)))
+    outs = min(_MOST_OUTS, _one_shot_outs(out_features, _limits(x.device)[0]))
     _one_shot_linear_kernel[(triton.cdiv(out_features, outs),)](
         x, residual, norm_weight, weight, bias, out, total, eps, num_rows, out_features,
         IN=in_features, CHUNKS=chunks, PIECE=_PIECE, WARPS=_ONE_SHOT_WARPS, OUTS=outs,

@@ -14,8 +14,7 @@ import torch
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.shared_prefix import plan_shared_prefixes
 from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, skinny_linear, slot_state
-from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.decode_plan import plan_decode
+from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.prefix_attention import SharedPrefixes, rows_per_item
 
@@ -347,18 +346,16 @@ SHAPES = [(16, 1, 16), (32, 2, 16), (64, 4, 32), (128, 8, 256), (128, 2, 256), (
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("programs", "tile", "early"), [(1, 32, False), (7, 64, True), (100, 16, False), (100, 16, True)]
-)
+@pytest.mark.parametrize(("programs", "tile"), [(1, 32), (7, 64), (100, 16)])
 def test_decode_attention(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int, early: bool
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int
 ) -> None:
     kv_heads = 2
     lens = [1, 2, 15, 16, 17, 129, 300, *([1000, 2047, 4100] * 3 if GPU else [])]
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(context_lens, programs, tile, group * kv_heads, kv_heads, head_dim, early=early)
+    plan = plan_decode(context_lens, programs, tile, group * kv_heads, kv_heads, head_dim)
     plan.partial.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
     decode_attention(query, cache[0], cache[1], out, tables, context_lens, plan, head_dim**-0.5)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.decode_plan import DecodePlan, plan_decode
+from nanovllm.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.prefix_attention import rows_per_item
 from nanovllm.utils.context import Context
 
 # Up to this many sequences, decoding cuts contexts finer and takes fewer programs. A step of Qwen3-0.6B on an H200, in
-# ms, so and the other way: 1 context of 400 0.64 and 0.66, 4 0.98 and 0.92, 8 1.08 and 1.04, 16 1.16 and 1.25; 8 of 250
-# 0.98 and 1.02, of 600 1.08 and 1.10; 48 of 600 1.96 and 2.06; 160 of 800 4.91 and 4.91. With 6 programs a
-# multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
+# ms, so and the other way: 1 context of 400 0.635 and 0.666, 4 0.828 and 0.847, 8 0.918 and 0.924, 16 1.04 and 1.07; 8
+# of 250 0.855 and 0.881, of 600 0.944 and 0.967; 64 of 800 2.60 and 2.74, but 160 of 800 4.91 and 4.91. With 6 programs
+# a multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
 FEW_SEQS = 64
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
@@ -52,9 +51,8 @@ class TritonBackend(AttentionBackend):
         few = context.num_decodes <= FEW_SEQS
         tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
         tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
-        lens, shared = context.context_lens[: context.num_decodes], context.shared_prefixes
-        early = few and shared is None
-        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, shared, early)
+        lens = context.context_lens[: context.num_decodes]
+        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, context.shared_prefixes)
 
     def forward(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float

@@ -5,21 +5,38 @@ each program (Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanova
 context keeps the whole device busy, a batch of uneven ones has no tail, and nothing depends on contexts but numbers on
 the device: a captured graph stays valid as they grow. What more than one program has worked on is merged by its
 log-sum-exp (Flash-Decoding, Dao et al. 2023).
-
-All keys and values but those of the newest token are older than the kernel ahead. So where a program has a tile or two,
-it loads its first before it waits for that kernel, and puts the newest token's in afterwards.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
-from nanovllm.kernels.decode_plan import DecodePlan, padded_seqs
-from nanovllm.kernels.online_softmax import LOG2E, attend_loaded, attend_tile, tile_rows
-from nanovllm.kernels.prefix_attention import prefix_attention
+from nanovllm.kernels.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels.prefix_attention import PrefixPlan, SharedPrefixes, plan_prefixes, prefix_attention
 
 _MERGE_PIECES = 16
+
+
+@dataclass
+class DecodePlan:
+    """What all layers of a step share.
+
+    Attributes:
+        tile: tokens of a tile.
+        tile_ends: [num_seqs] int32; tiles of the sequences up to each, its own included.
+        partial: [2 * num_programs, group, head_dim] float32; unfinished outputs, two places a program.
+        lse: [2 * num_programs, group] float32; base-2 logarithm of the sum of their weights.
+        prefix: what was attended to already, of prefixes that sequences share; None if there are none.
+    """
+
+    tile: int
+    tile_ends: torch.Tensor
+    partial: torch.Tensor
+    lse: torch.Tensor
+    prefix: PrefixPlan | None
 
 
 @jit
@@ -41,70 +58,6 @@ def _fold_prefix(
     return acc, row_max, row_sum
 
 
-@jit
-def _locate(tile_ends_ptr, seq, unit, KV_HEADS: tl.constexpr):
-    """Where in its sequence a unit is: the sequence's tiles, the head, and the head's tile."""
-    tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
-    num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
-    in_seq = unit - tiles_before * KV_HEADS
-    return num_tiles, in_seq // num_tiles, in_seq % num_tiles
-
-
-@jit
-def _put_newest(rows, ptr, newest_row, dims, is_newest):
-    """Put the newest token's row in its place, read past the L1 cache, which may hold what was there before."""
-    row = tl.load(ptr + newest_row + dims, cache_modifier=".cg")
-    return tl.where(is_newest[:, None], row[None, :], rows)
-
-
-@jit
-def _attend_early(
-    query_ptrs, group_mask, k_ptr, v_ptr, table_ptr, table_size, start, newest, scale, row_stride, dims,
-    acc, row_max, row_sum, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """`attend_tile`, with the tile's keys and values loaded before the wait, but for the token at `newest`."""
-    places = start + tl.arange(0, TILE)
-    rows = tile_rows(table_ptr, table_size, start, row_stride, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
-    newest_block = tl.load(table_ptr + newest // BLOCK_SIZE).to(tl.int64)
-    newest_row = (newest_block * BLOCK_SIZE + newest % BLOCK_SIZE) * row_stride
-    is_old = (places < newest)[:, None]
-    key = tl.load(k_ptr + rows, mask=is_old, other=0.0)
-    value = tl.load(v_ptr + rows, mask=is_old, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    query = tl.load(query_ptrs, mask=group_mask, other=0.0)
-    key = _put_newest(key, k_ptr, newest_row, dims, places == newest)
-    value = _put_newest(value, v_ptr, newest_row, dims, places == newest)
-    seen = (places <= newest)[None, :]
-    return attend_loaded(query, tl.trans(key), value, seen, scale, acc, row_max, row_sum)
-
-
-@jit
-def _store_piece(
-    acc, row_max, row_sum, out_ptr, partial_ptr, lse_ptr, out_row, place, is_whole, group, dims,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Store a head's output, or a piece of it in its place for the merge."""
-    out = acc / row_sum[:, None]
-    mask = group < GROUP
-    if is_whole:
-        out_ptrs = out_ptr + (out_row + group)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask[:, None])
-    else:
-        rows = place * GROUP + group
-        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], out, mask=mask[:, None])
-        tl.store(lse_ptr + rows, row_max + tl.log2(row_sum), mask=mask)
-
-
-@jit
-def _nothing(GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Output, maximum and sum of the softmax over no keys."""
-    acc = tl.zeros([GROUP_PADDED, HEAD_DIM], dtype=tl.float32)
-    row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
-    return acc, row_max, tl.zeros([GROUP_PADDED], dtype=tl.float32)
-
-
 @jit(do_not_specialize=["num_seqs", "table_size", "prefix_rows_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr,
@@ -112,7 +65,7 @@ def _decode_kernel(
     q_stride, table_stride, table_size, num_seqs, prefix_rows_stride, prefix_place_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SEQS_PADDED: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     seqs = tl.arange(0, SEQS_PADDED)
@@ -126,22 +79,13 @@ def _decode_kernel(
     group = tl.arange(0, GROUP_PADDED)
     dims = tl.arange(0, HEAD_DIM)
     group_mask = (group < GROUP)[:, None]
-    acc, row_max, row_sum = _nothing(GROUP_PADDED, HEAD_DIM)
-    num_done = 0
-    # Some program has work, and so the kernel does not end before the one ahead.
-    if EARLY and unit < end:
-        _, head, tile = _locate(tile_ends_ptr, seq, unit, KV_HEADS)
-        query_ptrs = q_ptr + seq.to(tl.int64) * q_stride + (head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
-        acc, row_max, row_sum = _attend_early(
-            query_ptrs, group_mask, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
-            block_tables_ptr + seq.to(tl.int64) * table_stride, table_size, tile * TILE,
-            tl.load(context_lens_ptr + seq) - 1, scale, KV_HEADS * HEAD_DIM, dims, acc, row_max, row_sum,
-            BLOCK_SIZE, TILE, PDL,
-        )  # fmt: skip
-        num_done = 1
     while unit < end:
         # The head and tile that this unit is; then as many tiles as are left of the head or of the share.
-        num_tiles, head, first_tile = _locate(tile_ends_ptr, seq, unit, KV_HEADS)
+        tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
+        num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
+        in_seq = unit - tiles_before * KV_HEADS
+        head = in_seq // num_tiles
+        first_tile = in_seq % num_tiles
         count = tl.minimum(num_tiles - first_tile, end - unit)
         context_len = tl.load(context_lens_ptr + seq)
         first_key = 0
@@ -149,32 +93,41 @@ def _decode_kernel(
             first_key = tl.load(prefix_rows_ptr + seq)
             place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
             pieces = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
-        if PDL and not EARLY:
+        # Some program has work, and so the kernel does not end before the one ahead.
+        if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        query_ptrs = q_ptr + seq.to(tl.int64) * q_stride + (head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
-        query = tl.load(query_ptrs, mask=group_mask, other=0.0)
+        heads = head * GROUP + group
+        query = tl.load(
+            q_ptr + seq.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=group_mask, other=0.0
+        )
         table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+        acc = tl.zeros([GROUP_PADDED, HEAD_DIM], dtype=tl.float32)
+        row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
+        row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
         if HAS_PREFIX and first_tile == 0:
             acc, row_max, row_sum = _fold_prefix(
                 prefix_partial_ptr, prefix_lse_ptr, place, prefix_place_stride, pieces,
                 head, group, dims, acc, row_max, row_sum, KV_HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
-        for tile in range(first_tile + num_done, first_tile + count):
+        for tile in range(first_tile, first_tile + count):
             start = first_key + tile * TILE
             seen = start + tl.arange(0, TILE) < context_len
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start,
                 seen, seen[None, :], scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
             )  # fmt: skip
-        _store_piece(
-            acc, row_max, row_sum, out_ptr, partial_ptr, lse_ptr, (seq.to(tl.int64) * KV_HEADS + head) * GROUP,
-            2 * program + (unit > first_unit).to(tl.int32), count == num_tiles, group, dims, GROUP, HEAD_DIM,
-        )  # fmt: skip
+        out = acc / row_sum[:, None]
+        out_row_ptr = out_ptr + (seq.to(tl.int64) * KV_HEADS + head) * (GROUP * HEAD_DIM)
+        if count == num_tiles:
+            out_ptrs = out_row_ptr + group[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=group_mask)
+        else:
+            place = 2 * program + (unit > first_unit).to(tl.int32)
+            tl.store(partial_ptr + (place * GROUP + group)[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
+            tl.store(lse_ptr + place * GROUP + group, row_max + tl.log2(row_sum), mask=group < GROUP)
         unit += count
-        seq += ((head == KV_HEADS - 1) & (first_tile + count == num_tiles)).to(tl.int32)
-        acc, row_max, row_sum = _nothing(GROUP_PADDED, HEAD_DIM)
-        num_done = 0
+        seq += (in_seq + count == num_tiles * KV_HEADS).to(tl.int32)
 
 
 @jit(do_not_specialize=["num_seqs", "num_programs"])
@@ -214,6 +167,59 @@ def _merge_kernel(
         tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
 
 
+@jit(do_not_specialize=["num_seqs"])
+def _plan_kernel(
+    context_lens_ptr, prefix_lens_ptr, tile_ends_ptr, num_seqs,
+    TILE: tl.constexpr, SEQS: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    seqs = tl.arange(0, SEQS)
+    mask = seqs < num_seqs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    num_keys = tl.load(context_lens_ptr + seqs, mask=mask, other=0)
+    if HAS_PREFIX:
+        num_keys -= tl.load(prefix_lens_ptr + seqs, mask=mask, other=0)
+    tl.store(tile_ends_ptr + seqs, tl.cumsum(tl.cdiv(num_keys, TILE), axis=0), mask=mask)
+
+
+def _padded(num_seqs: int) -> int:
+    """A size that is the same for all but the largest batches, so that they need no kernel of their own."""
+    return max(512, triton.next_power_of_2(num_seqs))
+
+
+def plan_decode(
+    context_lens: torch.Tensor,
+    num_programs: int,
+    tile: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    shared: SharedPrefixes | None = None,
+) -> DecodePlan:
+    """Plan the attention of one step for all its layers.
+
+    Args:
+        context_lens: [num_seqs] int32, at least 1 each.
+        num_programs: programs to share the work.
+        tile: tokens of a tile.
+        num_heads, num_kv_heads: heads of queries, and of keys.
+        head_dim: elements of a head.
+        shared: prefixes to attend to once for all that share them; a sequence has at least one token besides.
+    """
+    group = num_heads // num_kv_heads
+    device = context_lens.device
+    tile_ends = torch.empty_like(context_lens)
+    _plan_kernel[(1,)](
+        context_lens, None if shared is None else shared.rows, tile_ends, len(context_lens), TILE=tile,
+        SEQS=_padded(len(context_lens)), HAS_PREFIX=shared is not None, **pdl_options(device),
+    )  # fmt: skip
+    partial = torch.empty(2 * num_programs, group, head_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(2 * num_programs, group, dtype=torch.float32, device=device)
+    prefix = None if shared is None else plan_prefixes(shared, num_heads, group, head_dim)
+    return DecodePlan(tile, tile_ends, partial, lse, prefix)
+
+
 def decode_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -228,8 +234,7 @@ def decode_attention(
 
     Args:
         query, out: [num_seqs, num_heads, head_dim]; query's rows and all of out contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous; all but the new tokens' older
-            than the kernel queued last.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
         context_lens: [num_seqs] int32, at least 1, the new token included.
         plan: of these context_lens; both older than the kernel queued last (see `pdl_options`).
@@ -251,8 +256,8 @@ def decode_attention(
         query.stride(0), block_tables.stride(0), block_tables.shape[1], num_seqs,
         0 if rows is None else rows.stride(0), 0 if prefix is None else prefix.rows_per_item,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=padded_seqs(num_seqs),
-        HAS_PREFIX=prefix is not None, EARLY=plan.early, num_warps=4, num_stages=2, **options,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=plan.tile, SEQS_PADDED=_padded(num_seqs),
+        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     _merge_kernel[(num_seqs, num_heads)](
         out, plan.partial, plan.lse, plan.tile_ends, num_seqs, num_programs,

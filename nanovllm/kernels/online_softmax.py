@@ -13,43 +13,6 @@ LOG2E = 1.4426950408889634
 
 
 @jit
-def tile_rows(table_ptr, table_size, start, row_stride, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Offsets of the rows of tokens `start ... start + TILE - 1`, `start` a multiple of TILE, [TILE] int64."""
-    offsets = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:
-        # The tile lies in one block: one look-up, and rows that follow one another.
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        rows = block * BLOCK_SIZE + start % BLOCK_SIZE + offsets
-    else:
-        # Past the last key this reads on in the table, whose entries are blocks all the same, or past its end zeros.
-        places = (start + offsets) // BLOCK_SIZE
-        blocks = tl.load(table_ptr + places, mask=places < table_size, other=0).to(tl.int64)
-        rows = blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE
-    return rows * row_stride
-
-
-@jit
-def _weigh(scores, scale, row_max, ALL_SEEN: tl.constexpr):
-    """What a tile's scores are worth: weights, the factor of what was summed before, and the new maximum."""
-    # Scaled only where the maximum comes off, which is one operation then.
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
-    safe_max = new_max
-    if not ALL_SEEN:
-        # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
-        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    return tl.exp2(scores * scale - safe_max[:, None]), tl.exp2(row_max - safe_max), new_max
-
-
-@jit
-def attend_loaded(query, key, value, score_mask, scale, acc, row_max, row_sum):
-    """`attend_tile` for a tile that is loaded: key [HEAD_DIM, TILE], value [TILE, HEAD_DIM]."""
-    scores = tl.where(score_mask, tl.dot(query, key, input_precision="ieee"), -float("inf"))
-    weights, correction, new_max = _weigh(scores, scale, row_max, False)
-    acc = tl.dot(weights.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
-    return acc, new_max, row_sum * correction + tl.sum(weights, axis=1)
-
-
-@jit
 def attend_tile(
     query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, row_stride, acc, row_max, row_sum,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
@@ -61,15 +24,31 @@ def attend_tile(
     exist and which are seen, both None if all; acc [M, HEAD_DIM], row_max and row_sum [M] float32.
     """
     dims = tl.arange(0, HEAD_DIM)
-    rows = tile_rows(table_ptr, table_size, start, row_stride, BLOCK_SIZE, TILE)
+    offsets = tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        # The tile lies in one block: one look-up, and rows that follow one another.
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        rows = (block * BLOCK_SIZE + start % BLOCK_SIZE + offsets) * row_stride
+    else:
+        # Past the last key this reads on in the table, whose entries are blocks all the same, or past its end zeros.
+        places = (start + offsets) // BLOCK_SIZE
+        blocks = tl.load(table_ptr + places, mask=places < table_size, other=0).to(tl.int64)
+        rows = (blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE) * row_stride
+    # Scaled only where the maximum comes off, which is one operation then.
     if key_mask is None:
         key = tl.load(k_ptr + rows[None, :] + dims[:, None])
         scores = tl.dot(query, key, input_precision="ieee")
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+        safe_max = new_max
     else:
         key = tl.load(k_ptr + rows[None, :] + dims[:, None], mask=key_mask[None, :], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee")
         scores = tl.where(score_mask, scores, -float("inf"))
-    weights, correction, new_max = _weigh(scores, scale, row_max, key_mask is None)
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+        # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - safe_max[:, None])
+    correction = tl.exp2(row_max - safe_max)
     if key_mask is None:
         value = tl.load(v_ptr + rows[:, None] + dims[None, :])
     else:

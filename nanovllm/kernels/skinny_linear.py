@@ -154,7 +154,7 @@ def _one_shot_linear_kernel(
 
 
 @cache
-def _limits(device: torch.device) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """How many programs the device runs at once, one a multiprocessor, and the shared bytes that one can have."""
     if device.type != "cuda":
         return 0, 0
@@ -181,7 +181,7 @@ def one_shot_pays(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bo
     """
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
-    num_programs, shared_bytes = _limits(x.device)
+    num_programs, shared_bytes = device_limits(x.device)
     chunks, outs = _one_shot_chunks(in_features), _one_shot_outs(out_features, num_programs)
     if num_rows > MAX_SKINNY_ROWS or outs > _MOST_OUTS or chunks > (1 if normed or gated else 3):
         return False
@@ -211,7 +211,7 @@ def one_shot_linear(
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     norm_weight, eps = norm if norm is not None else (weight, 0.0)
-    outs = min(_MOST_OUTS, _one_shot_outs(out_features, _limits(x.device)[0]))
+    outs = min(_MOST_OUTS, _one_shot_outs(out_features, device_limits(x.device)[0]))
     _one_shot_linear_kernel[(triton.cdiv(out_features, outs),)](
         x, residual, norm_weight, weight, bias, out, total, eps, num_rows, out_features,
         IN=in_features, CHUNKS=chunks, PIECE=_PIECE, WARPS=_ONE_SHOT_WARPS, OUTS=outs,

@@ -53,12 +53,21 @@ PROGRAM = """
     torch.cuda.set_device = lambda device: None
 
     from nanovllm.kernels._triton import compile_ahead
+    from nanovllm.kernels.hopper_attention import hopper_prefill_attention
+    from nanovllm.kernels.hopper_linear import hopper_gated_linear
     from nanovllm.kernels.rms_norm import rms_norm_triton
     from nanovllm.kernels.silu_mul import silu_mul_triton
 
     x, device = torch.zeros(4, 64), torch.device("cpu")
-    runs = [partial(rms_norm_triton, x, x[0], 1e-6, x), partial(silu_mul_triton, x)]
-    kernels = ["_rms_norm_kernel", "_silu_mul_kernel"]
+    half = torch.zeros(256, 128, dtype=torch.bfloat16)
+    heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
+    runs = [
+        partial(hopper_gated_linear, half, half, 132),
+        partial(hopper_prefill_attention, heads, cache, cache, heads, ints, ints[0], ints[0], ints[0], 1.0, 132),
+        partial(rms_norm_triton, x, x[0], 1e-6, x),
+        partial(silu_mul_triton, x),
+    ]
+    kernels = ["_gated_linear_kernel", "_hopper_prefill_kernel", "_rms_norm_kernel", "_silu_mul_kernel"]
 
     compile_ahead(device, runs * 2)
     assert sorted(loaded) == kernels and not launched, (loaded, launched)

@@ -15,7 +15,8 @@ from nanovllm.engine import shared_prefix
 from nanovllm.engine.shared_prefix import plan_shared_prefixes
 from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, skinny_linear, slot_state
 from nanovllm.kernels.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention
+from nanovllm.kernels._triton import device_limits, is_hopper
+from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention, prefill_attention_triton
 from nanovllm.kernels.prefix_attention import SharedPrefixes, rows_per_item
 
 GPU = torch.cuda.is_available()
@@ -205,6 +206,22 @@ def test_one_shot_pays_where_its_programs_fit_at_once(
     assert not skinny_linear.one_shot_pays(weight[:16], weight, normed, gated)
 
 
+@pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("rows", [1, 129, 2000, 4500])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("size", [(64, 128), (1024, 3072), (320, 1664)])
+def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    from nanovllm.kernels.hopper_linear import hopper_gated_linear  # noqa: PLC0415
+
+    in_features, out_features = size
+    weight = randn(2 * out_features, in_features, dtype=dtype) * in_features**-0.5
+    x = randn(rows, in_features, dtype=dtype)
+    same, _ = norm_linear.norm_linear_ref(x, weight, gated=True)
+    exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=True)
+    for num_programs in (device_limits(x.device)[0], 7):
+        check_error(hopper_gated_linear(x, weight, num_programs), same, exact)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_linear_takes_each_road(rows: int, dtype: torch.dtype) -> None:
@@ -313,7 +330,7 @@ def test_samples_follow_the_softmax() -> None:
 
 
 def paged(lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple:
-    """A cache with contexts of these lengths in shuffled blocks; every other place holds large numbers."""
+    """A cache with contexts of these lengths in shuffled blocks; every other place holds NaN."""
     needed = [-(-n // block_size) for n in lens]
     num_blocks = sum(needed) + 2
     cache = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
@@ -327,7 +344,7 @@ def paged(lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype:
         positions = torch.arange(n, device=DEVICE)
         used[blocks[positions // block_size].long(), positions % block_size] = True
         start += needed[i]
-    cache[:, ~used] = 1e4
+    cache[:, ~used] = float("nan")
     return cache, tables, torch.tensor(lens, dtype=torch.int32, device=DEVICE)
 
 
@@ -400,9 +417,10 @@ def test_decode_attention_over_shared_prefixes(
     check_error(out, same, exact)
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("function", [prefill_attention_triton, *([prefill_attention] if GPU else [])])
+def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, function: Any) -> None:
     kv_heads = 2
     pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(70, 90)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
@@ -413,7 +431,7 @@ def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: to
     tiles = torch.tensor([work[i] for i in torch.randperm(len(work)).tolist()], dtype=torch.int32, device=DEVICE)
     tiles = tiles.T.flatten()
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    prefill_attention(query, cache[0], cache[1], out, tables, context_lens, borders, tiles, head_dim**-0.5)
+    function(query, cache[0], cache[1], out, tables, context_lens, borders, tiles, head_dim**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

@@ -29,13 +29,20 @@ if find_spec("triton") is not None:
     _cuda = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = _cuda.gdc_wait, _cuda.gdc_launch_dependents
 
-    class _Kernel(triton.JITFunction):
-        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            compiled = _compiled.get()
-            kernel = super().run(*args, grid=grid, warmup=warmup or compiled is not None, **kwargs)
-            if compiled is not None:
-                compiled.append(kernel)
-            return kernel
+    def recorded(base: Any) -> Any:
+        """Return the class of kernels `base`, but such that `compile_ahead` can compile them."""
+
+        class Kernel(base):
+            def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+                compiled = _compiled.get()
+                kernel = super().run(*args, grid=grid, warmup=warmup or compiled is not None, **kwargs)
+                if compiled is not None:
+                    compiled.append(kernel)
+                return kernel
+
+        return Kernel
+
+    _Kernel = recorded(triton.JITFunction)
 
     def jit(function: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
         """Make a kernel that `compile_ahead` can compile; `triton.jit` otherwise."""
@@ -93,4 +100,32 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": False}
 
 
-__all__ = ["compile_ahead", "gdc_launch_dependents", "gdc_wait", "jit", "pdl_options", "tl", "triton"]
+@cache
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """How many programs the device runs at once, one a multiprocessor, and the shared bytes that one can have."""
+    if device.type != "cuda":
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    # torch's stubs lack it.
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return int(properties.multi_processor_count), int(shared_bytes)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has Hopper's matrix instructions, which no later one has."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+__all__ = [
+    "compile_ahead",
+    "device_limits",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "is_hopper",
+    "jit",
+    "pdl_options",
+    "recorded",
+    "tl",
+    "triton",
+]

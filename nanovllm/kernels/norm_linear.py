@@ -6,7 +6,8 @@ that, launched as a programmatic dependent, it reads them while the kernel ahead
 a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
 rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 
-Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`); all else is cuBLAS's.
+Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`); all else is cuBLAS's, but for gated layers
+of thousands of rows on Hopper (`hopper_linear`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import (
+    device_limits,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_hopper,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+)
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
 from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS, Norm, one_shot_linear, one_shot_pays, skinny_linear
@@ -139,5 +149,12 @@ def norm_linear(
         x, total = rms_norm(x, *norm, residual)
     if skinny:
         return skinny_linear(x, weight, bias, gated), total
+    if gated and is_hopper(x.device):
+        from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+
+        num_programs = device_limits(x.device)[0]
+        if hopper_linear.pays(x, weight, num_programs):
+            assert bias is None
+            return hopper_linear.hopper_gated_linear(x, weight, num_programs), total
     out = functional.linear(x, weight, bias)
     return (silu_mul(out) if gated else out), total

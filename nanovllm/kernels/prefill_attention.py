@@ -1,10 +1,13 @@
-"""Attention of chunks of prompts over pages, in Triton: FlashAttention (Dao et al. 2022) with a block table."""
+"""Attention of chunks of prompts over pages, in Triton: FlashAttention (Dao et al. 2022) with a block table.
+
+Hopper has a kernel of its own (`hopper_attention`), which takes some 0.7 times as long.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl
+from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, is_hopper, jit, pdl_options, tl
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
 QUERY_TILE = 128
@@ -63,6 +66,31 @@ def _prefill_kernel(
         )
 
 
+def prefill_attention_triton(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    borders: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+) -> None:
+    """Triton form of `prefill_attention`, for any GPU."""
+    _, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_tiles = len(tiles) // 2
+    wide = query.element_size() == 4
+    _prefill_kernel[(num_heads, num_tiles)](
+        query, k_cache, v_cache, out, block_tables, context_lens, borders, tiles, scale * LOG2E,
+        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_M=QUERY_TILE, BLOCK_N=16 if wide else 64, num_warps=4, num_stages=1 if wide else 3,
+        **pdl_options(query.device),
+    )  # fmt: skip
+
+
 def prefill_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -87,14 +115,13 @@ def prefill_attention(
             kernel queued last (see `pdl_options`).
         scale: factor of the scores.
     """
-    _, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    num_tiles = len(tiles) // 2
-    wide = query.element_size() == 4
-    _prefill_kernel[(num_heads, num_tiles)](
-        query, k_cache, v_cache, out, block_tables, context_lens, borders, tiles, scale * LOG2E,
-        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
-        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_M=QUERY_TILE, BLOCK_N=16 if wide else 64, num_warps=4, num_stages=1 if wide else 3,
-        **pdl_options(query.device),
-    )  # fmt: skip
+    if is_hopper(query.device):
+        from nanovllm.kernels import hopper_attention  # noqa: PLC0415
+
+        if hopper_attention.takes(query, k_cache):
+            hopper_attention.hopper_prefill_attention(
+                query, k_cache, v_cache, out, block_tables, context_lens, borders, tiles, scale,
+                device_limits(query.device)[0],
+            )  # fmt: skip
+            return
+    prefill_attention_triton(query, k_cache, v_cache, out, block_tables, context_lens, borders, tiles, scale)

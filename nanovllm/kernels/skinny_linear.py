@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 
 MAX_SKINNY_ROWS = 16
 """Up to here the kernels pay. With 32 rows, layers of Qwen3-1.7B to 32B take 6 to 17% longer than with cuBLAS."""
@@ -151,17 +151,6 @@ def _one_shot_linear_kernel(
     _store_rows(
         acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features, WARPS, ROWS, BLOCK_OUT, HAS_BIAS, GATED
     )
-
-
-@cache
-def device_limits(device: torch.device) -> tuple[int, int]:
-    """How many programs the device runs at once, one a multiprocessor, and the shared bytes that one can have."""
-    if device.type != "cuda":
-        return 0, 0
-    properties = torch.cuda.get_device_properties(device)
-    # torch's stubs lack it.
-    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return int(properties.multi_processor_count), int(shared_bytes)
 
 
 def _one_shot_outs(out_features: int, num_programs: int) -> int:

@@ -1,0 +1,65 @@
+"""Gluon, the language beneath Triton's: what a kernel says itself of layouts, barriers, and which warps do what.
+
+For kernels with Hopper's instructions, whose files are imported where there is such a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, recorded
+
+_Kernel = recorded(GluonJITFunction)
+
+# Named so since Triton 3.7.
+_NEW = hasattr(tma, "async_load")
+tma_load = tma.async_load if _NEW else tma.async_copy_global_to_shared
+"""(descriptor, place, barrier, shared memory): start to copy a block in, which then completes the barrier's phase."""
+tma_store = tma.async_store if _NEW else tma.async_copy_shared_to_global
+"""(descriptor, place, shared memory): start to copy a block out."""
+tma_store_wait = tma.store_wait
+"""(number): wait until no more than so many copies out still read shared memory."""
+
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+"""How tiles of two-byte elements lie in shared memory, for copies and products alike."""
+
+
+def kernel(do_not_specialize: Sequence[str]) -> Any:
+    """Make a kernel that `compile_ahead` can compile."""
+    return lambda function: _Kernel(function, do_not_specialize=list(do_not_specialize))
+
+
+def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
+    """Describe a two-dimensional tensor of two-byte elements to the tensor memory accelerator, which copies blocks."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, SWIZZLED)
+
+
+__all__ = [
+    "descriptor",
+    "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "gluon",
+    "kernel",
+    "mbarrier",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

@@ -14,8 +14,8 @@ import torch
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.shared_prefix import plan_shared_prefixes
 from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, skinny_linear, slot_state
-from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels._triton import device_limits, is_hopper
+from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention, prefill_attention_triton
 from nanovllm.kernels.prefix_attention import SharedPrefixes, rows_per_item
 
@@ -158,9 +158,7 @@ def test_skinny_linear(rows: int, dtype: torch.dtype, bias: bool, gated: bool, s
 ONE_SHOT_BYTES = 192 * 1024
 
 
-@pytest.mark.skipif(
-    GPU and skinny_linear.device_limits(torch.device("cuda"))[1] < ONE_SHOT_BYTES, reason="needs more shared memory"
-)
+@pytest.mark.skipif(GPU and device_limits(torch.device("cuda"))[1] < ONE_SHOT_BYTES, reason="needs more shared memory")
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("parts", LINEARS)
@@ -220,6 +218,40 @@ def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int
     exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=True)
     for num_programs in (device_limits(x.device)[0], 7):
         check_error(hopper_gated_linear(x, weight, num_programs), same, exact)
+
+
+@pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 130, 3000])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("num_heads", "kv_heads"), [(16, 8), (4, 1), (2, 2)])
+def test_hopper_qkv_rope_store(tokens: int, dtype: torch.dtype, num_heads: int, kv_heads: int) -> None:
+    from nanovllm.kernels.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
+
+    head_dim, hidden_size, block_size, max_position = 128, 320, 16, 64
+    weight = randn((num_heads + 2 * kv_heads) * head_dim, hidden_size, dtype=dtype) * hidden_size**-0.5
+    norms = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype))
+    cos_sin = torch.rand(max_position, head_dim, device=DEVICE)
+    positions = torch.randint(max_position, (tokens,), device=DEVICE, dtype=torch.int32)
+    num_blocks = tokens // block_size + 3
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:tokens].int()
+    slots[3::5] = -1
+    before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
+    out, same, exact = before.clone(), before.clone(), before.float()
+    x = randn(tokens, hidden_size, dtype=dtype)
+    for num_programs in (device_limits(x.device)[0], 5):
+        query = hopper_qkv_rope_store(x, weight, norms, 0.1, cos_sin, positions, out[0], out[1], slots, num_programs)
+        qkv = (x @ weight.T).view(tokens, -1, head_dim)
+        same_query = qkv_rope_store.qkv_rope_store_ref(qkv, norms, 0.1, cos_sin, positions, same[0], same[1], slots)
+        wide = (norms[0].float(), norms[1].float())
+        exact_qkv = (x.float() @ weight.float().T).view(tokens, -1, head_dim)
+        exact_query = qkv_rope_store.qkv_rope_store_ref(
+            exact_qkv, wide, 0.1, cos_sin, positions, exact[0], exact[1], slots
+        )
+        check_error(query, same_query, exact_query)
+        check_error(out, same, exact)
+        untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
+        untouched[slots[slots >= 0].long()] = False
+        assert torch.equal(out.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])

@@ -155,9 +155,7 @@ class ModelRunner:
         """Run the model on what is on the device, sample, and put the tokens where they belong."""
         inputs.context.plan = self.backend.plan(inputs.context)
         with set_context(inputs.context):
-            x, residual = self.model(inputs.token_ids, inputs.positions)
-        if inputs.sample_rows is not None:
-            x, residual = x[inputs.sample_rows], residual[inputs.sample_rows]
+            x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_rows)
         logits = self.model.compute_logits(x, residual)
         token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
         self.buffers.scatter(inputs, token_ids, self._sampled)

@@ -278,8 +278,8 @@ def hopper_prefill_attention(
     keys, values = (cache.view(-1, num_kv_heads * head_dim) for cache in (k_cache, v_cache))
     _hopper_prefill_kernel[(min(num_programs, num_heads * num_tiles),)](
         descriptor(queries, [QUERIES.value // 2, head_dim]), descriptor(keys, [KEYS.value, head_dim]),
-        descriptor(values, [KEYS.value, head_dim]), out, block_tables, block_tables.stride(0), tiles, num_tiles, borders,
-        context_lens, scale * LOG2E,
+        descriptor(values, [KEYS.value, head_dim]), out, block_tables, block_tables.stride(0), tiles, num_tiles,
+        borders, context_lens, scale * LOG2E,
         HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import (
+    device_limits,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_hopper,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+)
 
 NormWeights = tuple[torch.Tensor, torch.Tensor]
 
@@ -145,3 +154,42 @@ def qkv_rope_store(
     """
     form = qkv_rope_store_triton if qkv.is_cuda else qkv_rope_store_ref
     return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots)
+
+
+def fused_projection_pays(x: torch.Tensor, weight: torch.Tensor, head_dim: int) -> bool:
+    """Whether `project_rope_store` exists here and for these shapes, and is faster than a product and this op apart."""
+    if not is_hopper(x.device):
+        return False
+    from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+
+    pays = hopper_linear.pays(x, weight, device_limits(x.device)[0])
+    return pays and head_dim == hopper_linear.HEAD_DIM.value
+
+
+def project_rope_store(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weights: NormWeights,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_slots: torch.Tensor,
+) -> torch.Tensor:
+    """`qkv_rope_store` of `x @ weight.T` in one kernel, where `fused_projection_pays`.
+
+    Args:
+        x: [num_tokens, hidden_size], contiguous.
+        weight: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size].
+        norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots: see `qkv_rope_store`.
+
+    Returns:
+        The queries, [num_tokens, num_heads, head_dim], contiguous.
+    """
+    from nanovllm.kernels.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
+
+    num_programs = device_limits(x.device)[0]
+    return hopper_qkv_rope_store(
+        x, weight, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots, num_programs
+    )

@@ -12,8 +12,6 @@ and gate take 18.1 us so at 8 rows on an H200; 24.5 took products whose warps di
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton

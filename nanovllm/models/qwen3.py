@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from nanovllm.kernels.qkv_rope_store import fused_projection_pays
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import ReduceNorm, RMSNorm
@@ -48,16 +49,25 @@ class Qwen3Attention(nn.Module):
         norm: ReduceNorm,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from the normalised `x + residual`; returns the result and `x + residual`.
+        """Attend from the normalised `x + residual`; returns the result and `x + residual`, of `rows` or of all.
 
         x, residual: [num_tokens, hidden_size]; positions: [num_tokens]; cos_sin: [max_position, head_dim].
         """
-        qkv, residual = self.qkv_proj.project(x, residual, norm)
-        # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of this rank's heads
-        qkv = qkv.view(len(x), -1, self.head_dim)
-        weights = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        return self.o_proj(self.attn(qkv, weights, positions, cos_sin).flatten(1)), residual
+        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        if norms is not None and bias is None and fused_projection_pays(x, weight, self.head_dim):
+            normed, residual = norm(x, residual)
+            query = self.attn.project_and_store(normed, weight, norms, positions, cos_sin)
+        else:
+            qkv, residual = self.qkv_proj.project(x, residual, norm)
+            # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of this rank's heads
+            query = self.attn.store(qkv.view(len(x), -1, self.head_dim), norms, positions, cos_sin)
+        out = self.attn(query).flatten(1)
+        if rows is not None:
+            out, residual = out[rows], residual[rows]
+        return self.o_proj(out), residual
 
 
 class Qwen3MLP(nn.Module):
@@ -86,10 +96,15 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output and the residual stream that it is still to be added to."""
-        x, residual = self.self_attn(x, residual, self.input_layernorm, positions, cos_sin)
+        """Return the MLP's output and the residual stream that it is still to be added to, for `rows` or for all."""
+        x, residual = self.self_attn(x, residual, self.input_layernorm, positions, cos_sin, rows)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
 
@@ -103,12 +118,13 @@ class Qwen3Model(nn.Module):
         self.norm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """token_ids, positions: [num_tokens] -> the last branch and the residual, whose sum `norm` is for."""
+        """token_ids, positions: [num_tokens] -> the last branch and the residual of `rows`; `norm` is for their sum."""
         x, residual = self.embed_tokens(token_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, positions, cos_sin)
+        for i, layer in enumerate(self.layers, 1):
+            # What the last layer stores is all that anything needs of the other rows.
+            x, residual = layer(x, residual, positions, cos_sin, rows if i == len(self.layers) else None)
         assert residual is not None
         return x, residual
 
@@ -144,13 +160,15 @@ class Qwen3ForCausalLM(nn.Module):
         config = self.config
         self.cos_sin = cos_sin_table(config.head_dim, max_position, config.rope_theta, config.yarn, device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """token_ids, positions: [num_tokens] int32 -> what `compute_logits` takes, [num_tokens, hidden_size] each.
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """token_ids, positions: [num_tokens] int32 -> what `compute_logits` takes, [num_rows, hidden_size] each.
 
-        Most rows of a prompt give no token: the last norm, and the sum over the ranks in it, are left to that.
+        Most rows of a prompt give no token: `rows` says which do, all if None.
         """
         assert self.cos_sin is not None
-        return self.model(token_ids, positions, self.cos_sin)
+        return self.model(token_ids, positions, self.cos_sin, rows)
 
     def compute_logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x, residual: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""

@@ -280,11 +280,18 @@ def test_sampling(rows: int, dtype: torch.dtype, vocab_size: int) -> None:
     greedy = temperatures == 0
     assert torch.equal(out[greedy], want[greedy])
     # exp and log differ in the last bit from one implementation to the other, which may decide a draw.
-    noise = sampling.gumbel_noise(vocab_size, seeds, output_index)
-    scores = logits.float() + temperatures[:, None] * noise
-    drawn = scores.gather(1, out[:, None]).squeeze(1)
-    torch.testing.assert_close(out_scores, drawn, rtol=0, atol=1e-5)
-    assert (scores.amax(1) - drawn).max() < 1e-5
+    num_groups = -(-vocab_size // sampling.GROUP)
+    padding = (0, num_groups * sampling.GROUP - vocab_size)
+    groups = torch.nn.functional.pad(logits.double(), padding, value=float("-inf")).view(rows, num_groups, -1)
+    heat = temperatures[:, None].double()
+    scores = heat * (groups / heat[:, None]).logsumexp(2) + heat * sampling.group_noise(num_groups, seeds, output_index)
+    scores = torch.where(heat > 0, scores, groups.amax(2))
+    group = out // sampling.GROUP
+    drawn = scores.gather(1, group[:, None]).squeeze(1)
+    torch.testing.assert_close(out_scores.double(), drawn, rtol=0, atol=2e-5)
+    assert (scores.amax(1) - drawn).max() < 2e-5
+    keys = groups[torch.arange(rows, device=DEVICE), group] + heat * sampling.token_noise(group, seeds, output_index)
+    assert (keys.amax(1) - keys.gather(1, out[:, None] % sampling.GROUP).squeeze(1)).max() < 2e-5
     assert (out == want).float().mean() > 0.99
 
 
@@ -348,17 +355,36 @@ def test_philox_known_answers() -> None:
     assert [f"{word:08x}" for word in words.flatten().tolist()] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
 
 
-def test_samples_follow_the_softmax() -> None:
+@pytest.mark.parametrize("form", [sampling.sample_triton, sampling.sample_ref] if GPU else [sampling.sample_ref])
+def test_samples_follow_the_softmax(form: Any) -> None:
     """20,000 draws of one distribution, by different seeds: chi-squared against softmax(logits / temperature)."""
     count, temperature = 20000, 0.7
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0], device=DEVICE)
+    # In three groups: one's first, two more of the first, one of the second, the last two.
+    tokens = torch.tensor([0, 1, 63, 100, 128, 150], device=DEVICE)
+    logits = torch.full((151,), float("-inf"), device=DEVICE)
+    logits[tokens] = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0], device=DEVICE)
     seeds = torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2)
     temperatures = torch.full((count,), temperature, device=DEVICE)
-    _, drawn = sampling.sample_ref(logits.expand(count, -1), temperatures, seeds, seeds[:, 0] % 50)
-    expected = torch.softmax(logits / temperature, 0) * count
-    chi_squared = ((torch.bincount(drawn, minlength=6) - expected) ** 2 / expected).sum().item()
+    _, drawn = form(logits.expand(count, -1), temperatures, seeds, seeds[:, 0] % 50)
+    expected = torch.softmax(logits[tokens] / temperature, 0) * count
+    drawn_of_each = torch.bincount(drawn, minlength=151)[tokens]
+    assert drawn_of_each.sum() == count
+    chi_squared = ((drawn_of_each - expected) ** 2 / expected).sum().item()
     # The 99.9th percentile of chi-squared with 5 degrees of freedom.
     assert chi_squared < 20.5
+
+
+def test_tokens_of_a_group_do_not_depend_on_how_hot_the_groups_are() -> None:
+    """Over three groups of equal tokens, hot and cold draws and all tokens are as likely as they should be."""
+    count, vocab_size = 20000, 3 * sampling.GROUP
+    seeds = torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2)
+    for temperature in (0.5, 1e30):
+        temperatures = torch.full((count,), temperature, device=DEVICE)
+        _, drawn = sampling.sample_ref(torch.zeros(count, vocab_size, device=DEVICE), temperatures, seeds, seeds[:, 1])
+        expected = count / vocab_size
+        chi_squared = ((torch.bincount(drawn, minlength=vocab_size) - expected) ** 2 / expected).sum().item()
+        # The 0.05th and the 99.95th percentile of chi-squared with 191 degrees of freedom.
+        assert 132 < chi_squared < 262
 
 
 def paged(lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple:

@@ -124,8 +124,9 @@ def test_the_best_of_the_shares_is_the_best_of_all(shares: list[Share], form: An
         part[:, : share.num_present] = logits[:, share.present]
         keys.append(pack_candidates(*form(part, temperatures, seeds, index, share)))
         if share.num_present:
-            noise = sampling.gumbel_noise(share.num_present, seeds, index, share.start)
-            assert torch.equal(noise, sampling.gumbel_noise(total, seeds, index)[:, share.present])
+            num_groups, first = -(-share.num_present // sampling.GROUP), share.start // sampling.GROUP
+            noise = sampling.group_noise(num_groups, seeds, index, first)
+            assert torch.equal(noise, sampling.group_noise(total, seeds, index)[:, first : first + num_groups])
     assert torch.equal(unpack_tokens(torch.stack(keys).amax(0)), token)
 
 

@@ -171,12 +171,14 @@ class ModelRunner:
         return Ladder(shapes)
 
     def _compile_kernels(self) -> None:
-        """Compile, all at once, the kernels that the ladder's steps take."""
+        """Compile, all at once, the kernels that steps take."""
         if not self.ladder.shapes:
             return
         self._bind_cache(1)
         with torch.inference_mode(), self._device_guard():
-            staged = (self.buffers.stage_empty(shape) for shape in self.ladder.samples())
+            # Kernels for many rows take the longest, and so come first.
+            shapes = [StepShape(0, self.config.max_num_batched_tokens, 1), *reversed(self.ladder.samples())]
+            staged = (self.buffers.stage_empty(shape) for shape in shapes)
             steps = [self.buffers.assemble(step) for step in staged]
             # Two layers launch what all of them do.
             model = self.model.model

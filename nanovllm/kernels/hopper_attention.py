@@ -116,15 +116,15 @@ def _clear_values(values, key, context_len, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(scores, row_max, row_sum, position, key, scale, MASKED: gl.constexpr, MMA: gl.constexpr):
+def _weigh(scores, row_max, row_sum, position, key, scale, MMA: gl.constexpr):
     """Fold scores into the softmax; returns their weights, the factor of what was summed before, maximum and sum."""
-    if MASKED:
+    if key + KEYS > position:
         positions = position + gl.arange(0, QUERIES // 2, gl.SliceLayout(1, MMA))
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
         scores = gl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
     new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale)
     # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
-    safe_max = gl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max
+    safe_max = gl.where(new_max == -float("inf"), 0.0, new_max)
     weights = gl.exp2(scores * scale - safe_max[:, None])
     correction = gl.exp2(row_max - safe_max)
     return weights, correction, new_max, row_sum * correction + gl.sum(weights, axis=1)
@@ -132,9 +132,8 @@ def _weigh(scores, row_max, row_sum, position, key, scale, MASKED: gl.constexpr,
 
 @gluon.jit
 def _attend_tile(
-    query, ring, turn, key, position, scale, weights, acc, row_max, row_sum,
-    MASKED: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
+    query, ring, turn, key, position, scale, weights, acc, row_max, row_sum, SCORES: gl.constexpr, ACC: gl.constexpr
+):
     """Weigh the keys of `turn`, and add the values of the turn before, whose weights are known."""
     keys, keys_full, keys_empty, values, values_full, values_empty = ring
     key_slot, key_used = _slot(turn)
@@ -146,7 +145,7 @@ def _attend_tile(
     acc = warpgroup_mma(weights, values.index(value_slot), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(keys_empty.index(key_slot))
-    fresh, correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, MASKED, SCORES)
+    fresh, correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, SCORES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(values_empty.index(value_slot))
     acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, ACC))[:, None]
@@ -182,20 +181,13 @@ def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: g
             mbarrier.arrive(keys_empty.index(slot))
             row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
             row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-            fresh, _correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, True, SCORES)
+            fresh, _correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, SCORES)
             weights = gl.convert_layout(fresh.to(keys.dtype), WEIGHTS)
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
-            # Keys before the first query of the half are seen by all its queries: no mask.
-            unmasked = gl.minimum(position // KEYS, steps - 1)
-            for step in range(steps - 2, unmasked - 1, -1):
+            for step in range(steps - 2, -1, -1):
                 turn += 1
                 weights, acc, row_max, row_sum = _attend_tile(
-                    query, ring, turn, step * KEYS, position, scale, weights, acc, row_max, row_sum, True, SCORES, ACC
-                )
-            for step in range(unmasked - 1, -1, -1):
-                turn += 1
-                weights, acc, row_max, row_sum = _attend_tile(
-                    query, ring, turn, step * KEYS, position, scale, weights, acc, row_max, row_sum, False, SCORES, ACC
+                    query, ring, turn, step * KEYS, position, scale, weights, acc, row_max, row_sum, SCORES, ACC
                 )
             mbarrier.arrive(queries_empty)
             slot, used = _slot(turn)
@@ -204,7 +196,7 @@ def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: g
             mbarrier.arrive(values_empty.index(slot))
             turn += 1
             done += 1
-            out = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, ACC))[:, None]
+            out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, ACC))[:, None]
             out = gl.convert_layout(out.to(keys.dtype), ROW_MAJOR)
             rows = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW_MAJOR))
             dims = head * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_MAJOR))

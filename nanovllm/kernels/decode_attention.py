@@ -58,6 +58,22 @@ def _fold_prefix(
     return acc, row_max, row_sum
 
 
+@jit
+def _first_unit(program, num_units, num_programs):
+    """Where the share of a program starts; the first ones' may have a unit more than the others'."""
+    share = num_units // num_programs
+    return program * share + tl.minimum(program, num_units - share * num_programs)
+
+
+@jit
+def _program_of(unit, num_units, num_programs):
+    """The program whose share a unit is of."""
+    share = num_units // num_programs
+    more = num_units - share * num_programs
+    is_larger = unit < more * (share + 1)
+    return tl.where(is_larger, unit, unit - more) // tl.where(is_larger, share + 1, share)
+
+
 @jit(do_not_specialize=["num_seqs", "table_size", "prefix_rows_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, context_lens_ptr,
@@ -71,10 +87,9 @@ def _decode_kernel(
     seqs = tl.arange(0, SEQS_PADDED)
     unit_ends = tl.load(tile_ends_ptr + seqs, mask=seqs < num_seqs, other=2**30 // KV_HEADS) * KV_HEADS
     num_units = tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS
-    share = tl.cdiv(num_units, tl.num_programs(0))
-    first_unit = program * share
+    first_unit = _first_unit(program, num_units, tl.num_programs(0))
     unit = first_unit
-    end = tl.minimum(first_unit + share, num_units)
+    end = _first_unit(program + 1, num_units, tl.num_programs(0))
     seq = tl.sum((unit_ends <= unit).to(tl.int32), axis=0)
     group = tl.arange(0, GROUP_PADDED)
     dims = tl.arange(0, HEAD_DIM)
@@ -138,9 +153,10 @@ def _merge_kernel(
     seq, query_head = tl.program_id(0), tl.program_id(1)
     tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
     num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
-    share = tl.cdiv(tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS, num_programs)
+    num_units = tl.load(tile_ends_ptr + num_seqs - 1) * KV_HEADS
     first_unit = tiles_before * KV_HEADS + (query_head // GROUP) * num_tiles
-    first, last = first_unit // share, (first_unit + num_tiles - 1) // share
+    first = _program_of(first_unit, num_units, num_programs)
+    last = _program_of(first_unit + num_tiles - 1, num_units, num_programs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -153,7 +169,8 @@ def _merge_kernel(
             programs = start + tl.arange(0, PIECES)
             mask = programs <= last
             # A program's first piece lies in its first place; only the first program here may have begun with another.
-            places = 2 * programs + ((programs == first) & (first_unit > first * share)).to(tl.int32)
+            in_second = (programs == first) & (first_unit > _first_unit(first, num_units, num_programs))
+            places = 2 * programs + in_second.to(tl.int32)
             rows = places * GROUP + query_head % GROUP
             lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
             partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)

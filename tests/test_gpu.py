@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.cuda_graph import Ladder
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels._triton import compile_ahead
+from nanovllm.kernels._triton import compile_ahead, is_hopper
 from nanovllm.kernels.slot_state import scatter_tokens_triton
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import resolve_device
@@ -86,8 +86,23 @@ def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
     return recorded
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, backend: str) -> None:
+@pytest.fixture
+def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Hopper's kernels take whatever they can, however few the rows."""
+    if not is_hopper(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+
+    monkeypatch.setattr(hopper_linear, "pays", lambda *args: True)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])
+def test_bf16_logits_are_as_near_to_float32_as_transformers(
+    folder: Path, backend: str, request: pytest.FixtureRequest
+) -> None:
+    if backend == "hopper":
+        backend = "triton"
+        request.getfixturevalue("hopper_roads")
     (prompt,) = prompts((202,))
     model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
     with torch.inference_mode():
@@ -105,10 +120,15 @@ def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, backen
         assert (logits - exact[places]).norm() <= 2 * (theirs - exact)[places].norm(), f"step {i}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])
 @pytest.mark.parametrize("eager", [True, False])
-def test_float32_and_bf16_tokens_agree_with_transformers(folder: Path, backend: str, eager: bool) -> None:
-    dtype = "bfloat16" if backend == "flash_attn" else "float32"
+def test_float32_and_bf16_tokens_agree_with_transformers(
+    folder: Path, backend: str, eager: bool, request: pytest.FixtureRequest
+) -> None:
+    dtype = "bfloat16" if backend in {"flash_attn", "hopper"} else "float32"
+    if backend == "hopper":
+        backend = "triton"
+        request.getfixturevalue("hopper_roads")
     batch = prompts((1, 5, 64, 100, 255, 256, 257, 300), seed=1)
     model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
     with make_llm(

@@ -6,6 +6,8 @@ A kernel passes if its error against float32 is at most twice that of the same o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -204,7 +206,20 @@ def test_one_shot_pays_where_its_programs_fit_at_once(
     assert not skinny_linear.one_shot_pays(weight[:16], weight, normed, gated)
 
 
-@pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+needs_hopper = pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+
+
+@contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """Have torch fill new tensors, so that what a kernel leaves out does not look right by chance."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_hopper
 @pytest.mark.parametrize("rows", [1, 129, 2000, 4500])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("size", [(64, 128), (1024, 3072), (320, 1664)])
@@ -217,19 +232,25 @@ def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int
     same, _ = norm_linear.norm_linear_ref(x, weight, gated=True)
     exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=True)
     for num_programs in (device_limits(x.device)[0], 7):
-        check_error(hopper_gated_linear(x, weight, num_programs), same, exact)
+        with empty_is_nan():
+            out = hopper_gated_linear(x, weight, num_programs)
+        check_error(out, same, exact)
 
 
-@pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("tokens", [1, 130, 3000])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(("num_heads", "kv_heads"), [(16, 8), (4, 1), (2, 2)])
-def test_hopper_qkv_rope_store(tokens: int, dtype: torch.dtype, num_heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("num_programs", [5, 132])
+def test_hopper_qkv_rope_store(
+    tokens: int, dtype: torch.dtype, num_heads: int, kv_heads: int, num_programs: int
+) -> None:
     from nanovllm.kernels.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
 
     head_dim, hidden_size, block_size, max_position = 128, 320, 16, 64
     weight = randn((num_heads + 2 * kv_heads) * head_dim, hidden_size, dtype=dtype) * hidden_size**-0.5
     norms = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype))
+    wide = (norms[0].float(), norms[1].float())
     cos_sin = torch.rand(max_position, head_dim, device=DEVICE)
     positions = torch.randint(max_position, (tokens,), device=DEVICE, dtype=torch.int32)
     num_blocks = tokens // block_size + 3
@@ -237,21 +258,38 @@ def test_hopper_qkv_rope_store(tokens: int, dtype: torch.dtype, num_heads: int, 
     slots[3::5] = -1
     before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
     out, same, exact = before.clone(), before.clone(), before.float()
+    rope = (0.1, cos_sin, positions)
     x = randn(tokens, hidden_size, dtype=dtype)
-    for num_programs in (device_limits(x.device)[0], 5):
-        query = hopper_qkv_rope_store(x, weight, norms, 0.1, cos_sin, positions, out[0], out[1], slots, num_programs)
-        qkv = (x @ weight.T).view(tokens, -1, head_dim)
-        same_query = qkv_rope_store.qkv_rope_store_ref(qkv, norms, 0.1, cos_sin, positions, same[0], same[1], slots)
-        wide = (norms[0].float(), norms[1].float())
-        exact_qkv = (x.float() @ weight.float().T).view(tokens, -1, head_dim)
-        exact_query = qkv_rope_store.qkv_rope_store_ref(
-            exact_qkv, wide, 0.1, cos_sin, positions, exact[0], exact[1], slots
-        )
-        check_error(query, same_query, exact_query)
-        check_error(out, same, exact)
-        untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
-        untouched[slots[slots >= 0].long()] = False
-        assert torch.equal(out.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+    with empty_is_nan():
+        query = hopper_qkv_rope_store(x, weight, norms, *rope, out[0], out[1], slots, num_programs)
+    qkv = (x @ weight.T).view(tokens, -1, head_dim)
+    exact_qkv = (x.float() @ weight.float().T).view(tokens, -1, head_dim)
+    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, norms, *rope, same[0], same[1], slots)
+    exact_query = qkv_rope_store.qkv_rope_store_ref(exact_qkv, wide, *rope, exact[0], exact[1], slots)
+    check_error(query, same_query, exact_query)
+    check_error(out, same, exact)
+    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
+    untouched[slots[slots >= 0].long()] = False
+    assert torch.equal(out.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+
+
+@needs_hopper
+def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+
+    calls = []
+    kernel = hopper_linear.hopper_gated_linear
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return kernel(*args)
+
+    monkeypatch.setattr(hopper_linear, "hopper_gated_linear", counted)
+    parts = {"norm": True, "residual": True, "bias": False, "gated": True}
+    check_norm_linear(norm_linear.norm_linear, 4096, (1024, 3072), torch.bfloat16, parts)
+    check_norm_linear(norm_linear.norm_linear, 1500, (1024, 3072), torch.bfloat16, parts)
+    # Of 1500 rows there are as many tiles as fill two rounds of programs, and a fifth of the third.
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])
@@ -307,17 +345,19 @@ def test_sampling_takes_the_lowest_id_of_a_tie() -> None:
 
 def test_sampling_gives_a_token_whatever_the_logits() -> None:
     vocab_size = 319
-    seeds = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
-    cold_and_hot = torch.tensor([[0.0] * 3, [1.0] * 3], device=DEVICE)
-    logits = torch.randn(3, vocab_size, device=DEVICE)
+    seeds = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+    logits = torch.randn(4, vocab_size, device=DEVICE)
     logits[0] = float("nan")
     logits[1, 5] = float("nan")
     logits[2] = float("-inf")
-    for temperatures in cold_and_hot:
+    logits[3, 70] = float("inf")
+    for temperature in (0.0, 1e-38, 1.0, 1e30):
+        temperatures = torch.full((4,), temperature, device=DEVICE)
         for form in (sampling.sample_triton, sampling.sample_ref):
             tokens = form(logits, temperatures, seeds, seeds[:, 0])[1].tolist()
-            assert tokens[0] == tokens[2] == 0
+            assert tokens[0] == tokens[2] == 0 and tokens[3] == 70
             assert tokens[1] != 5 and 0 <= tokens[1] < vocab_size
+            assert temperature > 1e-38 or tokens[1] == logits[1].nan_to_num(-1e9).argmax()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
@@ -374,17 +414,18 @@ def test_samples_follow_the_softmax(form: Any) -> None:
     assert chi_squared < 20.5
 
 
-def test_tokens_of_a_group_do_not_depend_on_how_hot_the_groups_are() -> None:
-    """Over three groups of equal tokens, hot and cold draws and all tokens are as likely as they should be."""
+@pytest.mark.parametrize("form", [sampling.sample_triton, sampling.sample_ref] if GPU else [sampling.sample_ref])
+@pytest.mark.parametrize("temperature", [0.5, 1e30])
+def test_equal_tokens_are_equally_likely(form: Any, temperature: float) -> None:
+    """All tokens of three groups, by chi-squared over 20,000 draws."""
     count, vocab_size = 20000, 3 * sampling.GROUP
     seeds = torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2)
-    for temperature in (0.5, 1e30):
-        temperatures = torch.full((count,), temperature, device=DEVICE)
-        _, drawn = sampling.sample_ref(torch.zeros(count, vocab_size, device=DEVICE), temperatures, seeds, seeds[:, 1])
-        expected = count / vocab_size
-        chi_squared = ((torch.bincount(drawn, minlength=vocab_size) - expected) ** 2 / expected).sum().item()
-        # The 0.05th and the 99.95th percentile of chi-squared with 191 degrees of freedom.
-        assert 132 < chi_squared < 262
+    temperatures = torch.full((count,), temperature, device=DEVICE)
+    _, drawn = form(torch.zeros(count, vocab_size, device=DEVICE), temperatures, seeds, seeds[:, 1].contiguous())
+    expected = count / vocab_size
+    chi_squared = ((torch.bincount(drawn, minlength=vocab_size) - expected) ** 2 / expected).sum().item()
+    # The 0.05th and the 99.95th percentile of chi-squared with 191 degrees of freedom.
+    assert 132 < chi_squared < 262
 
 
 def paged(lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple:
@@ -475,9 +516,22 @@ def test_decode_attention_over_shared_prefixes(
     check_error(out, same, exact)
 
 
+def hopper_prefill_by_three(query: torch.Tensor, k_cache: torch.Tensor, *others: Any) -> None:
+    """Hopper's form with so few programs that each goes through many tiles."""
+    if not is_hopper(query.device):
+        pytest.skip("needs a Hopper GPU")
+    from nanovllm.kernels import hopper_attention  # noqa: PLC0415
+
+    if not hopper_attention.takes(query, k_cache):
+        pytest.skip("not one of its shapes")
+    hopper_attention.hopper_prefill_attention(query, k_cache, *others, 3)
+
+
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", [prefill_attention_triton, *([prefill_attention] if GPU else [])])
+@pytest.mark.parametrize(
+    "function", [prefill_attention_triton, *([prefill_attention, hopper_prefill_by_three] if GPU else [])]
+)
 def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, function: Any) -> None:
     kv_heads = 2
     pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(70, 90)])]

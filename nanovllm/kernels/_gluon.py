@@ -38,9 +38,11 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 """How tiles of two-byte elements lie in shared memory, for copies and products alike."""
 
 
-def kernel(do_not_specialize: Sequence[str]) -> Any:
-    """Make a kernel that `compile_ahead` can compile."""
-    return lambda function: _Kernel(function, do_not_specialize=list(do_not_specialize))
+def kernel(*, do_not_specialize: Sequence[str], unaligned: Sequence[str] = ()) -> Any:
+    """Make a kernel that `compile_ahead` can compile; see `_triton.jit`."""
+    return lambda function: _Kernel(
+        function, do_not_specialize=list(do_not_specialize), do_not_specialize_on_alignment=list(unaligned)
+    )
 
 
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:

@@ -44,19 +44,24 @@ if find_spec("triton") is not None:
 
     _Kernel = recorded(triton.JITFunction)
 
-    def jit(function: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
-        """Make a kernel that `compile_ahead` can compile; `triton.jit` otherwise."""
+    def jit(function: Any = None, *, do_not_specialize: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Any:
+        """Make a kernel that `compile_ahead` can compile; `triton.jit` otherwise.
+
+        It is compiled once for all values of the arguments in `do_not_specialize`, and for pointers in `unaligned`
+        whether they are aligned or not.
+        """
         if function is None:
-            return partial(jit, do_not_specialize=do_not_specialize)
+            return partial(jit, do_not_specialize=do_not_specialize, unaligned=unaligned)
         make = triton.jit if triton.knobs.runtime.interpret else _Kernel
-        return make(function, do_not_specialize=list(do_not_specialize))
+        options = {"do_not_specialize_on_alignment": list(unaligned)} if unaligned else {}
+        return make(function, do_not_specialize=list(do_not_specialize), **options)
 
 else:
     triton = SimpleNamespace()
     tl = SimpleNamespace(constexpr=int)
     gdc_wait = gdc_launch_dependents = None
 
-    def jit(function: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    def jit(function: Any = None, *, do_not_specialize: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Any:
         """Leave a kernel as it is."""
         return function or jit
 

@@ -27,8 +27,9 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.online_softmax import LOG2E
+from nanovllm.kernels.prefill_attention import QUERY_TILE, UNALIGNED
 
-QUERIES = gl.constexpr(128)
+QUERIES = gl.constexpr(QUERY_TILE)
 """Tokens of a tile of queries, half of them each group's."""
 KEYS = gl.constexpr(128)
 """Tokens of a tile of keys, which must lie in one block."""
@@ -74,7 +75,8 @@ def _load(
     QUERY_BYTES: gl.constexpr = QUERIES * HEAD_DIM * 2
     TILE_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     q_desc, k_desc, v_desc, block_tables_ptr, table_stride = load_from
-    queries, queries_full, queries_empty, keys, keys_full, keys_empty, values, values_full, values_empty = shared
+    queries, queries_full, queries_empty, ring = shared
+    keys, keys_full, keys_empty, values, values_full, values_empty = ring
     turn = 0
     done = 0
     for item in range(gl.program_id(0), HEADS * work[1], gl.num_programs(0)):
@@ -101,12 +103,19 @@ def _load(
                 turn += 1
 
 
+@gluon.constexpr_function
+def _row_major(head_dim):
+    """Threads of four warps along the rows of heads, 16 bytes each."""
+    return gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
-def _clear_values(values, key, context_len, LAYOUT: gl.constexpr):
+def _clear_values(values, key, context_len):
     """Zero a tile's values behind the last key: others' remains, whose weight of zero makes NaN of what is not finite.
 
     Both groups do it, and neither waits for the other: they write the same.
     """
+    LAYOUT: gl.constexpr = _row_major(values.shape[1])
     for row in gl.static_range(0, KEYS, _CLEARED):
         if key + row + _CLEARED > context_len:
             piece = values.slice(row, _CLEARED)
@@ -153,15 +162,48 @@ def _attend_tile(
 
 
 @gluon.jit
+def _attend_first_tile(query, ring, turn, key, position, context_len, scale, SCORES: gl.constexpr, ACC: gl.constexpr):
+    """Weigh the last keys, with which work begins; returns their weights, and the rows' maxima and sums."""
+    keys, keys_full, keys_empty, values, values_full, _values_empty = ring
+    ROWS: gl.constexpr = QUERIES // 2
+    slot, used = _slot(turn)
+    if key + KEYS > context_len:
+        mbarrier.wait(values_full.index(slot), used)
+        _clear_values(values.index(slot), key, context_len)
+    mbarrier.wait(keys_full.index(slot), used)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scores = warpgroup_mma(query, keys.index(slot).permute((1, 0)), zeros, use_acc=False)
+    mbarrier.arrive(keys_empty.index(slot))
+    row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    fresh, _correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, SCORES)
+    weights = gl.convert_layout(fresh.to(keys.dtype), gl.DotOperandLayout(0, ACC, 2))
+    return weights, row_max, row_sum
+
+
+@gluon.jit
+def _store(acc, row_sum, out_ptr, row, row_stride, left, ACC: gl.constexpr):
+    """Divide by the sums of the weights, and store the first `left` rows from `row` on."""
+    ROWS: gl.constexpr = acc.shape[0]
+    HEAD_DIM: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = _row_major(HEAD_DIM)
+    out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, ACC))[:, None]
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    places = (row + rows).to(gl.int64)[:, None] * row_stride + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))[
+        None, :
+    ]
+    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+    gl.store(out_ptr + places, out, mask=(rows < left)[:, None])
+
+
+@gluon.jit
 def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Attend for one half of each tile of queries."""
     ROWS: gl.constexpr = QUERIES // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    ROW_MAJOR: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    queries, queries_full, queries_empty, keys, keys_full, keys_empty, values, values_full, values_empty = shared
-    ring = (keys, keys_full, keys_empty, values, values_full, values_empty)
+    queries, queries_full, queries_empty, ring = shared
+    _keys, _keys_full, _keys_empty, values, values_full, values_empty = ring
     turn = 0
     done = 0
     for item in range(gl.program_id(0), HEADS * work[1], gl.num_programs(0)):
@@ -169,20 +211,10 @@ def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: g
         if steps > 0:
             position += part * ROWS
             query = queries.index(part)
-            slot, used = _slot(turn)
-            key = (steps - 1) * KEYS
-            if key + KEYS > context_len:
-                mbarrier.wait(values_full.index(slot), used)
-                _clear_values(values.index(slot), key, context_len, ROW_MAJOR)
             mbarrier.wait(queries_full, done & 1)
-            mbarrier.wait(keys_full.index(slot), used)
-            zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-            scores = warpgroup_mma(query, keys.index(slot).permute((1, 0)), zeros, use_acc=False)
-            mbarrier.arrive(keys_empty.index(slot))
-            row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-            fresh, _correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, SCORES)
-            weights = gl.convert_layout(fresh.to(keys.dtype), WEIGHTS)
+            weights, row_max, row_sum = _attend_first_tile(
+                query, ring, turn, (steps - 1) * KEYS, position, context_len, scale, SCORES, ACC
+            )
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
             for step in range(steps - 2, -1, -1):
                 turn += 1
@@ -196,27 +228,23 @@ def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: g
             mbarrier.arrive(values_empty.index(slot))
             turn += 1
             done += 1
-            out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, ACC))[:, None]
-            out = gl.convert_layout(out.to(keys.dtype), ROW_MAJOR)
-            rows = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW_MAJOR))
-            dims = head * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROW_MAJOR))
-            places = (row + rows).to(gl.int64)[:, None] * (HEADS * HEAD_DIM) + dims[None, :]
-            gl.store(out_ptr + places, out, mask=(rows < left)[:, None])
+            head_ptr = out_ptr + head * HEAD_DIM
+            _store(acc, row_sum, head_ptr, row + part * ROWS, HEADS * HEAD_DIM, left - part * ROWS, ACC)
 
 
 @gluon.jit
-def _ring(SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, desc):
+def _make_tiles(HEAD_DIM: gl.constexpr, desc):
     """Places for tiles of keys or values, and the barriers that say when each is full, and when empty."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [SIZE, KEYS, HEAD_DIM], desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SIZE):
+    tiles = gl.allocate_shared_memory(desc.dtype, [_SLOTS, KEYS, HEAD_DIM], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     return tiles, full, empty
 
 
-@kernel(do_not_specialize=["num_tiles", "table_stride"])
+@kernel(do_not_specialize=["num_tiles", "table_stride"], unaligned=UNALIGNED)
 def _hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, block_tables_ptr, table_stride, tiles_ptr, num_tiles, borders_ptr,
     context_lens_ptr, scale,
@@ -227,12 +255,13 @@ def _hopper_prefill_kernel(
     queries_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(queries_full, count=1)
     mbarrier.init(queries_empty, count=2)
-    keys, keys_full, keys_empty = _ring(_SLOTS, HEAD_DIM, k_desc)
-    values, values_full, values_empty = _ring(_SLOTS, HEAD_DIM, v_desc)
+    keys, keys_full, keys_empty = _make_tiles(HEAD_DIM, k_desc)
+    values, values_full, values_empty = _make_tiles(HEAD_DIM, v_desc)
+    ring = (keys, keys_full, keys_empty, values, values_full, values_empty)
     gdc_wait()
     gdc_launch_dependents()
     work = (tiles_ptr, num_tiles, borders_ptr, context_lens_ptr)
-    shared = (queries, queries_full, queries_empty, keys, keys_full, keys_empty, values, values_full, values_empty)
+    shared = (queries, queries_full, queries_empty, ring)
     load_from = (q_desc, k_desc, v_desc, block_tables_ptr, table_stride)
     gl.warp_specialize(
         [

@@ -24,6 +24,8 @@ from nanovllm.kernels.hopper_product import INS, PIECE, ROWS, find_tile, halve, 
 
 HEAD_DIM = PIECE
 """Elements of the heads that `hopper_qkv_rope_store` knows."""
+_ROW_MAJOR = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+"""How threads hold a head that they store: half a row of a head goes out at once."""
 
 
 @gluon.jit
@@ -68,10 +70,9 @@ def _gated_linear_kernel(x_desc, weight_desc, out_desc, row_tiles, column_tiles,
 @gluon.jit
 def _store_head(head, ptr, places, known, stride):
     """Store a head, [ROWS / 2, HEAD_DIM], into the rows `places` of `stride` elements at `ptr`, where `known`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, _ROW_MAJOR))
     gl.store(
-        ptr + places.to(gl.int64)[:, None] * stride + dims[None, :], gl.convert_layout(head, LAYOUT), known[:, None]
+        ptr + places.to(gl.int64)[:, None] * stride + dims[None, :], gl.convert_layout(head, _ROW_MAJOR), known[:, None]
     )
 
 
@@ -81,7 +82,7 @@ def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: g
     q_norm_ptr, k_norm_ptr = norms
     query_ptr, k_cache_ptr, v_cache_ptr, kv_slots_ptr = outputs
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    rows = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
+    rows = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, _ROW_MAJOR))
     x = x.to(dtype)
     if head < HEADS + KV_HEADS:
         first, second = halve(x.to(gl.float32))

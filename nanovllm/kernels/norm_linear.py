@@ -7,7 +7,7 @@ a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; th
 rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 
 Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`); all else is cuBLAS's, but for gated layers
-of thousands of rows on Hopper (`hopper_linear`).
+of many rows on Hopper (`hopper_linear`).
 """
 
 from __future__ import annotations
@@ -149,12 +149,11 @@ def norm_linear(
         x, total = rms_norm(x, *norm, residual)
     if skinny:
         return skinny_linear(x, weight, bias, gated), total
-    if gated and is_hopper(x.device):
+    if gated and bias is None and is_hopper(x.device):
         from nanovllm.kernels import hopper_linear  # noqa: PLC0415
 
         num_programs = device_limits(x.device)[0]
         if hopper_linear.pays(x, weight, num_programs):
-            assert bias is None
             return hopper_linear.hopper_gated_linear(x, weight, num_programs), total
     out = functional.linear(x, weight, bias)
     return (silu_mul(out) if gated else out), total

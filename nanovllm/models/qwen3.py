@@ -57,7 +57,7 @@ class Qwen3Attention(nn.Module):
         """
         weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        if norms is not None and bias is None and fused_projection_pays(x, weight, self.head_dim):
+        if norms is not None and fused_projection_pays(x, weight, bias, self.head_dim):
             normed, residual = norm(x, residual)
             query = self.attn.project_and_store(normed, weight, norms, positions, cos_sin)
         else:

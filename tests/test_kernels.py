@@ -524,7 +524,8 @@ def hopper_prefill_by_three(query: torch.Tensor, k_cache: torch.Tensor, *others:
 
     if not hopper_attention.takes(query, k_cache):
         pytest.skip("not one of its shapes")
-    hopper_attention.hopper_prefill_attention(query, k_cache, *others, 3)
+    args = (*others, 3)
+    hopper_attention.hopper_prefill_attention(query, k_cache, *args)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])

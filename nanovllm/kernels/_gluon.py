@@ -45,6 +45,17 @@ def kernel(*, do_not_specialize: Sequence[str], unaligned: Sequence[str] = ()) -
     )
 
 
+@gluon.jit
+def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Barriers of each of some places in shared memory: it is full, and all groups of warps that read it are done."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty
+
+
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
     """Describe a two-dimensional tensor of two-byte elements to the tensor memory accelerator, which copies blocks."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, SWIZZLED)
@@ -58,6 +69,7 @@ __all__ = [
     "gl",
     "gluon",
     "kernel",
+    "make_barriers",
     "mbarrier",
     "tma_load",
     "tma_store",

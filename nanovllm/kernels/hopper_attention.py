@@ -21,6 +21,7 @@ from nanovllm.kernels._gluon import (
     gl,
     gluon,
     kernel,
+    make_barriers,
     mbarrier,
     tma_load,
     warpgroup_mma,
@@ -232,18 +233,6 @@ def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: g
             _store(acc, row_sum, head_ptr, row + part * ROWS, HEADS * HEAD_DIM, left - part * ROWS, ACC)
 
 
-@gluon.jit
-def _make_tiles(HEAD_DIM: gl.constexpr, desc):
-    """Places for tiles of keys or values, and the barriers that say when each is full, and when empty."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [_SLOTS, KEYS, HEAD_DIM], desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(_SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    return tiles, full, empty
-
-
 @kernel(do_not_specialize=["num_tiles", "table_stride"], unaligned=UNALIGNED)
 def _hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, block_tables_ptr, table_stride, tiles_ptr, num_tiles, borders_ptr,
@@ -255,8 +244,10 @@ def _hopper_prefill_kernel(
     queries_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(queries_full, count=1)
     mbarrier.init(queries_empty, count=2)
-    keys, keys_full, keys_empty = _make_tiles(HEAD_DIM, k_desc)
-    values, values_full, values_empty = _make_tiles(HEAD_DIM, v_desc)
+    keys = gl.allocate_shared_memory(q_desc.dtype, [_SLOTS, KEYS, HEAD_DIM], k_desc.layout)
+    values = gl.allocate_shared_memory(q_desc.dtype, [_SLOTS, KEYS, HEAD_DIM], v_desc.layout)
+    keys_full, keys_empty = make_barriers(_SLOTS, 2)
+    values_full, values_empty = make_barriers(_SLOTS, 2)
     ring = (keys, keys_full, keys_empty, values, values_full, values_empty)
     gdc_wait()
     gdc_launch_dependents()

@@ -11,7 +11,15 @@ cuBLAS; the results are the same to the bit.
 
 from __future__ import annotations
 
-from nanovllm.kernels._gluon import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from nanovllm.kernels._gluon import (
+    gl,
+    gluon,
+    make_barriers,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 ROWS = gl.constexpr(128)
 """Rows of a tile of the result, half of them each group's."""
@@ -30,11 +38,7 @@ def make_ring(x_desc, weight_desc):
     """Shared memory for some steps' tiles, and the barriers that say when each is full, and when empty."""
     xs = gl.allocate_shared_memory(x_desc.dtype, [_SLOTS, ROWS, INS], x_desc.layout)
     weights = gl.allocate_shared_memory(x_desc.dtype, [_SLOTS, 2 * PIECE, INS], weight_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(_SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = make_barriers(_SLOTS, 2)
     return xs, weights, full, empty
 
 

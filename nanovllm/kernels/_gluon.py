@@ -25,7 +25,7 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, recorded
 
 _Kernel = recorded(GluonJITFunction)
 
-# Named so since Triton 3.7.
+# Names of Triton 3.9; 3.6 and 3.7 have the others.
 _NEW = hasattr(tma, "async_load")
 tma_load = tma.async_load if _NEW else tma.async_copy_global_to_shared
 """(descriptor, place, barrier, shared memory): start to copy a block in, which then completes the barrier's phase."""

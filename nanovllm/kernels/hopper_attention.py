@@ -190,9 +190,8 @@ def _store(acc, row_sum, out_ptr, row, row_stride, left, ACC: gl.constexpr):
     LAYOUT: gl.constexpr = _row_major(HEAD_DIM)
     out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, ACC))[:, None]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    places = (row + rows).to(gl.int64)[:, None] * row_stride + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))[
-        None, :
-    ]
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    places = (row + rows).to(gl.int64)[:, None] * row_stride + dims[None, :]
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
     gl.store(out_ptr + places, out, mask=(rows < left)[:, None])
 

@@ -12,8 +12,6 @@ from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
 QUERY_TILE = 128
 """Tokens of one tile of queries: one program's work for one head."""
-
-
 UNALIGNED = ["block_tables_ptr", "context_lens_ptr", "borders_ptr", "tiles_ptr"]
 """Pointers into larger tensors, whose alignment depends on the step's sizes."""
 

@@ -28,7 +28,7 @@ _GROUP = tl.constexpr(GROUP)
 _PIECE = 2**17
 """Logits that the plain form works on at once: a few rows, whose intermediate results stay in the cache."""
 _LEAST_TEMPERATURE = 1e-30
-"""What the inverse is taken of at most: a temperature below gives the greatest logit just as well."""
+"""What the inverse is taken of at least: a temperature below gives the greatest logit just as well."""
 _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 _PHILOX_W0, _PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -15,9 +16,11 @@ from nanovllm.engine.input_buffers import StepShape
 from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS
 
 
-def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool) -> Ladder:
+def make_ladder(
+    max_num_seqs: int, max_num_batched_tokens: int, shares_prefixes: bool, whole_contexts: bool = False
+) -> Ladder:
     shapes = decode_ladder(max_num_seqs, shares_prefixes)
-    return Ladder(shapes + mixed_ladder(max_num_seqs, max_num_batched_tokens, shares_prefixes))
+    return Ladder(shapes + mixed_ladder(max_num_seqs, max_num_batched_tokens, shares_prefixes), whole_contexts)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 33, 100, 512])
@@ -32,6 +35,19 @@ def test_every_decode_step_fits_and_the_ladder_ends_at_the_most(max_num_seqs: in
         assert ladder.fit(StepShape(max_num_seqs + 1, shares_prefixes=sharing)) is None
     if not shares_prefixes:
         assert ladder.fit(StepShape(1, shares_prefixes=True)) is None
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_whole_contexts_have_the_sizes_that_others_have(shares_prefixes: bool) -> None:
+    without, ladder = (make_ladder(512, 16384, shares_prefixes, whole) for whole in (False, True))
+    for rows, tokens, chunks in ((1, 0, 0), (33, 0, 0), (512, 0, 0), (0, 50, 2), (100, 2000, 32)):
+        shape = StepShape(rows, tokens, chunks)
+        other = replace(shape, whole_contexts=True)
+        rung = ladder.fit(shape)
+        assert rung is not None and rung == without.fit(shape)
+        assert ladder.fit(other) == replace(rung, whole_contexts=True) and without.fit(other) is None
+        assert ladder.fit(replace(other, shares_prefixes=True)) is None
+    assert ladder.shapes[-1].shares_prefixes == shares_prefixes
 
 
 def test_the_smallest_that_fits_is_taken() -> None:
@@ -52,16 +68,24 @@ def test_the_smallest_that_fits_is_taken() -> None:
     assert ladder.fit(StepShape(0, 5000, 1)) is None and ladder.fit(StepShape(0, 64, 33)) is None
 
 
-def test_samples_take_every_kind_of_kernel() -> None:
-    for shares_prefixes in (False, True):
-        ladder = make_ladder(512, 16384, shares_prefixes)
-        samples = ladder.samples()
-        assert set(samples) <= set(ladder.shapes) and len(samples) == len(set(samples)) < len(ladder.shapes) / 4
-        kinds = {(bool(shape.num_chunks), shape.shares_prefixes) for shape in ladder.shapes}
-        assert {(bool(shape.num_chunks), shape.shares_prefixes) for shape in samples} == kinds
-        rows = {shape.num_decodes for shape in samples if not shape.num_chunks}
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+@pytest.mark.parametrize("whole_contexts", [False, True])
+def test_samples_take_every_kind_of_kernel(shares_prefixes: bool, whole_contexts: bool) -> None:
+    def way(shape: StepShape) -> tuple[bool, bool, bool]:
+        return bool(shape.num_chunks), shape.shares_prefixes, shape.whole_contexts
+
+    ladder = make_ladder(512, 16384, shares_prefixes, whole_contexts)
+    samples = ladder.samples()
+    assert set(samples) <= set(ladder.shapes) and len(samples) == len(set(samples)) < len(ladder.shapes) / 4
+    ways = {way(shape) for shape in samples}
+    assert ways == {way(shape) for shape in ladder.shapes} and len(ways) == 2 * (1 + shares_prefixes + whole_contexts)
+    for whole in (False, True)[: 1 + whole_contexts]:
+        rows = {shape.num_decodes for shape in samples if way(shape) == (False, False, whole)}
         assert {1, 512} <= rows and any(2 <= n <= MAX_SKINNY_ROWS for n in rows)
         assert any(MAX_SKINNY_ROWS < n <= FEW_SEQS for n in rows) and any(FEW_SEQS < n < 512 for n in rows)
+
+
+def test_few_sizes_and_none_have_samples() -> None:
     assert make_ladder(1, 64, False).samples() and not Ladder([]).samples()
 
 

@@ -40,7 +40,7 @@ def make_backend(
     if name == "triton":
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
-        return TritonBackend(device, dtype, num_heads, num_kv_heads, head_dim)
+        return TritonBackend(device, dtype, block_size, num_heads, num_kv_heads, head_dim)
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' takes bfloat16 or float16, not float32")
     if block_size % 256:

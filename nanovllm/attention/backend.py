@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
 
+from nanovllm.kernels.qkv_rope_store import NormWeights
 from nanovllm.utils.context import Context
 
 
@@ -18,10 +20,17 @@ class AttentionBackend(ABC):
     supports_mixed_graph = False
     """Whether steps with prompt tokens can: sizes and work lists then come from tensors on the device alone."""
 
+    supports_whole_contexts = False
+    """Whether there are steps that it had better run with `Context.whole_contexts`."""
+
     max_prefix_items = 0
     """Most pieces of work on shared prefixes in one step; 0 if it makes no use of them."""
     rows_per_prefix_item = 1
     """Most decode rows of such a piece."""
+
+    def whole_contexts_pay(self, context_lens: np.ndarray) -> bool:
+        """Whether that pays for decode rows with contexts of these lengths, [num_seqs]; there may be none."""
+        return False
 
     def plan(self, context: Context) -> Any:
         """Prepare once a step what every layer's `forward` will want; lands in `context.plan`."""
@@ -42,3 +51,17 @@ class AttentionBackend(ABC):
         Returns:
             [num_tokens, num_heads, head_dim], contiguous.
         """
+
+    def forward_projected(
+        self,
+        qkv: torch.Tensor,
+        norm_weights: NormWeights | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """`qkv_rope_store` and `forward` at once; None, and nothing done, where there is no such form of the step."""
+        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -61,10 +62,17 @@ def _up_to(sizes: Iterable[int], most: int) -> list[int]:
 
 
 class Ladder:
-    """Sizes that steps are padded to, with graphs and without, so that both run the same kernels on the same rows."""
+    """Sizes that steps are padded to, with graphs and without, so that both run the same kernels on the same rows.
 
-    def __init__(self, shapes: list[StepShape]) -> None:
-        self.shapes = sorted(shapes, key=_cost)
+    Args:
+        shapes: the sizes.
+        supports_whole_contexts: whether the backend does; sizes without shared prefixes then serve both ways.
+    """
+
+    def __init__(self, shapes: list[StepShape], supports_whole_contexts: bool = False) -> None:
+        plain = [shape for shape in shapes if supports_whole_contexts and not shape.shares_prefixes]
+        whole = [replace(shape, whole_contexts=True) for shape in plain]
+        self.shapes = sorted([*shapes, *whole], key=_cost)
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """The smallest shape that a step fits into; None if there is none."""
@@ -75,15 +83,19 @@ class Ladder:
                 and rung.num_tokens >= shape.num_tokens
                 and rung.num_chunks >= shape.num_chunks
                 and rung.shares_prefixes >= shape.shares_prefixes
+                and rung.whole_contexts == shape.whole_contexts
             ):
                 return rung
         return None
 
     def samples(self) -> list[StepShape]:
         """Some of the shapes, small ones and the largest of each kind, which take the kernels that all of them take."""
-        kinds = [(tokens, chunks, sharing) for tokens, chunks in ((0, 0), (1, 1)) for sharing in (False, True)]
+        ways = ((False, False), (False, True), (True, False))
+        kinds = [(*prompts, *way) for prompts in ((0, 0), (1, 1)) for way in ways]
         rungs = [self.fit(StepShape(rows, *kind)) for kind in kinds for rows in _KERNEL_ROWS]
-        largest = {(bool(shape.num_chunks), shape.shares_prefixes): shape for shape in self.shapes}
+        largest = {
+            (bool(shape.num_chunks), shape.shares_prefixes, shape.whole_contexts): shape for shape in self.shapes
+        }
         return list(dict.fromkeys(rung for rung in [*rungs, *largest.values()] if rung is not None))
 
 

@@ -10,6 +10,7 @@ The host keeps a copy of the slots for what must be known there: the sizes of co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,13 +38,14 @@ _MAX_TEMPERATURE = 1e30
 class StepShape:
     """What one step is made of: decode rows, prompt tokens, and chunks of prompts, padding included.
 
-    `shares_prefixes` is whether decode rows may attend to a common prefix together.
+    `shares_prefixes` is whether decode rows may attend to a common prefix together, `whole_contexts` as in `Context`.
     """
 
     num_decodes: int
     num_tokens: int = 0
     num_chunks: int = 0
     shares_prefixes: bool = False
+    whole_contexts: bool = False
 
 
 @dataclass
@@ -104,6 +106,7 @@ class InputBuffers:
         block_size: tokens of a block.
         max_num_batched_tokens: most tokens of a step.
         max_prefix_items, rows_per_prefix_item: see `PrefixBuffers`.
+        whole_contexts_pay: see `AttentionBackend`.
         device: where the state lives.
     """
 
@@ -115,10 +118,12 @@ class InputBuffers:
         max_num_batched_tokens: int,
         max_prefix_items: int,
         rows_per_prefix_item: int,
+        whole_contexts_pay: Callable[[np.ndarray], bool],
         device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.padding_slot = num_slots
+        self._whole_contexts_pay = whole_contexts_pay
         width = BLOCK_TABLE + max_blocks
         self.host_state = np.zeros((num_slots + 1, width), dtype=np.int32)
         self.state = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
@@ -133,7 +138,8 @@ class InputBuffers:
     def shape_of(self, batch: ScheduledBatch) -> StepShape:
         """The shape that a batch has without padding."""
         shares = self.prefixes.plan(batch.decode_slots, self.host_state)
-        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), shares)
+        whole = not shares and self._whole_contexts_pay(self.host_state[batch.decode_slots, NUM_COMPUTED] + 1)
+        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), shares, whole)
 
     def stage(self, batch: ScheduledBatch, shape: StepShape) -> StagedStep:
         """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""
@@ -180,6 +186,7 @@ class InputBuffers:
             query_tiles=prompts.tiles,
             context_lens_host=staged.context_lens_host,
             query_lens_host=staged.query_lens_host,
+            whole_contexts=shape.whole_contexts,
             shared_prefixes=self.prefixes.shared if shape.shares_prefixes else None,
         )
         if not shape.num_chunks:

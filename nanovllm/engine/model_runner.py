@@ -77,7 +77,7 @@ class ModelRunner:
         prefix_sizes = self.max_prefix_items, self.backend.rows_per_prefix_item
         self.buffers = InputBuffers(
             config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, *prefix_sizes,
-            self.device,
+            self.backend.whole_contexts_pay, self.device,
         )  # fmt: skip
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
@@ -168,7 +168,7 @@ class ModelRunner:
             shapes += decode_ladder(config.max_num_running, shares)
             if self.backend.supports_mixed_graph:
                 shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
-        return Ladder(shapes)
+        return Ladder(shapes, self.backend.supports_whole_contexts)
 
     def _compile_kernels(self) -> None:
         """Compile, all at once, the kernels that steps take."""

@@ -12,6 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,6 +34,9 @@ tma_store = tma.async_store if _NEW else tma.async_copy_shared_to_global
 """(descriptor, place, shared memory): start to copy a block out."""
 tma_store_wait = tma.store_wait
 """(number): wait until no more than so many copies out still read shared memory."""
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""(): all warps of the program meet."""
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How tiles of two-byte elements lie in shared memory, for copies and products alike."""
@@ -57,11 +61,14 @@ def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
-    """Describe a two-dimensional tensor of two-byte elements to the tensor memory accelerator, which copies blocks."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, SWIZZLED)
+    """Describe a tensor of two-byte elements to the tensor memory accelerator, which copies blocks of it."""
+    rank = len(block_shape)
+    layout = SWIZZLED if rank == SWIZZLED.rank else gl.NVMMASharedLayout(128, 16, rank)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout)
 
 
 __all__ = [
+    "barrier",
     "descriptor",
     "fence_async_shared",
     "gdc_launch_dependents",
@@ -71,6 +78,7 @@ __all__ = [
     "kernel",
     "make_barriers",
     "mbarrier",
+    "mma_v2",
     "tma_load",
     "tma_store",
     "tma_store_wait",

@@ -26,14 +26,7 @@ class Attention(nn.Module):
         """Give the layer its cache, [num_blocks, block_size, num_kv_heads, head_dim] each, and its backend."""
         self.k_cache, self.v_cache, self.backend = k_cache, v_cache, backend
 
-    def store(
-        self, qkv: torch.Tensor, norm_weights: NormWeights | None, positions: torch.Tensor, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        """Store keys and values, and return the queries; the arguments are those of `qkv_rope_store`."""
-        slots = get_context().kv_slots
-        return qkv_rope_store(qkv, norm_weights, self.eps, cos_sin, positions, self.k_cache, self.v_cache, slots)
-
-    def project_and_store(
+    def project_and_attend(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -41,11 +34,21 @@ class Attention(nn.Module):
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """`store` of `x @ weight.T`, where `fused_projection_pays`."""
-        slots = get_context().kv_slots
-        cache = self.k_cache, self.v_cache
-        return project_rope_store(x, weight, norm_weights, self.eps, cos_sin, positions, *cache, slots)
+        """`forward` of `x @ weight.T`, where `fused_projection_pays`."""
+        context, cache = get_context(), (self.k_cache, self.v_cache)
+        query = project_rope_store(x, weight, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
+        return self.backend.forward(query, *cache, context, self.scale)
 
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Attend over what is stored; query and result are [num_tokens, num_heads, head_dim]."""
-        return self.backend.forward(query, self.k_cache, self.v_cache, get_context(), self.scale)
+    def forward(
+        self, qkv: torch.Tensor, norm_weights: NormWeights | None, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Store keys and values, and attend over all that is stored.
+
+        The arguments are those of `qkv_rope_store`; the result is [num_tokens, num_heads, head_dim].
+        """
+        context, cache = get_context(), (self.k_cache, self.v_cache)
+        out = self.backend.forward_projected(qkv, norm_weights, self.eps, cos_sin, *cache, context, self.scale)
+        if out is not None:
+            return out
+        query = qkv_rope_store(qkv, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
+        return self.backend.forward(query, *cache, context, self.scale)

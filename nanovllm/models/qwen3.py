@@ -59,12 +59,11 @@ class Qwen3Attention(nn.Module):
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         if norms is not None and fused_projection_pays(x, weight, bias, self.head_dim):
             normed, residual = norm(x, residual)
-            query = self.attn.project_and_store(normed, weight, norms, positions, cos_sin)
+            out = self.attn.project_and_attend(normed, weight, norms, positions, cos_sin).flatten(1)
         else:
             qkv, residual = self.qkv_proj.project(x, residual, norm)
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of this rank's heads
-            query = self.attn.store(qkv.view(len(x), -1, self.head_dim), norms, positions, cos_sin)
-        out = self.attn(query).flatten(1)
+            out = self.attn(qkv.view(len(x), -1, self.head_dim), norms, positions, cos_sin).flatten(1)
         if rows is not None:
             out, residual = out[rows], residual[rows]
         return self.o_proj(out), residual

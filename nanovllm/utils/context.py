@@ -30,6 +30,7 @@ class Context:
         query_tiles: [2 * num_tiles] int32; the chunk of each tile of chunk tokens (-1: none), then its number in it.
         context_lens_host: the same as context_lens, for what has to be sized on the host; not known to a graph.
         query_lens_host: tokens of each chunk, likewise.
+        whole_contexts: whether the backend, which said that it pays, takes each decode row's context in one piece.
         shared_prefixes: which decode rows share a prefix; None if the step does without.
         plan: what the attention backend made of all this, once for all layers.
     """
@@ -42,6 +43,7 @@ class Context:
     query_tiles: torch.Tensor
     context_lens_host: list[int] = field(default_factory=list)
     query_lens_host: list[int] = field(default_factory=list)
+    whole_contexts: bool = False
     shared_prefixes: SharedPrefixes | None = None
     plan: Any = None
 

@@ -1,0 +1,268 @@
+"""Attention of single new tokens over pages, for Hopper, where a sequence's whole context is one program's for a head.
+
+Nothing is left to merge, and the token may come as it was projected: the program that attends for a KV head also norms,
+rotates and stores what is new. Before it waits for the kernel ahead, it has the tensor memory accelerator copy the
+first tiles of keys and values, which are older, into shared memory. Each of its four warps attends to its own keys of
+every tile, with a softmax of its own, and all meet only to make room in shared memory, and at the end.
+
+One program reads some 80 GB/s of an H200's 4.5 TB/s, so a sequence much longer than the others is not for this kernel
+(`attention.triton` chooses). Steps of Qwen3-0.6B, in ms, with RoPE, attention and merge in kernels of their own and
+so: 8 rows of 400 tokens 0.901 and 0.749, 16 of 400 1.03 and 0.84, 64 of 80 to 1440 2.71 and 2.54, 128 4.37 and 4.13.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._gluon import (
+    barrier,
+    descriptor,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    kernel,
+    mbarrier,
+    tma_load,
+)
+from nanovllm.kernels._triton import device_limits
+from nanovllm.kernels.online_softmax import LOG2E
+from nanovllm.kernels.qkv_rope_store import NormWeights
+from nanovllm.kernels.warp_attention import MAX_GROUP, PIECE, ROWS, WARPS, attend_tile, begin_softmax, merge, spread
+
+TILE = WARPS.value * PIECE.value
+"""Tokens of a tile of keys, which must lie in one block."""
+
+
+@gluon.constexpr_function
+def _halves_layout(half):
+    """Threads that hold half of each head of a group."""
+    return gl.BlockedLayout([1, 4], [128 // half, half // 4], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_tile(tile, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Start to copy a tile of keys and values into its place."""
+    k_desc, v_desc, table_ptr, column = copy_from
+    keys, values, full = ring
+    slot = tile % SLOTS
+    key = tile * (WARPS * PIECE)
+    row = gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+    place = [row // PIECE, 0, column]
+    mbarrier.expect(full.index(slot), 4 * WARPS * PIECE * keys.shape[3])
+    tma_load(k_desc, place, full.index(slot), keys.index(slot))
+    tma_load(v_desc, place, full.index(slot), values.index(slot))
+
+
+@gluon.jit
+def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr):
+    """Norm and rotate heads, [ROWS, HALF] each half; rounded where a kernel apart would have."""
+    dtype: gl.constexpr = first.dtype
+    first, second = first.to(gl.float32), second.to(gl.float32)
+    cos, sin = angles
+    if HAS_NORM:
+        size: gl.constexpr = 2 * first.shape[1]
+        scale = gl.rsqrt((gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)) / size + eps)[:, None]
+        first *= scale * weights[0].to(gl.float32)
+        second *= scale * weights[1].to(gl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@gluon.jit
+def _attend_to_old(
+    query, old_len, scale, softmax, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """Attend to all tiles, of which the first are on their way."""
+    keys, values, full = ring
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, softmax[0].type.layout, 2)
+    num_tiles = gl.cdiv(old_len, WARPS * PIECE)
+    for tile in range(num_tiles):
+        slot = tile % SLOTS
+        mbarrier.wait(full.index(slot), tile // SLOTS & 1)
+        key = keys.index(slot).permute((0, 2, 1)).load(OPERAND)
+        value = values.index(slot).load(OPERAND)
+        if tile + SLOTS < num_tiles:
+            barrier()
+            _copy_tile(tile + SLOTS, copy_from, ring, SLOTS, BLOCK_SIZE)
+        softmax = attend_tile(query, key, value, tile, old_len, scale, softmax)
+    return softmax
+
+
+@gluon.jit
+def _load_constants(norms, cos_sin_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
+    """What norms and rotation need besides the token, which is old: halves of both weights, cosines and sines."""
+    q_norm_ptr, k_norm_ptr = norms
+    angle_ptrs = cos_sin_ptr + position.to(gl.int64) * (2 * HALF) + dims
+    angles = (gl.load(angle_ptrs)[None, :], gl.load(angle_ptrs + HALF)[None, :])
+    q_weights = angles
+    k_weights = angles
+    if HAS_NORM:
+        q_weights = (gl.load(q_norm_ptr + dims)[None, :], gl.load(q_norm_ptr + HALF + dims)[None, :])
+        k_weights = (gl.load(k_norm_ptr + dims)[None, :], gl.load(k_norm_ptr + HALF + dims)[None, :])
+    return q_weights, k_weights, angles
+
+
+@gluon.jit
+def _finish_token(query, key, value, value_dims, constants, eps, kv_slot, caches, HAS_NORM: gl.constexpr):
+    """Norm and rotate the new token's heads, and store its key and value at `caches`, which are this head's."""
+    q_weights, k_weights, angles = constants
+    k_ptrs, v_ptr = caches
+    query = _norm_and_rotate(query[0], query[1], q_weights, angles, eps, HAS_NORM)
+    key = _norm_and_rotate(key[0], key[1], k_weights, angles, eps, HAS_NORM)
+    if kv_slot >= 0:
+        HALF: gl.constexpr = key[0].shape[1]
+        gl.store(k_ptrs, key[0])
+        gl.store(k_ptrs + HALF, key[1])
+        gl.store(v_ptr + value_dims, value)
+    return query, key
+
+
+@kernel(
+    do_not_specialize=["table_stride"],
+    unaligned=["kv_slots_ptr", "context_lens_ptr", "block_tables_ptr", "order_ptr"],
+)
+def _hopper_decode_kernel(
+    x_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, kv_slots_ptr, context_lens_ptr, order_ptr, block_tables_ptr,
+    table_stride, k_desc, v_desc, k_cache_ptr, v_cache_ptr, out_ptr, eps, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SLOTS: gl.constexpr, PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    HALF: gl.constexpr = HEAD_DIM // 2
+    HALVES: gl.constexpr = _halves_layout(HALF)
+    head = gl.program_id(0)
+    seq = gl.load(order_ptr + gl.program_id(1)).to(gl.int64)
+    old_len = gl.load(context_lens_ptr + seq) - 1
+    kv_slot = gl.load(kv_slots_ptr + seq)
+    keys = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], k_desc.layout)
+    values = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(SLOTS):
+        mbarrier.init(full.index(place), count=1)
+    ring = (keys, values, full)
+    copy_from = (k_desc, v_desc, block_tables_ptr + seq * table_stride, head * HEAD_DIM)
+    num_tiles = gl.cdiv(old_len, WARPS * PIECE)
+    for tile in range(gl.minimum(num_tiles, SLOTS)):
+        _copy_tile(tile, copy_from, ring, SLOTS, BLOCK_SIZE)
+    dims = gl.arange(0, HALF, gl.SliceLayout(0, HALVES))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
+    value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
+    if PROJECTED:
+        constants = _load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
+    gdc_wait()
+    gdc_launch_dependents()
+
+    row_ptr = x_ptr + seq * ((GROUP + (2 if PROJECTED else 0)) * KV_HEADS * HEAD_DIM)
+    # Rows behind the group's are its last head's.
+    query_ptrs = row_ptr + (head * GROUP + gl.minimum(rows, GROUP - 1)[:, None]) * HEAD_DIM + dims[None, :]
+    query = (gl.load(query_ptrs), gl.load(query_ptrs + HALF))
+    cached = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
+    if PROJECTED:
+        key_ptrs = row_ptr + (GROUP * KV_HEADS + head) * HEAD_DIM + dims[None, :]
+        key = (gl.load(key_ptrs), gl.load(key_ptrs + HALF))
+        value = gl.load(row_ptr + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + value_dims)
+        caches = (k_cache_ptr + cached + dims[None, :], v_cache_ptr + cached)
+        query, key = _finish_token(query, key, value, value_dims, constants, eps, kv_slot, caches, HAS_NORM)
+    else:
+        key_ptrs = k_cache_ptr + cached + dims[None, :]
+        key = (gl.load(key_ptrs), gl.load(key_ptrs + HALF))
+        value = gl.load(v_cache_ptr + cached + value_dims)
+    own_scores = gl.sum(query[0].to(gl.float32) * key[0].to(gl.float32), axis=1)
+    own_scores += gl.sum(query[1].to(gl.float32) * key[1].to(gl.float32), axis=1)
+    softmax = begin_softmax(own_scores * scale, value, MMA)
+    operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2))
+    softmax = _attend_to_old(operand, old_len, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE)
+    merge(softmax, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)
+
+
+def takes(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
+    """Whether elements, heads and blocks are of sizes that the kernel knows."""
+    return (
+        dtype.itemsize == 2
+        and num_heads <= MAX_GROUP * num_kv_heads
+        and head_dim in {64, 128}
+        and block_size % TILE == 0
+    )
+
+
+def _launch(
+    x: torch.Tensor,
+    rope: tuple[NormWeights | None, float, torch.Tensor] | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    kv_slots: torch.Tensor,
+    order: torch.Tensor,
+    scale: float,
+) -> None:
+    num_seqs, num_heads, head_dim = out.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    norm_weights, eps, cos_sin = rope if rope is not None else (None, 0.0, None)
+    q_norm, k_norm = norm_weights if norm_weights is not None else (None, None)
+    shape = (-1, PIECE.value, num_kv_heads * head_dim)
+    tile = [WARPS.value, PIECE.value, head_dim]
+    keys, values = descriptor(k_cache.view(shape), tile), descriptor(v_cache.view(shape), tile)
+    # So much shared memory lets two programs share a multiprocessor, or gives one more to read ahead.
+    slots = 4 if num_seqs * num_kv_heads <= device_limits(out.device)[0] else 3
+    _hopper_decode_kernel[(num_kv_heads, num_seqs)](
+        x, q_norm, k_norm, cos_sin, kv_slots, context_lens, order, block_tables, block_tables.stride(0),
+        keys, values, k_cache, v_cache, out, eps, scale * LOG2E,
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SLOTS=slots,
+        PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
+    )  # fmt: skip
+
+
+def hopper_decode_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    kv_slots: torch.Tensor,
+    order: torch.Tensor,
+    scale: float,
+) -> None:
+    """Attention of one new token of each sequence over all its pages, into `out`, for two-byte elements.
+
+    Args:
+        query, out: [num_seqs, num_heads, head_dim], contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        block_tables: [num_seqs, max_blocks] int32.
+        context_lens: [num_seqs] int32, at least 1, the new token included.
+        kv_slots: [num_seqs] int32; where the new tokens' keys and values are, `block * block_size + offset`; a sequence
+            with -1 is padding, and comes out as anything finite. All but the query and what is in these slots is older
+            than the kernel queued last (see `pdl_options`).
+        order: [num_seqs] int32; indices of the sequences in the order in which to begin with them (`longest_first`).
+        scale: factor of the scores.
+    """
+    _launch(query, None, k_cache, v_cache, out, block_tables, context_lens, kv_slots, order, scale)
+
+
+def hopper_rope_attention(
+    qkv: torch.Tensor,
+    norm_weights: NormWeights | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    kv_slots: torch.Tensor,
+    order: torch.Tensor,
+    scale: float,
+) -> None:
+    """`qkv_rope_store` and `hopper_decode_attention` in one kernel; a token's position is its context's last.
+
+    Args:
+        qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_dim], contiguous.
+        norm_weights, eps, cos_sin: see `qkv_rope_store`.
+        k_cache, v_cache, out, block_tables, context_lens, kv_slots, order, scale: see `hopper_decode_attention`; what
+            belongs into the slots is stored there, nothing for -1.
+    """
+    rope = norm_weights, eps, cos_sin
+    _launch(qkv, rope, k_cache, v_cache, out, block_tables, context_lens, kv_slots, order, scale)

@@ -1,0 +1,106 @@
+"""Attention for one group of query heads, each warp of a program with keys and a softmax of its own.
+
+What a warp works on between its own keys and its own softmax no other needs, so they meet only in the end, when the
+softmaxes are merged by their maxima and sums, as Flash-Decoding (Dao et al. 2023) merges those of programs.
+"""
+
+from __future__ import annotations
+
+from nanovllm.kernels._gluon import gl, gluon, mma_v2
+
+WARPS = gl.constexpr(4)
+PIECE = gl.constexpr(16)
+"""Keys of a tile that are one warp's."""
+ROWS = gl.constexpr(16)
+"""Rows of the matrix instruction, of which a group of query heads fills some."""
+MAX_GROUP = ROWS.value // 2
+"""Query heads of a KV head, at most: the upper half of the rows is dropped."""
+
+
+@gluon.jit
+def spread(first, second, OPERAND: gl.constexpr):
+    """Both halves of heads, [ROWS, HEAD_DIM / 2] each, as an operand that every warp has: [WARPS, ROWS, HEAD_DIM]."""
+    HEAD_DIM: gl.constexpr = 2 * first.shape[1]
+    heads = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [ROWS, HEAD_DIM])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    shared = gl.allocate_shared_memory(heads.dtype, [ROWS, HEAD_DIM], SHARED, heads)
+    one = gl.expand_dims(shared.load(gl.SliceLayout(0, OPERAND)), 0)
+    operand, _zeros = gl.broadcast(one, gl.zeros([WARPS, ROWS, HEAD_DIM], heads.dtype, OPERAND))
+    return operand
+
+
+@gluon.jit
+def _is_old(tile, old_len, LAYOUT: gl.constexpr):
+    """Which keys of a tile there are: [WARPS, PIECE]."""
+    warps = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
+    keys = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
+    return tile * (WARPS * PIECE) + warps[:, None] * PIECE + keys[None, :] < old_len
+
+
+@gluon.jit
+def attend_tile(query, key, value, tile, old_len, scale, softmax):
+    """Fold a tile's keys, those before `old_len`, into the softmaxes.
+
+    query [WARPS, ROWS, HEAD_DIM], key [WARPS, HEAD_DIM, PIECE], value [WARPS, PIECE, HEAD_DIM].
+    """
+    acc, row_max, row_sum = softmax
+    MMA: gl.constexpr = acc.type.layout
+    scores = mma_v2(query, key, gl.zeros([WARPS, ROWS, PIECE], gl.float32, MMA))
+    if (tile + 1) * (WARPS * PIECE) > old_len:
+        known = _is_old(tile, old_len, gl.SliceLayout(1, MMA))
+        scores = gl.where(gl.expand_dims(known, 1), scores, -float("inf"))
+        # Others' remains, whose weight of zero makes NaN of what is not finite.
+        known = _is_old(tile, old_len, gl.SliceLayout(2, value.type.layout))
+        value = gl.where(gl.expand_dims(known, 2), value, 0.0)
+    new_max = gl.maximum(row_max, gl.max(scores, axis=2) * scale)
+    weights = gl.exp2(scores * scale - gl.expand_dims(new_max, 2))
+    correction = gl.exp2(row_max - new_max)
+    row_sum = row_sum * correction + gl.sum(weights, axis=2)
+    weights = gl.convert_layout(weights.to(value.dtype), query.type.layout)
+    return mma_v2(weights, value, acc * gl.expand_dims(correction, 2)), new_max, row_sum
+
+
+@gluon.jit
+def begin_softmax(own_scores, own_value, MMA: gl.constexpr):
+    """What the new token's key, with scores [ROWS], makes of a softmax: the first warp's; the others know its maximum.
+
+    Returns the output [WARPS, ROWS, HEAD_DIM], the maxima and sums [WARPS, ROWS].
+    """
+    STATS: gl.constexpr = gl.SliceLayout(2, MMA)
+    zeros = gl.zeros([WARPS, ROWS], gl.float32, STATS)
+    row_max = gl.expand_dims(gl.convert_layout(own_scores, gl.SliceLayout(0, STATS)), 0) + zeros
+    is_first = gl.arange(0, WARPS, gl.SliceLayout(1, STATS)) == 0
+    row_sum = gl.where(is_first, 1.0, 0.0)[:, None] + zeros
+    acc = gl.expand_dims(row_sum, 2) * gl.expand_dims(gl.expand_dims(own_value.to(gl.float32), 0), 0)
+    return acc, row_max, row_sum
+
+
+@gluon.constexpr_function
+def _merged_layout(head_dim):
+    """Threads that hold all warps' parts of some outputs."""
+    return gl.BlockedLayout([WARPS, 1, 4], [1, 128 // head_dim, head_dim // 4], [1, WARPS, 1], [2, 1, 0])
+
+
+@gluon.jit
+def merge(softmax, out_ptr, GROUP: gl.constexpr):
+    """Merge the warps' outputs, and store those of the group's heads."""
+    acc, row_max, row_sum = softmax
+    HEAD_DIM: gl.constexpr = acc.shape[2]
+    HEADS: gl.constexpr = ROWS // 2
+    LAYOUT: gl.constexpr = _merged_layout(HEAD_DIM)
+    STATS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    halves = gl.permute(gl.reshape(acc, [WARPS, 2, HEADS, HEAD_DIM]), (0, 2, 3, 1))
+    used, _unused = gl.split(halves)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    maxima = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], PLAIN, row_max)
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], PLAIN, row_sum)
+    parts = gl.allocate_shared_memory(gl.float32, used.shape, gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]), used)
+    part_max = maxima.slice(0, HEADS, dim=1).load(STATS)
+    share = gl.exp2(part_max - gl.expand_dims(gl.max(part_max, axis=0), 0))
+    total = gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0)
+    out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
+    heads = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT))
+    out = out.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out, mask=(heads < GROUP)[:, None])

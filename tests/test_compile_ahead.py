@@ -54,6 +54,7 @@ PROGRAM = """
 
     from nanovllm.kernels._triton import compile_ahead
     from nanovllm.kernels.hopper_attention import hopper_prefill_attention
+    from nanovllm.kernels.hopper_batch_linear import batch_linear
     from nanovllm.kernels.hopper_decode import hopper_rope_attention
     from nanovllm.kernels.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
     from nanovllm.kernels.rms_norm import rms_norm_triton
@@ -64,6 +65,7 @@ PROGRAM = """
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
     runs = [
         partial(hopper_gated_linear, half, half, 132),
+        partial(batch_linear, half, half, True),
         partial(hopper_prefill_attention, heads, cache, cache, heads, ints, ints[0], ints[0], ints[0], 1.0, 132),
         partial(
             hopper_rope_attention, half.view(64, 8, 64), (half[0], half[0]), 1e-6, x, cache, cache, heads[:64], ints,
@@ -77,8 +79,8 @@ PROGRAM = """
         partial(silu_mul_triton, x),
     ]
     kernels = [
-        "_gated_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel", "_qkv_kernel", "_rms_norm_kernel",
-        "_silu_mul_kernel",
+        "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
+        "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel",
     ]
 
     compile_ahead(device, runs * 2)

@@ -6,8 +6,8 @@ that, launched as a programmatic dependent, it reads them while the kernel ahead
 a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
 rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 
-Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`); all else is cuBLAS's, but for gated layers
-of many rows on Hopper (`hopper_linear`).
+Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`). Hopper has kernels for up to 128 rows and
+small weights (`hopper_batch_linear`), and for gated layers of many rows (`hopper_linear`); all else is cuBLAS's.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def norm_linear(
     """Add the residual, normalise, project, and gate: `gate(norm(x + residual) @ weight.T + bias)`.
 
     Args:
-        x: [num_rows, in_features], contiguous.
+        x: [num_rows, in_features], contiguous; with a norm also parts of a sum, as `linear_into` returns them.
         weight: [out_features, in_features]; of a gated layer the gate's rows, then the other's, equally many.
         bias: [out_features], or None.
         norm: RMS norm before the product, or None.
@@ -139,9 +139,10 @@ def norm_linear(
     Returns:
         The result, and `x + residual`.
     """
-    if x.is_cuda and len(x) == 1:
+    num_rows = x.shape[-2]
+    if x.is_cuda and num_rows == 1:
         return norm_linear_triton(x, weight, bias, norm, residual, gated)
-    skinny = x.is_cuda and len(x) <= MAX_SKINNY_ROWS and x.element_size() == 2
+    skinny = x.is_cuda and num_rows <= MAX_SKINNY_ROWS and x.element_size() == 2
     if skinny and one_shot_pays(x, weight, norm is not None, gated):
         return one_shot_linear(x, weight, bias, norm, residual, gated)
     total = x
@@ -149,11 +150,40 @@ def norm_linear(
         x, total = rms_norm(x, *norm, residual)
     if skinny:
         return skinny_linear(x, weight, bias, gated), total
-    if gated and bias is None and is_hopper(x.device):
-        from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+    if bias is None and is_hopper(x.device):
+        from nanovllm.kernels import hopper_batch_linear, hopper_linear  # noqa: PLC0415
 
+        if hopper_batch_linear.pays(x, weight, gated):
+            return hopper_batch_linear.batch_linear(x, weight, gated), total
         num_programs = device_limits(x.device)[0]
-        if hopper_linear.pays(x, weight, num_programs):
+        if gated and hopper_linear.pays(x, weight, num_programs):
             return hopper_linear.hopper_gated_linear(x, weight, num_programs), total
     out = functional.linear(x, weight, bias)
     return (silu_mul(out) if gated else out), total
+
+
+def linear_into(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Project a branch that ends in the residual stream, for the norm that follows: `x @ weight.T + residual`.
+
+    With many rows cuBLAS adds the residual as it stores, and the norm has half as much to read and to write. So
+    Qwen3-0.6B reads prompts 1.8% faster on an H200, and 8B 1%.
+
+    Args:
+        x: [num_rows, in_features], contiguous.
+        weight: [out_features, in_features].
+        residual: [num_rows, out_features]; may be overwritten.
+
+    Returns:
+        What `norm_linear` takes as x and residual: the sum and None, or the product, [num_rows, out_features] or in
+        parts, and the residual that it is still to be added to.
+    """
+    if not x.is_cuda or x.element_size() != 2 or len(x) <= MAX_SKINNY_ROWS:
+        return norm_linear(x, weight)[0], residual
+    if is_hopper(x.device):
+        from nanovllm.kernels import hopper_batch_linear as batch  # noqa: PLC0415
+
+        if batch.pays(x, weight, parts=batch.PARTS):
+            return batch.batch_linear(x, weight, parts=batch.PARTS), residual
+    return residual.addmm_(x, weight.T), None

@@ -11,16 +11,17 @@ def rms_norm_ref(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `rms_norm`."""
-    total = x if residual is None else x + residual
+    branch = x.sum(0) if x.dim() == 3 else x
+    total = (branch if residual is None else branch + residual).to(weight.dtype)
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.float()).to(x.dtype), total
+    return (normed * weight.float()).to(weight.dtype), total
 
 
 @jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, size, x_stride,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, size, x_stride, part_stride,
+    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
@@ -30,8 +31,11 @@ def _rms_norm_kernel(
         gdc_wait()
         gdc_launch_dependents()
     total = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL or PARTS > 1:
         # What is passed on is rounded, and what is normalised is what is passed on.
         rounded = total.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * size + offsets, rounded, mask=mask)
@@ -44,14 +48,15 @@ def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton form of `rms_norm`, one program a row."""
-    num_rows, size = x.shape
-    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
-    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(out)
+    num_rows, size = x.shape[-2:]
+    parts = len(x) if x.dim() == 3 else 1
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    out = torch.empty(num_rows, size, dtype=weight.dtype, device=x.device)
+    total = x if residual is None and parts == 1 else torch.empty_like(out)
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
-        x, residual, weight, out, total, eps, size, x.stride(0),
-        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        x, residual, weight, out, total, eps, size, x.stride(-2), x.stride(0),
+        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
         **pdl_options(x.device),
     )  # fmt: skip
     return out, total
@@ -60,10 +65,10 @@ def rms_norm_triton(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise `x + residual`; computed in float32, returned in x's dtype.
+    """Normalise `x + residual`; computed in float32, returned in the weight's dtype.
 
     Args:
-        x: [num_rows, size].
+        x: [num_rows, size], or parts of a sum, [num_parts, num_rows, size] float32.
         weight: [size].
         eps: added to the mean square.
         residual: [num_rows, size], or None for zero.

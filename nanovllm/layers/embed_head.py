@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         absent = (rows < 0) | (rows >= self.vocab.size)
         return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
-    def logits(self, x: torch.Tensor, residual: torch.Tensor, norm: ReduceNorm) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm) -> torch.Tensor:
         """Read the table the other way, for the normalised `x + residual`, [num_rows, hidden_size].
 
         x is this rank's part of a sum, and may be overwritten. Returns [num_rows, tokens of this rank].

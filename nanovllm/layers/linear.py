@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.norm_linear import norm_linear
+from nanovllm.kernels.norm_linear import linear_into, norm_linear
 from nanovllm.layers.layernorm import ReduceNorm
 from nanovllm.layers.weight_part import WeightPart
 from nanovllm.model_shard import Share
@@ -46,9 +46,14 @@ class RowParallelLinear(nn.Module):
         assert shard is None
         return WeightPart((param.shape[0], self.inputs.total), (slice(None), self.inputs.present), param.data)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, inputs of this rank] -> this rank's part of [num_tokens, out_features]."""
-        return norm_linear(x, self.weight)[0]
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x: [num_tokens, inputs of this rank] -> this rank's part of [num_tokens, out_features], and the residual.
+
+        Or, of one rank alone, their sum and None. The residual, of the same size, may be overwritten.
+        """
+        if self.inputs.is_whole:
+            return linear_into(x, self.weight, residual)
+        return norm_linear(x, self.weight)[0], residual
 
 
 class MergedColumnParallelLinear(nn.Module):

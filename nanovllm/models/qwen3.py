@@ -50,10 +50,13 @@ class Qwen3Attention(nn.Module):
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from the normalised `x + residual`; returns the result and `x + residual`, of `rows` or of all.
 
-        x, residual: [num_tokens, hidden_size]; positions: [num_tokens]; cos_sin: [max_position, head_dim].
+        Or their sum and None, as all that follow may; no residual stands for zero.
+
+        x, residual: [num_tokens, hidden_size], or x in parts of a sum; positions: [num_tokens]; cos_sin: [max_position,
+        head_dim].
         """
         weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
@@ -63,10 +66,10 @@ class Qwen3Attention(nn.Module):
         else:
             qkv, residual = self.qkv_proj.project(x, residual, norm)
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of this rank's heads
-            out = self.attn(qkv.view(len(x), -1, self.head_dim), norms, positions, cos_sin).flatten(1)
+            out = self.attn(qkv.view(len(positions), -1, self.head_dim), norms, positions, cos_sin).flatten(1)
         if rows is not None:
             out, residual = out[rows], residual[rows]
-        return self.o_proj(out), residual
+        return self.o_proj(out, residual)
 
 
 class Qwen3MLP(nn.Module):
@@ -78,10 +81,12 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, {"gate": size, "up": size}, gated=True)
         self.down_proj = RowParallelLinear(size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: ReduceNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Work on the normalised `x + residual`, [num_tokens, hidden_size]; returns the result and `x + residual`."""
         x, residual = self.gate_up_proj.project(x, residual, norm)
-        return self.down_proj(x), residual
+        return self.down_proj(x, residual)
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -101,7 +106,7 @@ class Qwen3DecoderLayer(nn.Module):
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the MLP's output and the residual stream that it is still to be added to, for `rows` or for all."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, positions, cos_sin, rows)
         return self.mlp(x, residual, self.post_attention_layernorm)
@@ -118,13 +123,12 @@ class Qwen3Model(nn.Module):
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """token_ids, positions: [num_tokens] -> the last branch and the residual of `rows`; `norm` is for their sum."""
         x, residual = self.embed_tokens(token_ids), None
         for i, layer in enumerate(self.layers, 1):
             # What the last layer stores is all that anything needs of the other rows.
             x, residual = layer(x, residual, positions, cos_sin, rows if i == len(self.layers) else None)
-        assert residual is not None
         return x, residual
 
 
@@ -161,7 +165,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """token_ids, positions: [num_tokens] int32 -> what `compute_logits` takes, [num_rows, hidden_size] each.
 
         Most rows of a prompt give no token: `rows` says which do, all if None.
@@ -169,6 +173,6 @@ class Qwen3ForCausalLM(nn.Module):
         assert self.cos_sin is not None
         return self.model(token_ids, positions, self.cos_sin, rows)
 
-    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """x, residual: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
         return self.lm_head.logits(x, residual, self.model.norm)

@@ -1,0 +1,135 @@
+"""Products that leave something to the norm that follows, and Hopper's kernel for a batch's rows."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.kernels import norm_linear, rms_norm
+from nanovllm.kernels._triton import is_hopper
+from tests.test_kernels import BATCHES, DEVICE, DTYPES, GPU, check_error, empty_is_nan, needs_hopper, randn
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_residual: bool) -> None:
+    size = 1024 if GPU else 80
+    weight = randn(size, dtype=dtype)
+    residual = randn(rows, size, dtype=dtype) if with_residual else None
+    x = randn(parts, rows, size)
+    wide = x.sum(0) + (residual.float() if residual is not None else 0)
+    exact = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-6)
+    same = torch.nn.functional.rms_norm(wide.to(dtype), (size,), weight, 1e-6)
+    for form in (rms_norm.rms_norm_triton, rms_norm.rms_norm_ref):
+        out, total = form(x, weight, 1e-6, residual)
+        assert out.dtype == total.dtype == dtype and out.shape == total.shape == (rows, size)
+        same_total = x.sum(0).to(dtype) + (residual if residual is not None else 0)
+        check_error(total, same_total, wide)
+        check_error(out, same, exact)
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 17, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    ("size", "gated", "parts"),
+    [((1024, 4096), False, 1), ((128, 64), False, 1), ((896, 1152), False, 1), ((2048, 1024), False, 4),
+     ((3072, 1024), False, 4), ((512, 32), False, 4), ((1024, 3072), True, 1), ((64, 32), True, 1)],
+)  # fmt: skip
+def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gated: bool, parts: int) -> None:
+    from nanovllm.kernels.hopper_batch_linear import batch_linear  # noqa: PLC0415
+
+    in_features, out_features = size
+    weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
+    x = randn(rows, in_features, dtype=dtype)
+    with empty_is_nan():
+        out = batch_linear(x, weight, gated, parts)
+    assert out.shape == ((rows, out_features) if parts == 1 else (parts, rows, out_features))
+    same, _ = norm_linear.norm_linear_ref(x, weight, gated=gated)
+    exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=gated)
+    check_error(out if parts == 1 else out.sum(0), same, exact)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features", "gated", "parts", "pays"),
+    [
+        (128, 1024, 4096, False, 1, True),
+        (128, 1024, 3072, True, 1, True),
+        (128, 3072, 1024, False, 4, True),
+        (129, 1024, 1024, False, 1, False),
+        (64, 2048, 4096, False, 1, False),
+        (64, 2048, 2048, False, 4, True),
+        # More programs than run at once, and sizes that are no multiple of what a program takes.
+        (65, 2048, 2048, False, 4, False),
+        (64, 896, 896, False, 4, False),
+        (64, 1024, 1040, False, 1, False),
+        (64, 1000, 1024, True, 1, False),
+    ],
+)
+def test_the_kernel_pays_with_small_weights(
+    rows: int, in_features: int, out_features: int, gated: bool, parts: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+
+    monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
+    weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
+    x = torch.empty(rows, in_features, dtype=torch.bfloat16)
+    assert hopper_batch_linear.pays(x, weight, gated, parts) == pays
+    assert not hopper_batch_linear.pays(x.float(), weight.float(), gated, parts)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 129, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1024, 1024), (2048, 520)] if GPU else [(48, 80)])
+def test_a_branch_and_the_norm_behind_it(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    """`linear_into` leaves to `norm_linear` what it did not do, and some product of the sum comes out of both."""
+    in_features, out_features = size
+    weight = randn(out_features, in_features, dtype=dtype) * in_features**-0.5
+    after = randn(64, out_features, dtype=dtype) * out_features**-0.5
+    norm = (randn(out_features, dtype=dtype), 0.1)
+    residual = randn(rows, out_features, dtype=dtype)
+    x = randn(rows, in_features, dtype=dtype)
+    kept = residual.clone()
+    branch, left = norm_linear.linear_into(x, weight, residual)
+    if GPU and dtype != torch.float32 and rows > 16:
+        in_parts = is_hopper(x.device) and rows <= 128 and in_features % 512 == 0 and out_features % 32 == 0
+        assert (branch.dim() == 3, left is None) == (in_parts, not in_parts)
+    else:
+        assert branch.dim() == 2 and left is residual
+    out, total = norm_linear.norm_linear(branch, after, norm=norm, residual=left)
+    exact_total = x.float() @ weight.float().T + kept.float()
+    same_total = x @ weight.T + kept
+    check_error(total, same_total, exact_total)
+    same, _ = norm_linear.norm_linear_ref(same_total, after, norm=norm)
+    exact, _ = norm_linear.norm_linear_ref(exact_total, after.float(), norm=(norm[0].float(), 0.1))
+    check_error(out, same, exact)
+
+
+@needs_hopper
+def test_norm_linear_takes_the_kernel_with_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+
+    calls: list[tuple[Any, ...]] = []
+    kernel = hopper_batch_linear.batch_linear
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return kernel(*args)
+
+    monkeypatch.setattr(hopper_batch_linear, "batch_linear", counted)
+    weight = randn(2048, 1024, dtype=torch.bfloat16)
+    for rows, gated, bias in ((17, False, None), (128, True, None), (129, True, None), (64, False, weight[:, 0])):
+        norm_linear.norm_linear(randn(rows, 1024, dtype=torch.bfloat16), weight, bias, gated=gated)
+    assert [(len(x), gated) for x, _, gated in calls] == [(17, False), (128, True)]
+    assert DEVICE == "cuda"

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import norm_linear, rms_norm
 from nanovllm.kernels._triton import is_hopper
-from tests.test_kernels import BATCHES, DEVICE, DTYPES, GPU, check_error, empty_is_nan, needs_hopper, randn
+from tests.test_kernels import BATCHES, DTYPES, GPU, check_error, empty_is_nan, needs_hopper, randn
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,8 @@ def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_
 @pytest.mark.parametrize(
     ("size", "gated", "parts"),
     [((1024, 4096), False, 1), ((128, 64), False, 1), ((896, 1152), False, 1), ((2048, 1024), False, 4),
-     ((3072, 1024), False, 4), ((512, 32), False, 4), ((1024, 3072), True, 1), ((64, 32), True, 1)],
+     ((3072, 1024), False, 4), ((512, 32), False, 4), ((640, 5120), False, 1), ((1024, 3072), True, 1),
+     ((64, 32), True, 1)],
 )  # fmt: skip
 def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gated: bool, parts: int) -> None:
     from nanovllm.kernels.hopper_batch_linear import batch_linear  # noqa: PLC0415
@@ -69,9 +70,14 @@ def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gate
         (128, 3072, 1024, False, 4, True),
         (129, 1024, 1024, False, 1, False),
         (64, 2048, 4096, False, 1, False),
+        (64, 1024, 132 * 64, False, 1, True),
+        # One program a multiprocessor, and two of those with gates or parts.
+        (65, 1024, 132 * 64, False, 1, False),
+        (64, 1024, 264 * 32, True, 1, True),
+        (65, 1024, 264 * 32, True, 1, False),
         (64, 2048, 2048, False, 4, True),
-        # More programs than run at once, and sizes that are no multiple of what a program takes.
         (65, 2048, 2048, False, 4, False),
+        # Sizes that are no multiple of what a program takes.
         (64, 896, 896, False, 4, False),
         (64, 1024, 1040, False, 1, False),
         (64, 1000, 1024, True, 1, False),
@@ -89,6 +95,12 @@ def test_the_kernel_pays_with_small_weights(
     assert not hopper_batch_linear.pays(x.float(), weight.float(), gated, parts)
 
 
+def hopper_parts_pay(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+
+    return hopper_batch_linear.pays(x, weight, parts=hopper_batch_linear.PARTS)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 128, 129, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(1024, 1024), (2048, 520)] if GPU else [(48, 80)])
@@ -103,7 +115,7 @@ def test_a_branch_and_the_norm_behind_it(rows: int, dtype: torch.dtype, size: tu
     kept = residual.clone()
     branch, left = norm_linear.linear_into(x, weight, residual)
     if GPU and dtype != torch.float32 and rows > 16:
-        in_parts = is_hopper(x.device) and rows <= 128 and in_features % 512 == 0 and out_features % 32 == 0
+        in_parts = is_hopper(x.device) and hopper_parts_pay(x, weight)
         assert (branch.dim() == 3, left is None) == (in_parts, not in_parts)
     else:
         assert branch.dim() == 2 and left is residual
@@ -132,4 +144,3 @@ def test_norm_linear_takes_the_kernel_with_a_batch(monkeypatch: pytest.MonkeyPat
     for rows, gated, bias in ((17, False, None), (128, True, None), (129, True, None), (64, False, weight[:, 0])):
         norm_linear.norm_linear(randn(rows, 1024, dtype=torch.bfloat16), weight, bias, gated=gated)
     assert [(len(x), gated) for x, _, gated in calls] == [(17, False), (128, True)]
-    assert DEVICE == "cuda"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,9 @@ def test_stored_contexts(head_dim: int, group: int, block_size: int, dtype: torc
 
     kv_heads, lens = 2, LENS * repeats
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
-    slots = new_slots(tables, lens, block_size)
+    # Padding reads block 0 instead, which is as finite as all of an engine's.
+    cache[:, 0] = cache[:, 0].nan_to_num()
+    slots = new_slots(tables, lens, block_size).masked_fill(context_lens == 1, -1)
     order = longest_first_triton(context_lens)
     out = torch.full((len(lens), group * kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     query = randn(*out.shape, dtype=dtype)
@@ -54,7 +57,9 @@ def test_stored_contexts(head_dim: int, group: int, block_size: int, dtype: torc
     hopper_decode_attention(query, cache[0], cache[1], out, *args)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
-    check_error(out, same, exact)
+    assert out.isfinite().all()
+    stored = slots >= 0
+    check_error(out[stored], same[stored], exact[stored])
 
 
 @needs_hopper
@@ -95,7 +100,8 @@ def test_projected_tokens(
     same = [dense_attention(same_query[i : i + 1], same_cache, tables[i], lens[i]) for i in rows]
     check_error(out, torch.cat(same), torch.cat(exact))
     new = stored[stored >= 0].long()
-    check_error(got.flatten(1, 2)[:, new], same_cache.flatten(1, 2)[:, new], exact_cache.flatten(1, 2)[:, new])
+    check_error(got[0].flatten(0, 1)[new], same_cache[0].flatten(0, 1)[new], exact_cache[0].flatten(0, 1)[new])
+    assert torch.equal(got[1].flatten(0, 1)[new], qkv[stored >= 0, -kv_heads:])
     got.flatten(1, 2)[:, new] = float("nan")
     torch.testing.assert_close(got, cache, rtol=0, atol=0, equal_nan=True)
 
@@ -112,7 +118,7 @@ def test_longest_first(num_seqs: int) -> None:
 
 def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
     def pays(*lens: int, heads: int = 8) -> bool:
-        return whole_contexts_pay(np.array(lens, dtype=np.int32), heads)
+        return whole_contexts_pay(heads, np.array(lens, dtype=np.int32))
 
     assert pays() and not pays(1) and not pays(400)
     assert pays(400, 400) and pays(*[30000] * 8) and not pays(3000, 3000) and not pays(30000, *[100] * 100)
@@ -146,22 +152,36 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
 def test_the_engine_takes_both_ways(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
-    """A long context among short ones is not attended to whole until it ends; its tokens are as without the kernel."""
+    """A long context among short ones is not attended to whole until it ends; then tokens are as without the kernel."""
+    from nanovllm.kernels import hopper_decode  # noqa: PLC0415
+
     folder: Path = make_checkpoint(**(SHAPE | {"num_key_value_heads": 1, "max_position_embeddings": 4096}))
     batch = prompts((2000, 5, 64, 100, 300), seed=8)
     params = [SamplingParams(0, max_tokens=12 if i == 0 else 40, ignore_eos=True) for i in range(len(batch))]
     taken: list[bool] = []
+    calls: list[int] = []
+    kernel = hopper_decode.hopper_rope_attention
 
-    def counted(context_lens: np.ndarray, num_kv_heads: int) -> bool:
-        pays = whole_contexts_pay(context_lens, num_kv_heads)
+    def counted_rule(num_kv_heads: int, context_lens: np.ndarray) -> bool:
+        pays = whole_contexts_pay(num_kv_heads, context_lens)
         taken.extend([pays] if len(context_lens) else [])
         return pays
 
-    texts = []
-    for rule in (counted, lambda *args: False):
+    def counted(qkv: torch.Tensor, *args: Any) -> None:
+        calls.append(len(qkv))
+        kernel(qkv, *args)
+
+    monkeypatch.setattr(hopper_decode, "hopper_rope_attention", counted)
+    tokens = []
+    for rule in (counted_rule, lambda *args: False):
         monkeypatch.setattr(triton_backend, "whole_contexts_pay", rule)
         with make_llm(folder, max_model_len=2100, enforce_eager=eager) as llm:
-            texts.append([output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)])
+            calls.clear()
+            tokens.append([output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)])
+            # In graphs, once as a step is launched and once as it is captured.
+            layers = SHAPE["num_hidden_layers"]
+            assert calls == ([4] * layers * (28 if eager else 2) if rule is counted_rule else [])
     assert taken == [False] * 11 + [True] * 28
+    assert [got[:12] for got in tokens[0]] == [want[:12] for want in tokens[1]]
     # In bf16 a near tie may fall the other way, and after it the texts differ; but not at once, and not often.
-    assert sum(got[:5] == want[:5] for got, want in zip(*texts, strict=True)) >= len(batch) - 1
+    assert sum(got[12:16] == want[12:16] for got, want in zip(*(x[1:] for x in tokens), strict=True)) >= 3

@@ -16,7 +16,7 @@ from nanovllm.kernels.prefix_attention import rows_per_item
 from nanovllm.kernels.qkv_rope_store import NormWeights
 from nanovllm.utils.context import Context
 
-# Up to this many sequences, decoding cuts contexts finer and takes fewer programs. A step of Qwen3-0.6B on an H200, in
+# Where contexts are shared out, up to this many are cut finer, for fewer programs. A step of Qwen3-0.6B on an H200, in
 # ms, so and the other way: 1 context of 400 0.635 and 0.666, 4 0.828 and 0.847, 8 0.918 and 0.924, 16 1.04 and 1.07; 8
 # of 250 0.855 and 0.881, of 600 0.944 and 0.967; 64 of 800 2.60 and 2.74, but 160 of 800 4.91 and 4.91. With 6 programs
 # a multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
@@ -33,7 +33,7 @@ _PREFIX_PROGRAMS = 2
 """Programs a multiprocessor that share the work on common prefixes."""
 
 
-def whole_contexts_pay(context_lens: np.ndarray, num_kv_heads: int) -> bool:
+def whole_contexts_pay(num_kv_heads: int, context_lens: np.ndarray) -> bool:
     """Whether `hopper_decode` is the faster kernel for contexts of these lengths, [num_seqs].
 
     One program reads a sequence's part of a KV head, so the longest context must not keep the device waiting. A single
@@ -78,9 +78,9 @@ class TritonBackend(AttentionBackend):
             if hopper_decode.takes(dtype, num_heads, num_kv_heads, head_dim, block_size):
                 self._hopper_decode, self.supports_whole_contexts = hopper_decode, True
 
-    def whole_contexts_pay(self, context_lens: np.ndarray) -> bool:
+    def whole_contexts_pay(self, num_kv_heads: int, context_lens: np.ndarray) -> bool:
         """See the base class."""
-        return self.supports_whole_contexts and whole_contexts_pay(context_lens, self.heads[1])
+        return self.supports_whole_contexts and whole_contexts_pay(num_kv_heads, context_lens)
 
     def plan(self, context: Context) -> DecodePlan | torch.Tensor | None:
         """Share out the decode rows' contexts, or order them if each is attended to whole."""

@@ -1,6 +1,6 @@
 """Whole steps as CUDA graphs, one for each rung of a ladder of sizes; a step is padded up to the next rung.
 
-A rung is captured when a second step needs it: all of them take 3 s, and few programs need them all.
+A rung is captured when a second step needs it, which takes some 25 ms: few programs need them all.
 """
 
 from __future__ import annotations
@@ -161,6 +161,6 @@ class StepGraphs:
         self._idle_streams.append(self._stream)
 
 
-def _cost(shape: StepShape) -> tuple[int, bool]:
-    """What to compare shapes by: their tokens; sharing prefixes costs something of its own."""
-    return shape.num_tokens + shape.num_decodes, shape.shares_prefixes
+def _cost(shape: StepShape) -> tuple[int, bool, bool]:
+    """What to compare shapes by: their tokens; sharing prefixes, and contexts shared out, take memory of their own."""
+    return shape.num_tokens + shape.num_decodes, shape.shares_prefixes, not shape.whole_contexts

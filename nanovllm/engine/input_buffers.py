@@ -106,7 +106,7 @@ class InputBuffers:
         block_size: tokens of a block.
         max_num_batched_tokens: most tokens of a step.
         max_prefix_items, rows_per_prefix_item: see `PrefixBuffers`.
-        whole_contexts_pay: see `AttentionBackend`.
+        whole_contexts_pay: see `AttentionBackend`; takes the contexts' lengths.
         device: where the state lives.
     """
 

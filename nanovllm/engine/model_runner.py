@@ -75,9 +75,11 @@ class ModelRunner:
         max_prefix_items = self.communicator.least(self.backend.max_prefix_items)
         self.max_prefix_items = max_prefix_items if config.enable_prefix_caching else 0
         prefix_sizes = self.max_prefix_items, self.backend.rows_per_prefix_item
+        # Steps of either way have graphs of their own, which all ranks capture together.
+        whole_contexts_pay = partial(self.backend.whole_contexts_pay, self.communicator.least(heads[1]))
         self.buffers = InputBuffers(
             config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, *prefix_sizes,
-            self.backend.whole_contexts_pay, self.device,
+            whole_contexts_pay, self.device,
         )  # fmt: skip
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)

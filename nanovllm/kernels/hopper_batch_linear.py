@@ -78,7 +78,10 @@ def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
         mbarrier.expect(full.index(ahead % SLOTS), BYTES, pred=more)
         _load_inputs(ahead, load_from, ring, more)
         _load_weights(ahead, load_from, ring, more)
-    return warpgroup_mma_wait(0, deps=[acc])
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    # What comes next may take the shared memory that other warps' last products read.
+    barrier()
+    return acc
 
 
 @gluon.jit
@@ -137,13 +140,15 @@ def _tile(gated: bool, parts: int) -> tuple[int, int, int]:
 
 def pays(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> bool:
     """Whether the kernel takes these shapes, and is the fastest: small weights, and all of its programs run at once."""
-    num_rows, in_features = x.shape[-2:]
+    num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
-    outs, step, _ = _tile(gated, parts)
+    outs, step, slots = _tile(gated, parts)
     programs = -(-num_rows // _ROWS.value) * (out_features // outs) * parts
+    num_processors, shared_bytes = device_limits(x.device)
+    program_bytes = slots * (_ROWS.value + outs * (2 if gated else 1)) * step * 2
     known = x.element_size() == 2 and in_features % (parts * step) == 0 and out_features % outs == 0
     small = num_rows <= MAX_BATCH_ROWS and in_features <= parts * _MOST_INS
-    return known and small and programs <= 2 * device_limits(x.device)[0]
+    return known and small and programs <= num_processors * (shared_bytes // program_bytes)
 
 
 def batch_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> torch.Tensor:

@@ -137,7 +137,7 @@ def norm_linear(
         gated: return SiLU(gate) * other, half as wide.
 
     Returns:
-        The result, and `x + residual`.
+        The result, and `x + residual`, which may be x itself.
     """
     num_rows = x.shape[-2]
     if x.is_cuda and num_rows == 1:

@@ -158,7 +158,7 @@ def qkv_rope_store(
 
 def fused_projection_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:
     """Whether `project_rope_store` exists here and for these shapes, and is faster than a product and this op apart."""
-    if bias is not None or not is_hopper(x.device):
+    if bias is not None or x.dim() != 2 or not is_hopper(x.device):
         return False
     from nanovllm.kernels import hopper_linear  # noqa: PLC0415
 

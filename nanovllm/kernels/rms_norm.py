@@ -74,6 +74,6 @@ def rms_norm(
         residual: [num_rows, size], or None for zero.
 
     Returns:
-        The normalised rows, and `x + residual`.
+        The normalised rows, and `x + residual`, which is x itself if there is nothing to add.
     """
     return (rms_norm_triton if x.is_cuda else rms_norm_ref)(x, weight, eps, residual)

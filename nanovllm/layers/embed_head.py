@@ -43,8 +43,8 @@ class Embedding(nn.Module):
         return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm) -> torch.Tensor:
-        """Read the table the other way, for the normalised `x + residual`, [num_rows, hidden_size].
+        """Read the table the other way, for the normalised `x + residual`, which are as `project_normed` takes them.
 
-        x is this rank's part of a sum, and may be overwritten. Returns [num_rows, tokens of this rank].
+        Returns [num_rows, tokens of this rank].
         """
         return project_normed(x, residual, norm, self.weight)[0]

@@ -30,6 +30,7 @@ class ReduceNorm(RMSNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised `sum of x + residual`, and that sum; all [num_tokens, size].
 
-        x is this rank's part, and may be overwritten; the residual is the same on all ranks.
+        x is this rank's part, of one rank alone perhaps itself in parts, and may be overwritten; the residual is the
+        same on all ranks.
         """
         return self.communicator.reduce_norm(x, self.weight, self.eps, residual)

@@ -21,7 +21,8 @@ def project_normed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Project the normalised `x + residual` by this rank's weights; returns that and `x + residual`.
 
-    x, [num_tokens, in_features], is this rank's part of a sum, and may be overwritten.
+    x, [num_tokens, in_features], is this rank's part of a sum, or itself in parts (see `linear_into`), and may be
+    overwritten. No residual stands for zero.
     """
     if norm.communicator.size == 1:
         # One kernel for small batches.
@@ -49,7 +50,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x: [num_tokens, inputs of this rank] -> this rank's part of [num_tokens, out_features], and the residual.
 
-        Or, of one rank alone, their sum and None. The residual, of the same size, may be overwritten.
+        Of one rank alone, what `linear_into` makes of them. The residual, of the result's size, may be overwritten.
         """
         if self.inputs.is_whole:
             return linear_into(x, self.weight, residual)
@@ -90,6 +91,6 @@ class MergedColumnParallelLinear(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the normalised `x + residual`, [num_tokens, in_features]; returns that and `x + residual`.
 
-        x is this rank's part of a sum, and may be overwritten.
+        x and residual are as `project_normed` takes them.
         """
         return project_normed(x, residual, norm, self.weight, self.bias, self.gated)

@@ -166,7 +166,7 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """token_ids, positions: [num_tokens] int32 -> what `compute_logits` takes, [num_rows, hidden_size] each.
+        """token_ids, positions: [num_tokens] int32 -> the last branch and the residual, which `compute_logits` takes.
 
         Most rows of a prompt give no token: `rows` says which do, all if None.
         """
@@ -174,5 +174,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(token_ids, positions, self.cos_sin, rows)
 
     def compute_logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """x, residual: [num_rows, hidden_size] -> [num_rows, tokens of this rank]."""
+        """x, residual: of num_rows tokens, from `forward` -> [num_rows, tokens of this rank]."""
         return self.lm_head.logits(x, residual, self.model.norm)

@@ -69,9 +69,22 @@ def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr
 
 
 @gluon.jit
-def _attend_to_old(
-    query, old_len, scale, softmax, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):  # fmt: skip
+def _begin_copies(copy_from, old_len, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Make places for tiles in shared memory, and start to copy the first tiles into them."""
+    k_desc, v_desc, _table_ptr, _column = copy_from
+    keys = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], k_desc.layout)
+    values = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+    ring = (keys, values, full)
+    for tile in range(gl.minimum(gl.cdiv(old_len, WARPS * PIECE), SLOTS)):
+        _copy_tile(tile, copy_from, ring, SLOTS, BLOCK_SIZE)
+    return ring
+
+
+@gluon.jit
+def _attend_to_old(query, old_len, scale, softmax, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Attend to all tiles, of which the first are on their way."""
     keys, values, full = ring
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, softmax[0].type.layout, 2)
@@ -103,18 +116,40 @@ def _load_constants(norms, cos_sin_ptr, position, dims, HALF: gl.constexpr, HAS_
 
 
 @gluon.jit
-def _finish_token(query, key, value, value_dims, constants, eps, kv_slot, caches, HAS_NORM: gl.constexpr):
-    """Norm and rotate the new token's heads, and store its key and value at `caches`, which are this head's."""
+def _load_token(
+    row_ptr, head, stored, rows, dims, value_dims, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, PROJECTED: gl.constexpr
+):
+    """Load the new token's query heads, [ROWS, HEAD_DIM / 2] each half, its key likewise, [1, HEAD_DIM / 2], and value.
+
+    A projected token has all of them at `row_ptr`; of another one, key and value are where they are `stored`.
+    """
+    HALF: gl.constexpr = dims.shape[0]
+    key_ptr, value_ptr = stored
+    if PROJECTED:
+        key_ptr = row_ptr + (GROUP * KV_HEADS + head) * (2 * HALF)
+        value_ptr = row_ptr + ((GROUP + 1) * KV_HEADS + head) * (2 * HALF)
+    # Rows behind the group's are its last head's.
+    heads = head * GROUP + gl.minimum(rows, GROUP - 1)
+    query_ptrs = row_ptr + heads[:, None] * (2 * HALF) + dims[None, :]
+    query = (gl.load(query_ptrs), gl.load(query_ptrs + HALF))
+    key_ptrs = key_ptr + dims[None, :]
+    key = (gl.load(key_ptrs), gl.load(key_ptrs + HALF))
+    return query, key, gl.load(value_ptr + value_dims)
+
+
+@gluon.jit
+def _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM: gl.constexpr):
+    """Norm and rotate the new token's heads, and store its key and value."""
+    query, key, value = token
     q_weights, k_weights, angles = constants
-    k_ptrs, v_ptr = caches
+    key_ptr, value_ptr = stored
     query = _norm_and_rotate(query[0], query[1], q_weights, angles, eps, HAS_NORM)
     key = _norm_and_rotate(key[0], key[1], k_weights, angles, eps, HAS_NORM)
     if kv_slot >= 0:
-        HALF: gl.constexpr = key[0].shape[1]
-        gl.store(k_ptrs, key[0])
-        gl.store(k_ptrs + HALF, key[1])
-        gl.store(v_ptr + value_dims, value)
-    return query, key
+        gl.store(key_ptr + dims[None, :], key[0])
+        gl.store(key_ptr + dims[None, :] + dims.shape[0], key[1])
+        gl.store(value_ptr + value_dims, value)
+    return query, key, value
 
 
 @kernel(
@@ -134,16 +169,8 @@ def _hopper_decode_kernel(
     seq = gl.load(order_ptr + gl.program_id(1)).to(gl.int64)
     old_len = gl.load(context_lens_ptr + seq) - 1
     kv_slot = gl.load(kv_slots_ptr + seq)
-    keys = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], k_desc.layout)
-    values = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], v_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(SLOTS):
-        mbarrier.init(full.index(place), count=1)
-    ring = (keys, values, full)
     copy_from = (k_desc, v_desc, block_tables_ptr + seq * table_stride, head * HEAD_DIM)
-    num_tiles = gl.cdiv(old_len, WARPS * PIECE)
-    for tile in range(gl.minimum(num_tiles, SLOTS)):
-        _copy_tile(tile, copy_from, ring, SLOTS, BLOCK_SIZE)
+    ring = _begin_copies(copy_from, old_len, HEAD_DIM, SLOTS, BLOCK_SIZE)
     dims = gl.arange(0, HALF, gl.SliceLayout(0, HALVES))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
     value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
@@ -153,23 +180,13 @@ def _hopper_decode_kernel(
     gdc_launch_dependents()
 
     row_ptr = x_ptr + seq * ((GROUP + (2 if PROJECTED else 0)) * KV_HEADS * HEAD_DIM)
-    # Rows behind the group's are its last head's.
-    query_ptrs = row_ptr + (head * GROUP + gl.minimum(rows, GROUP - 1)[:, None]) * HEAD_DIM + dims[None, :]
-    query = (gl.load(query_ptrs), gl.load(query_ptrs + HALF))
-    cached = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
+    place = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
+    stored = (k_cache_ptr + place, v_cache_ptr + place)
+    token = _load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
     if PROJECTED:
-        key_ptrs = row_ptr + (GROUP * KV_HEADS + head) * HEAD_DIM + dims[None, :]
-        key = (gl.load(key_ptrs), gl.load(key_ptrs + HALF))
-        value = gl.load(row_ptr + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + value_dims)
-        caches = (k_cache_ptr + cached + dims[None, :], v_cache_ptr + cached)
-        query, key = _finish_token(query, key, value, value_dims, constants, eps, kv_slot, caches, HAS_NORM)
-    else:
-        key_ptrs = k_cache_ptr + cached + dims[None, :]
-        key = (gl.load(key_ptrs), gl.load(key_ptrs + HALF))
-        value = gl.load(v_cache_ptr + cached + value_dims)
-    own_scores = gl.sum(query[0].to(gl.float32) * key[0].to(gl.float32), axis=1)
-    own_scores += gl.sum(query[1].to(gl.float32) * key[1].to(gl.float32), axis=1)
-    softmax = begin_softmax(own_scores * scale, value, MMA)
+        token = _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM)
+    query, key, value = token
+    softmax = begin_softmax(query, key, value, scale, MMA)
     operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2))
     softmax = _attend_to_old(operand, old_len, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE)
     merge(softmax, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)

@@ -61,14 +61,17 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
 
 
 @gluon.jit
-def begin_softmax(own_scores, own_value, MMA: gl.constexpr):
-    """What the new token's key, with scores [ROWS], makes of a softmax: the first warp's; the others know its maximum.
+def begin_softmax(query, own_key, own_value, scale, MMA: gl.constexpr):
+    """What the new token makes of the first warp's softmax; the others know its scores for a maximum.
 
-    Returns the output [WARPS, ROWS, HEAD_DIM], the maxima and sums [WARPS, ROWS].
+    query [ROWS, HEAD_DIM / 2] and own_key [1, HEAD_DIM / 2] in halves, own_value [HEAD_DIM]; returns the output
+    [WARPS, ROWS, HEAD_DIM], and the maxima and sums [WARPS, ROWS].
     """
     STATS: gl.constexpr = gl.SliceLayout(2, MMA)
     zeros = gl.zeros([WARPS, ROWS], gl.float32, STATS)
-    row_max = gl.expand_dims(gl.convert_layout(own_scores, gl.SliceLayout(0, STATS)), 0) + zeros
+    own_scores = gl.sum(query[0].to(gl.float32) * own_key[0].to(gl.float32), axis=1)
+    own_scores += gl.sum(query[1].to(gl.float32) * own_key[1].to(gl.float32), axis=1)
+    row_max = gl.expand_dims(gl.convert_layout(own_scores * scale, gl.SliceLayout(0, STATS)), 0) + zeros
     is_first = gl.arange(0, WARPS, gl.SliceLayout(1, STATS)) == 0
     row_sum = gl.where(is_first, 1.0, 0.0)[:, None] + zeros
     acc = gl.expand_dims(row_sum, 2) * gl.expand_dims(gl.expand_dims(own_value.to(gl.float32), 0), 0)

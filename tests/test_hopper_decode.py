@@ -117,19 +117,20 @@ def test_longest_first(num_seqs: int) -> None:
 
 
 def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
-    def pays(*lens: int, heads: int = 8) -> bool:
-        return whole_contexts_pay(heads, np.array(lens, dtype=np.int32))
+    def pays(*lens: int, heads: int = 8, prompt_tokens: int = 0) -> bool:
+        return whole_contexts_pay(heads, prompt_tokens, np.array(lens, dtype=np.int32))
 
+    assert pays(400, 400, prompt_tokens=2048) and not pays(400, 400, prompt_tokens=2049)
     assert pays() and not pays(1) and not pays(400)
     assert pays(400, 400) and pays(*[30000] * 8) and not pays(3000, 3000) and not pays(30000, *[100] * 100)
     assert pays(1000, *[900] * 7, heads=4) and not pays(4000, *[900] * 7, heads=1)
 
 
 def test_the_host_asks_with_the_contexts_of_the_step() -> None:
-    asked: list[list[int]] = []
+    asked: list[tuple[int, list[int]]] = []
 
-    def pay(lens: np.ndarray) -> bool:
-        asked.append(lens.tolist())
+    def pay(num_prompt_tokens: int, lens: np.ndarray) -> bool:
+        asked.append((num_prompt_tokens, lens.tolist()))
         return len(lens) < 2
 
     buffers = InputBuffers(3, 2, 16, 64, 0, 1, pay, torch.device("cpu"))
@@ -137,12 +138,12 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(joins=joins, chunks=chunks, sampled_seq_ids=[0, 1])
     shape = buffers.shape_of(batch)
-    assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
+    assert shape == StepShape(0, 21, 2, False, True) and asked == [(21, [])]
     assert buffers.assemble(buffers.stage(batch, shape)).context.whole_contexts
     step = ScheduledBatch(decode_slots=[1, 0], sampled_seq_ids=[1, 0])
     for i in range(2):
         shape = buffers.shape_of(step)
-        assert not shape.whole_contexts and asked[-1] == [12 + i, 11 + i]
+        assert not shape.whole_contexts and asked[-1] == (0, [12 + i, 11 + i])
         assert not buffers.assemble(buffers.stage(step, shape)).context.whole_contexts
 
 
@@ -162,8 +163,8 @@ def test_the_engine_takes_both_ways(
     calls: list[int] = []
     kernel = hopper_decode.hopper_rope_attention
 
-    def counted_rule(num_kv_heads: int, context_lens: np.ndarray) -> bool:
-        pays = whole_contexts_pay(num_kv_heads, context_lens)
+    def counted_rule(num_kv_heads: int, num_prompt_tokens: int, context_lens: np.ndarray) -> bool:
+        pays = whole_contexts_pay(num_kv_heads, num_prompt_tokens, context_lens)
         taken.extend([pays] if len(context_lens) else [])
         return pays
 

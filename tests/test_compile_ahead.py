@@ -55,7 +55,7 @@ PROGRAM = """
     from nanovllm.kernels._triton import compile_ahead
     from nanovllm.kernels.hopper_attention import hopper_prefill_attention
     from nanovllm.kernels.hopper_batch_linear import batch_linear
-    from nanovllm.kernels.hopper_decode import hopper_rope_attention
+    from nanovllm.kernels.hopper_decode import hopper_decode_attention
     from nanovllm.kernels.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
     from nanovllm.kernels.rms_norm import rms_norm_triton
     from nanovllm.kernels.silu_mul import silu_mul_triton
@@ -67,9 +67,10 @@ PROGRAM = """
         partial(hopper_gated_linear, half, half, 132),
         partial(batch_linear, half, half, True),
         partial(hopper_prefill_attention, heads, cache, cache, heads, ints, ints[0], ints[0], ints[0], 1.0, 132),
+        partial(hopper_decode_attention, heads, cache, cache, heads, ints, ints[0], ints[0], ints[0], 1.0),
         partial(
-            hopper_rope_attention, half.view(64, 8, 64), (half[0], half[0]), 1e-6, x, cache, cache, heads[:64], ints,
-            ints[0], ints[0], ints[0], 1.0,
+            hopper_decode_attention, half.view(64, 8, 64), cache, cache, heads[:64], ints, ints[0], ints[0], ints[0],
+            1.0, ((half[0], half[0]), 1e-6, x),
         ),
         partial(
             hopper_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16), (half[0], half[0]), 1e-6, x,
@@ -80,7 +81,7 @@ PROGRAM = """
     ]
     kernels = [
         "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
-        "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel",
+        "_hopper_decode_kernel", "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel",
     ]
 
     compile_ahead(device, runs * 2)

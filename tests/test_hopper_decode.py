@@ -73,7 +73,7 @@ def test_projected_tokens(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype, normed: bool, repeats: int
 ) -> None:
     """The new token's place holds NaN before; rows of padding, of one token, store nothing."""
-    from nanovllm.kernels.hopper_decode import hopper_rope_attention  # noqa: PLC0415
+    from nanovllm.kernels.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     kv_heads, lens = 2, LENS * repeats
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
@@ -89,7 +89,7 @@ def test_projected_tokens(
     out = torch.full((len(lens), group * kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     qkv = randn(len(lens), (group + 2) * kv_heads, head_dim, dtype=dtype)
     args = tables, context_lens, stored, order, head_dim**-0.5
-    hopper_rope_attention(qkv, norms, 1e-6, cos_sin, got[0], got[1], out, *args)
+    hopper_decode_attention(qkv, got[0], got[1], out, *args, (norms, 1e-6, cos_sin))
 
     rope = (1e-6, cos_sin, context_lens - 1)
     same_cache, exact_cache = cache.clone(), cache.float()
@@ -161,18 +161,18 @@ def test_the_engine_takes_both_ways(
     params = [SamplingParams(0, max_tokens=12 if i == 0 else 40, ignore_eos=True) for i in range(len(batch))]
     taken: list[bool] = []
     calls: list[int] = []
-    kernel = hopper_decode.hopper_rope_attention
+    kernel = hopper_decode.hopper_decode_attention
 
     def counted_rule(num_kv_heads: int, num_prompt_tokens: int, context_lens: np.ndarray) -> bool:
         pays = whole_contexts_pay(num_kv_heads, num_prompt_tokens, context_lens)
         taken.extend([pays] if len(context_lens) else [])
         return pays
 
-    def counted(qkv: torch.Tensor, *args: Any) -> None:
-        calls.append(len(qkv))
-        kernel(qkv, *args)
+    def counted(x: torch.Tensor, *args: Any) -> None:
+        calls.append(len(x))
+        kernel(x, *args)
 
-    monkeypatch.setattr(hopper_decode, "hopper_rope_attention", counted)
+    monkeypatch.setattr(hopper_decode, "hopper_decode_attention", counted)
     tokens = []
     for rule in (counted_rule, lambda *args: False):
         monkeypatch.setattr(triton_backend, "whole_contexts_pay", rule)

@@ -43,10 +43,10 @@ def whole_contexts_pay(num_kv_heads: int, num_prompt_tokens: int, context_lens: 
     whole, though one of 0.6B 0.63 either way. In steps of 16,384 tokens, 0.6B reads 429,100 a second with contexts of
     2048 shared out, and 427,400 with whole ones.
     """
-    if num_prompt_tokens > _MANY_PROMPT_TOKENS:
+    if num_prompt_tokens > _MANY_PROMPT_TOKENS or len(context_lens) == 1:
         return False
     evenly = int(context_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
-    return len(context_lens) != 1 and int(context_lens.max(initial=0)) <= evenly + _FREE_TOKENS
+    return int(context_lens.max(initial=0)) <= evenly + _FREE_TOKENS
 
 
 class TritonBackend(AttentionBackend):
@@ -131,8 +131,8 @@ class TritonBackend(AttentionBackend):
         if not context.whole_contexts or len(context.query_tiles):
             return None
         out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
-        self._hopper_decode.hopper_rope_attention(
-            qkv, norm_weights, eps, cos_sin, k_cache, v_cache, out, context.block_tables, context.context_lens,
-            context.kv_slots, context.plan, scale,
+        self._hopper_decode.hopper_decode_attention(
+            qkv, k_cache, v_cache, out, context.block_tables, context.context_lens, context.kv_slots, context.plan,
+            scale, (norm_weights, eps, cos_sin),
         )  # fmt: skip
         return out

@@ -38,9 +38,6 @@ tma_store_wait = tma.store_wait
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """(): all warps of the program meet."""
 
-SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-"""How tiles of two-byte elements lie in shared memory, for copies and products alike."""
-
 
 def kernel(*, do_not_specialize: Sequence[str], unaligned: Sequence[str] = ()) -> Any:
     """Make a kernel that `compile_ahead` can compile; see `_triton.jit`."""
@@ -61,9 +58,11 @@ def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
-    """Describe a tensor of two-byte elements to the tensor memory accelerator, which copies blocks of it."""
-    rank = len(block_shape)
-    layout = SWIZZLED if rank == SWIZZLED.rank else gl.NVMMASharedLayout(128, 16, rank)
+    """Describe a tensor of two-byte elements to the tensor memory accelerator, which copies blocks of it.
+
+    They lie in shared memory as products want them.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block_shape))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout)
 
 

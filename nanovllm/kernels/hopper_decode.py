@@ -202,9 +202,8 @@ def takes(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, 
     )
 
 
-def _launch(
+def hopper_decode_attention(
     x: torch.Tensor,
-    rope: tuple[NormWeights | None, float, torch.Tensor] | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out: torch.Tensor,
@@ -213,7 +212,25 @@ def _launch(
     kv_slots: torch.Tensor,
     order: torch.Tensor,
     scale: float,
+    rope: tuple[NormWeights | None, float, torch.Tensor] | None = None,
 ) -> None:
+    """Attention of one new token of each sequence over all its pages, into `out`, for two-byte elements.
+
+    Args:
+        x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope`, [num_seqs, num_heads + 2 *
+            num_kv_heads, head_dim], as they were projected.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        out: [num_seqs, num_heads, head_dim], contiguous.
+        block_tables: [num_seqs, max_blocks] int32.
+        context_lens: [num_seqs] int32, at least 1, the new token included.
+        kv_slots: [num_seqs] int32; where the new tokens' keys and values are, `block * block_size + offset`; a sequence
+            with -1 is padding, and comes out as anything finite. All but x and what is in these slots is older than the
+            kernel queued last (see `pdl_options`).
+        order: [num_seqs] int32; indices of the sequences in the order in which to begin with them (`longest_first`).
+        scale: factor of the scores.
+        rope: norm_weights, eps and cos_sin of `qkv_rope_store`, to do what that does first, which fills the slots; a
+            token's position is its context's last.
+    """
     num_seqs, num_heads, head_dim = out.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -230,56 +247,3 @@ def _launch(
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SLOTS=slots,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
-
-
-def hopper_decode_attention(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    kv_slots: torch.Tensor,
-    order: torch.Tensor,
-    scale: float,
-) -> None:
-    """Attention of one new token of each sequence over all its pages, into `out`, for two-byte elements.
-
-    Args:
-        query, out: [num_seqs, num_heads, head_dim], contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
-        block_tables: [num_seqs, max_blocks] int32.
-        context_lens: [num_seqs] int32, at least 1, the new token included.
-        kv_slots: [num_seqs] int32; where the new tokens' keys and values are, `block * block_size + offset`; a sequence
-            with -1 is padding, and comes out as anything finite. All but the query and what is in these slots is older
-            than the kernel queued last (see `pdl_options`).
-        order: [num_seqs] int32; indices of the sequences in the order in which to begin with them (`longest_first`).
-        scale: factor of the scores.
-    """
-    _launch(query, None, k_cache, v_cache, out, block_tables, context_lens, kv_slots, order, scale)
-
-
-def hopper_rope_attention(
-    qkv: torch.Tensor,
-    norm_weights: NormWeights | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    kv_slots: torch.Tensor,
-    order: torch.Tensor,
-    scale: float,
-) -> None:
-    """`qkv_rope_store` and `hopper_decode_attention` in one kernel; a token's position is its context's last.
-
-    Args:
-        qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_dim], contiguous.
-        norm_weights, eps, cos_sin: see `qkv_rope_store`.
-        k_cache, v_cache, out, block_tables, context_lens, kv_slots, order, scale: see `hopper_decode_attention`; what
-            belongs into the slots is stored there, nothing for -1.
-    """
-    rope = norm_weights, eps, cos_sin
-    _launch(qkv, rope, k_cache, v_cache, out, block_tables, context_lens, kv_slots, order, scale)

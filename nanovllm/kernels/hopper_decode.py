@@ -41,17 +41,27 @@ def _halves_layout(half):
 
 
 @gluon.jit
-def _copy_tile(tile, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Start to copy a tile of keys and values into its place."""
-    k_desc, v_desc, table_ptr, column = copy_from
+def _copy_tile(tile, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PIECES: gl.constexpr):
+    """Start to copy a tile of keys and values into its place; of the last one, if BY_PIECES, no more than has keys."""
+    k_desc, v_desc, k_piece_desc, v_piece_desc, table_ptr, column, old_len = copy_from
     keys, values, full = ring
     slot = tile % SLOTS
     key = tile * (WARPS * PIECE)
     row = gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
-    place = [row // PIECE, 0, column]
-    mbarrier.expect(full.index(slot), 4 * WARPS * PIECE * keys.shape[3])
-    tma_load(k_desc, place, full.index(slot), keys.index(slot))
-    tma_load(v_desc, place, full.index(slot), values.index(slot))
+    place = row // PIECE
+    pieces = gl.cdiv(old_len - key, PIECE) if BY_PIECES else WARPS
+    PIECE_BYTES: gl.constexpr = 4 * PIECE * keys.shape[3]
+    if pieces >= WARPS:
+        mbarrier.expect(full.index(slot), WARPS * PIECE_BYTES)
+        tma_load(k_desc, [place, 0, column], full.index(slot), keys.index(slot))
+        tma_load(v_desc, [place, 0, column], full.index(slot), values.index(slot))
+    else:
+        for number in gl.static_range(1, WARPS):
+            mbarrier.expect(full.index(slot), number * PIECE_BYTES, pred=pieces == number)
+        for piece in gl.static_range(WARPS - 1):
+            at = [place + piece, 0, column]
+            tma_load(k_piece_desc, at, full.index(slot), keys.index(slot).slice(piece, 1), pred=piece < pieces)
+            tma_load(v_piece_desc, at, full.index(slot), values.index(slot).slice(piece, 1), pred=piece < pieces)
 
 
 @gluon.jit
@@ -69,9 +79,11 @@ def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr
 
 
 @gluon.jit
-def _begin_copies(copy_from, old_len, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _begin_copies(
+    copy_from, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PIECES: gl.constexpr
+):
     """Make places for tiles in shared memory, and start to copy the first tiles into them."""
-    k_desc, v_desc, _table_ptr, _column = copy_from
+    k_desc, v_desc, _k_piece_desc, _v_piece_desc, _table_ptr, _column, old_len = copy_from
     keys = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], k_desc.layout)
     values = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], v_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -79,13 +91,16 @@ def _begin_copies(copy_from, old_len, HEAD_DIM: gl.constexpr, SLOTS: gl.constexp
         mbarrier.init(full.index(slot), count=1)
     ring = (keys, values, full)
     for tile in range(gl.minimum(gl.cdiv(old_len, WARPS * PIECE), SLOTS)):
-        _copy_tile(tile, copy_from, ring, SLOTS, BLOCK_SIZE)
+        _copy_tile(tile, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
     return ring
 
 
 @gluon.jit
-def _attend_to_old(query, old_len, scale, softmax, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _attend_to_old(
+    query, scale, softmax, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PIECES: gl.constexpr
+):
     """Attend to all tiles, of which the first are on their way."""
+    _k_desc, _v_desc, _k_piece_desc, _v_piece_desc, _table_ptr, _column, old_len = copy_from
     keys, values, full = ring
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, softmax[0].type.layout, 2)
     num_tiles = gl.cdiv(old_len, WARPS * PIECE)
@@ -96,7 +111,7 @@ def _attend_to_old(query, old_len, scale, softmax, copy_from, ring, SLOTS: gl.co
         value = values.index(slot).load(OPERAND)
         if tile + SLOTS < num_tiles:
             barrier()
-            _copy_tile(tile + SLOTS, copy_from, ring, SLOTS, BLOCK_SIZE)
+            _copy_tile(tile + SLOTS, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
         softmax = attend_tile(query, key, value, tile, old_len, scale, softmax)
     return softmax
 
@@ -158,9 +173,9 @@ def _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_
 )
 def _hopper_decode_kernel(
     x_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, kv_slots_ptr, context_lens_ptr, order_ptr, block_tables_ptr,
-    table_stride, k_desc, v_desc, k_cache_ptr, v_cache_ptr, out_ptr, eps, scale,
+    table_stride, k_desc, v_desc, k_piece_desc, v_piece_desc, k_cache_ptr, v_cache_ptr, out_ptr, eps, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SLOTS: gl.constexpr, PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
+    SLOTS: gl.constexpr, BY_PIECES: gl.constexpr, PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -169,8 +184,9 @@ def _hopper_decode_kernel(
     seq = gl.load(order_ptr + gl.program_id(1)).to(gl.int64)
     old_len = gl.load(context_lens_ptr + seq) - 1
     kv_slot = gl.load(kv_slots_ptr + seq)
-    copy_from = (k_desc, v_desc, block_tables_ptr + seq * table_stride, head * HEAD_DIM)
-    ring = _begin_copies(copy_from, old_len, HEAD_DIM, SLOTS, BLOCK_SIZE)
+    table_ptr = block_tables_ptr + seq * table_stride
+    copy_from = (k_desc, v_desc, k_piece_desc, v_piece_desc, table_ptr, head * HEAD_DIM, old_len)
+    ring = _begin_copies(copy_from, HEAD_DIM, SLOTS, BLOCK_SIZE, BY_PIECES)
     dims = gl.arange(0, HALF, gl.SliceLayout(0, HALVES))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
     value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
@@ -188,7 +204,7 @@ def _hopper_decode_kernel(
     query, key, value = token
     softmax = begin_softmax(query, key, value, scale, MMA)
     operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2))
-    softmax = _attend_to_old(operand, old_len, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE)
+    softmax = _attend_to_old(operand, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
     merge(softmax, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)
 
 
@@ -237,13 +253,16 @@ def hopper_decode_attention(
     norm_weights, eps, cos_sin = rope if rope is not None else (None, 0.0, None)
     q_norm, k_norm = norm_weights if norm_weights is not None else (None, None)
     shape = (-1, PIECE.value, num_kv_heads * head_dim)
-    tile = [WARPS.value, PIECE.value, head_dim]
-    keys, values = descriptor(k_cache.view(shape), tile), descriptor(v_cache.view(shape), tile)
-    # So much shared memory lets two programs share a multiprocessor, or gives one more to read ahead.
-    slots = 4 if num_seqs * num_kv_heads <= device_limits(out.device)[0] else 3
+    tile, piece = [WARPS.value, PIECE.value, head_dim], [1, PIECE.value, head_dim]
+    caches = k_cache.view(shape), v_cache.view(shape)
+    descriptors = [descriptor(cache, size) for size in (tile, piece) for cache in caches]
+    # More programs than multiprocessors share them by two, and the bandwidth; fewer each have room to read further
+    # ahead, and had better save the steps that it takes to read less.
+    many = num_seqs * num_kv_heads > device_limits(out.device)[0]
     _hopper_decode_kernel[(num_kv_heads, num_seqs)](
         x, q_norm, k_norm, cos_sin, kv_slots, context_lens, order, block_tables, block_tables.stride(0),
-        keys, values, k_cache, v_cache, out, eps, scale * LOG2E,
-        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SLOTS=slots,
-        PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
+        *descriptors, k_cache, v_cache, out, eps, scale * LOG2E,
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        SLOTS=3 if many else 4, BY_PIECES=many, PROJECTED=rope is not None, HAS_NORM=norm_weights is not None,
+        num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip

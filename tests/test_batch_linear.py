@@ -39,7 +39,7 @@ def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_
 
 
 @needs_hopper
-@pytest.mark.parametrize("rows", [1, 17, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("rows", [1, 17, 63, 64, 65, 128, 200, 256])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("size", "gated", "parts"),
@@ -65,18 +65,34 @@ def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gate
 @pytest.mark.parametrize(
     ("rows", "in_features", "out_features", "gated", "parts", "pays"),
     [
-        (128, 1024, 4096, False, 1, True),
-        (128, 1024, 3072, True, 1, True),
-        (128, 3072, 1024, False, 4, True),
-        (129, 1024, 1024, False, 1, False),
-        (64, 2048, 4096, False, 1, False),
+        (256, 1024, 4096, False, 1, True),
+        (257, 1024, 1024, False, 1, False),
+        (256, 1024, 3072, True, 1, True),
+        (256, 3072, 1024, False, 4, True),
+        # Wider layers: two programs a multiprocessor, but one of those with all rows of a plain product.
         (64, 1024, 132 * 64, False, 1, True),
-        # One program a multiprocessor, and two of those with gates or parts.
-        (65, 1024, 132 * 64, False, 1, False),
-        (64, 1024, 264 * 32, True, 1, True),
-        (65, 1024, 264 * 32, True, 1, False),
-        (64, 2048, 2048, False, 4, True),
-        (65, 2048, 2048, False, 4, False),
+        (64, 1024, 133 * 64, False, 1, False),
+        (65, 1024, 132 * 64, False, 1, True),
+        (65, 1024, 133 * 64, False, 1, False),
+        (64, 1024, 264 * 64, True, 1, True),
+        (64, 1024, 265 * 64, True, 1, False),
+        (65, 2048, 33 * 64, False, 4, True),
+        (65, 2048, 34 * 64, False, 4, False),
+        # Deeper ones.
+        (32, 2048, 4096, True, 1, True),
+        (32, 2112, 4096, True, 1, False),
+        (32, 2176, 4096, False, 1, False),
+        (33, 2176, 4096, False, 1, True),
+        (32, 4 * 2176, 4096, False, 4, False),
+        (64, 4096, 4096, False, 1, True),
+        (64, 4224, 4096, False, 1, False),
+        (65, 2560, 4096, False, 1, True),
+        (65, 2688, 4096, False, 1, False),
+        (64, 2560, 4096, True, 1, True),
+        (64, 2624, 4096, True, 1, False),
+        (64, 4 * 4096, 4096, False, 4, True),
+        (65, 4 * 2560, 2048, False, 4, True),
+        (65, 4 * 2688, 2048, False, 4, False),
         # Sizes that are no multiple of what a program takes.
         (64, 896, 896, False, 4, False),
         (64, 1024, 1040, False, 1, False),
@@ -101,7 +117,7 @@ def hopper_parts_pay(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return hopper_batch_linear.pays(x, weight, parts=hopper_batch_linear.PARTS)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 128, 129, 300])
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 256, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(1024, 1024), (2048, 520)] if GPU else [(48, 80)])
 def test_a_branch_and_the_norm_behind_it(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
@@ -141,6 +157,6 @@ def test_norm_linear_takes_the_kernel_with_a_batch(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(hopper_batch_linear, "batch_linear", counted)
     weight = randn(2048, 1024, dtype=torch.bfloat16)
-    for rows, gated, bias in ((17, False, None), (128, True, None), (129, True, None), (64, False, weight[:, 0])):
+    for rows, gated, bias in ((17, False, None), (256, True, None), (257, True, None), (64, False, weight[:, 0])):
         norm_linear.norm_linear(randn(rows, 1024, dtype=torch.bfloat16), weight, bias, gated=gated)
-    assert [(len(x), gated) for x, _, gated in calls] == [(17, False), (128, True)]
+    assert [(len(x), gated) for x, _, gated in calls] == [(17, False), (256, True)]

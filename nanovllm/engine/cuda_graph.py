@@ -24,7 +24,7 @@ _SHARING_DECODES = (32, 64, 96, 128)
 _SHARING_MIXED_DECODES = (64, 256)
 _SHARING_MIXED_TOKENS = (256, 2048)
 """With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
-_KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, FEW_SEQS + 1)
+_KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, FEW_SEQS + 1, 129)
 """Decode rows from which on other kernels serve."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}

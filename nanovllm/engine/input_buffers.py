@@ -185,6 +185,7 @@ class InputBuffers:
             context_lens=rows.context_lens,
             cu_seqlens_q=prompts.borders,
             query_tiles=prompts.tiles,
+            sample_tiles=prompts.sample_tiles,
             context_lens_host=staged.context_lens_host,
             query_lens_host=staged.query_lens_host,
             whole_contexts=shape.whole_contexts,

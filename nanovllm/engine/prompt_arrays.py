@@ -22,6 +22,7 @@ class PromptArrays(NamedTuple):
         borders: [C + 1]; where each chunk starts among the tokens.
         sample_rows, sample_slots: [C]; last tokens of the chunks that end a prompt, then padding (row 0, padding slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
+        sample_tiles: [2 * C]; the same of those tiles that hold a row of sample_rows.
     """
 
     token_ids: Any
@@ -33,6 +34,7 @@ class PromptArrays(NamedTuple):
     sample_rows: Any
     sample_slots: Any
     tiles: Any
+    sample_tiles: Any
 
     @staticmethod
     def num_tiles(num_tokens: int, num_chunks: int) -> int:
@@ -47,7 +49,7 @@ class PromptArrays(NamedTuple):
     @classmethod
     def total_size(cls, num_tokens: int, num_chunks: int) -> int:
         """Elements of all arrays together."""
-        return 3 * num_tokens + 5 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
+        return 3 * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
 
 
 def make_prompt_arrays(
@@ -91,6 +93,9 @@ def make_prompt_arrays(
         sample_rows=_pad(borders[1:][samples] - 1, num_chunks, 0),
         sample_slots=_pad(slots[samples], num_chunks, padding_slot),
         tiles=_tiles(lens, starts, PromptArrays.num_tiles(num_tokens, num_chunks)),
+        sample_tiles=np.concatenate(
+            (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
+        ),
     )
 
 

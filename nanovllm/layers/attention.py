@@ -33,22 +33,35 @@ class Attention(nn.Module):
         norm_weights: NormWeights,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` of `x @ weight.T`, where `fused_projection_pays`."""
         context, cache = get_context(), (self.k_cache, self.v_cache)
         query = project_rope_store(x, weight, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
-        return self.backend.forward(query, *cache, context, self.scale)
+        return self._attend(query, rows)
 
     def forward(
-        self, qkv: torch.Tensor, norm_weights: NormWeights | None, positions: torch.Tensor, cos_sin: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        norm_weights: NormWeights | None,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store keys and values, and attend over all that is stored.
 
-        The arguments are those of `qkv_rope_store`; the result is [num_tokens, num_heads, head_dim].
+        The arguments are those of `qkv_rope_store`, but `rows`, which are those to sample from, if only they are
+        wanted. The result is [num_tokens, num_heads, head_dim], or has the `rows` alone.
         """
         context, cache = get_context(), (self.k_cache, self.v_cache)
         out = self.backend.forward_projected(qkv, norm_weights, self.eps, cos_sin, *cache, context, self.scale)
         if out is not None:
-            return out
+            return out if rows is None else out[rows]
         query = qkv_rope_store(qkv, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
-        return self.backend.forward(query, *cache, context, self.scale)
+        return self._attend(query, rows)
+
+    def _attend(self, query: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        cache = self.k_cache, self.v_cache
+        if rows is None:
+            return self.backend.forward(query, *cache, get_context(), self.scale)
+        return self.backend.forward(query, *cache, get_context().for_samples(), self.scale)[rows]

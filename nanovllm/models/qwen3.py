@@ -62,13 +62,14 @@ class Qwen3Attention(nn.Module):
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         if norms is not None and fused_projection_pays(x, weight, bias, self.head_dim):
             normed, residual = norm(x, residual)
-            out = self.attn.project_and_attend(normed, weight, norms, positions, cos_sin).flatten(1)
+            out = self.attn.project_and_attend(normed, weight, norms, positions, cos_sin, rows).flatten(1)
         else:
             qkv, residual = self.qkv_proj.project(x, residual, norm)
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of this rank's heads
-            out = self.attn(qkv.view(len(positions), -1, self.head_dim), norms, positions, cos_sin).flatten(1)
+            qkv = qkv.view(len(positions), -1, self.head_dim)
+            out = self.attn(qkv, norms, positions, cos_sin, rows).flatten(1)
         if rows is not None:
-            out, residual = out[rows], residual[rows]
+            residual = residual[rows]
         return self.o_proj(out, residual)
 
 

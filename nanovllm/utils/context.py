@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Context:
         context_lens: [num_seqs] int32; tokens that each attends to, its own in this step included.
         cu_seqlens_q: [num_chunks + 1] int32; where each chunk starts among the chunks' tokens.
         query_tiles: [2 * num_tiles] int32; the chunk of each tile of chunk tokens (-1: none), then its number in it.
+        sample_tiles: [2 * num_chunks] int32; likewise, of the tiles with tokens that are sampled from.
         context_lens_host: the same as context_lens, for what has to be sized on the host; not known to a graph.
         query_lens_host: tokens of each chunk, likewise.
         whole_contexts: whether the backend, which said that it pays, takes each decode row's context in one piece.
@@ -41,11 +42,16 @@ class Context:
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     query_tiles: torch.Tensor
+    sample_tiles: torch.Tensor
     context_lens_host: list[int] = field(default_factory=list)
     query_lens_host: list[int] = field(default_factory=list)
     whole_contexts: bool = False
     shared_prefixes: SharedPrefixes | None = None
     plan: Any = None
+
+    def for_samples(self) -> Context:
+        """The same where only rows that are sampled from are wanted, and others may come out as anything."""
+        return replace(self, query_tiles=self.sample_tiles)
 
 
 _context: ContextVar[Context] = ContextVar("nanovllm_context")

@@ -73,21 +73,25 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> N
     """
     kernels: list[Any] = []
 
-    def record() -> None:
-        _compiled.set(kernels)
-        with triton.AsyncCompileMode(executor):
-            for run in runs:
-                run()
-
-    def load(kernel: Any) -> None:
+    def load(kernel: Any) -> Any:
         # A thread has a device of its own. What launches a kernel is compiled too, by the C compiler.
         torch.cuda.set_device(device)
         _ = kernel.run
+        return kernel
+
+    def record() -> None:
+        _compiled.set(kernels)
+        # Each is loaded as soon as it is compiled, while others still are.
+        loading = SimpleNamespace(submit=lambda compiled: executor.submit(lambda: load(compiled())))
+        with triton.AsyncCompileMode(loading):
+            for run in runs:
+                run()
 
     with ThreadPoolExecutor() as executor:
         # In a context of its own, where nothing is left behind, an exception or not.
         copy_context().run(record)
         done = [kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel for kernel in kernels]
+        # Those that had been compiled before.
         list(executor.map(load, {id(kernel): kernel for kernel in done}.values()))
 
 

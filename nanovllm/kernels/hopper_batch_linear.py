@@ -1,10 +1,11 @@
-"""Products of a batch's rows, 17 to 128, with small weights on Hopper, where starting and ending is what takes time.
+"""Products of a batch's rows, 17 to 256, with small weights on Hopper, where starting and ending is what takes time.
 
 A program has the tensor memory accelerator copy its first tiles of weights before it waits for the kernel ahead, so
 that, launched as a programmatic dependent, it has them when the input is there. Where a layer has few outputs, several
 programs share a tile's inputs, and leave their parts of the sum to the norm that follows. A layer's products, norms
 and gate of Qwen3-0.6B take 24.2 us so at 128 rows on an H200, and 30.8 with cuBLAS, which does not start early; at 64
-rows 21.8 and 28.2, at 32 22.1 and 27.3.
+rows 21.8 and 28.2, at 32 22.1 and 27.3. With 256 rows the products alone take longer than cuBLAS's, but what comes
+next starts early too: a step takes 5.40 ms, and 5.65 with cuBLAS.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ every tile, with a softmax of its own, and all meet only to make room in shared 
 One program reads some 80 GB/s of an H200's 4.5 TB/s, so a sequence much longer than the others is not for this kernel
 (`attention.triton` chooses). Steps of Qwen3-0.6B, in ms, with RoPE, attention and merge in kernels of their own and
 so: 8 rows of 400 tokens 0.901 and 0.749, 16 of 400 1.03 and 0.84, 64 of 80 to 1440 2.71 and 2.54, 128 4.37 and 4.13.
+To copy only 16s of keys that there are at the end of a context saves 1.4 to 2.3% more with 64 rows and over, and costs
+1.1% with 8.
 """
 
 from __future__ import annotations

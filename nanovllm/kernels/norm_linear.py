@@ -6,7 +6,7 @@ that, launched as a programmatic dependent, it reads them while the kernel ahead
 a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
 rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 
-Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`). Hopper has kernels for up to 128 rows and
+Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`). Hopper has kernels for up to 256 rows and
 small weights (`hopper_batch_linear`), and for gated layers of many rows (`hopper_linear`); all else is cuBLAS's.
 """
 

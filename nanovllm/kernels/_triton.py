@@ -11,6 +11,7 @@ from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,11 +73,14 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> N
     One after the other, as they would be at their first launches, they take several times as long.
     """
     kernels: list[Any] = []
+    locks: dict[Any, Lock] = {}
 
     def load(kernel: Any) -> Any:
-        # A thread has a device of its own. What launches a kernel is compiled too, by the C compiler.
+        # A thread has a device of its own.
         torch.cuda.set_device(device)
-        _ = kernel.run
+        # What launches a kernel is compiled too, by the C compiler, and then found by others with the same arguments.
+        with locks.setdefault(kernel.src.fn, Lock()):
+            _ = kernel.run
         return kernel
 
     def record() -> None:

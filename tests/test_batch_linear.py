@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from nanovllm.engine.cuda_graph import Ladder, decode_ladder, mixed_ladder
+from nanovllm.engine.input_buffers import StepShape
 from nanovllm.kernels import norm_linear, rms_norm
 from nanovllm.kernels._triton import is_hopper
+from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS
 from tests.test_kernels import BATCHES, DTYPES, GPU, check_error, empty_is_nan, needs_hopper, randn
 
 
@@ -69,7 +73,7 @@ def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gate
         (257, 1024, 1024, False, 1, False),
         (256, 1024, 3072, True, 1, True),
         (256, 3072, 1024, False, 4, True),
-        # Wider layers: two programs a multiprocessor, but one of those with all rows of a plain product.
+        # Wider layers: two programs a multiprocessor, and one where a plain product has a single tile of rows.
         (64, 1024, 132 * 64, False, 1, True),
         (64, 1024, 133 * 64, False, 1, False),
         (65, 1024, 132 * 64, False, 1, True),
@@ -109,6 +113,41 @@ def test_the_kernel_pays_with_small_weights(
     x = torch.empty(rows, in_features, dtype=torch.bfloat16)
     assert hopper_batch_linear.pays(x, weight, gated, parts) == pays
     assert not hopper_batch_linear.pays(x.float(), weight.float(), gated, parts)
+
+
+def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
+    """Inputs, outputs, gate and parts of the products of Qwen3's layers, 0.6B to 8B."""
+    parts, found = 4 if ranks == 1 else 1, []
+    for hidden, intermediate, heads in ((1024, 3072, 16), (2048, 6144, 16), (2560, 9728, 32), (4096, 12288, 32)):
+        found += [(hidden, (heads + 16) * 128 // ranks, False, 1), (heads * 128 // ranks, hidden, False, parts)]
+        found += [(hidden, intermediate // ranks, True, 1), (intermediate // ranks, hidden, False, parts)]
+    return found
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("max_num_seqs", [8, 64, 130, 256, 512])
+def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+
+    monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
+    ladder = Ladder([*decode_ladder(max_num_seqs, True), *mixed_ladder(max_num_seqs, 16384, True)], True)
+
+    def taken(shapes: list[StepShape]) -> set[Any]:
+        found = set()
+        # Most products have all rows, and the last layer's those that are sampled from.
+        rows = {
+            n for shape in shapes for n in (shape.num_decodes + shape.num_tokens, shape.num_decodes + shape.num_chunks)
+        }
+        for num_rows, size in product(rows - set(range(MAX_SKINNY_ROWS + 1)), linears(ranks)):
+            in_features, out_features, gated, parts = size
+            x = torch.empty(num_rows, in_features, dtype=torch.bfloat16, device="meta")
+            weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16, device="meta")
+            if hopper_batch_linear.pays(x, weight, gated, parts):
+                found.add((size, hopper_batch_linear._find_tile(x, out_features, gated, parts)))
+        return found
+
+    assert taken(ladder.samples()) == taken(ladder.shapes) != set()
 
 
 def hopper_parts_pay(x: torch.Tensor, weight: torch.Tensor) -> bool:

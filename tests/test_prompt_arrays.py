@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.engine.messages import PromptChunk
 from nanovllm.engine.prompt_arrays import PromptArrays, make_prompt_arrays
-from nanovllm.kernels.prefill_attention import QUERY_TILE
+from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention, prefill_attention_triton
+from nanovllm.kernels.slot_state import BLOCK_TABLE
+from tests.test_kernels import DEVICE, GPU, paged, randn
 
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
@@ -44,3 +48,32 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
     held = rows_of(arrays.sample_tiles, arrays.borders)
     assert len(held) == sum(samples) and all(row in rows for row, rows in zip(sampled_rows, held, strict=True))
     assert set(held) <= set(tiled)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lens, starts, samples = (QUERY_TILE + 2, 5, 40, 2 * QUERY_TILE), (20, 0, 33, 0), (True, False, True, True)
+    ends = [start + n for start, n in zip(starts, lens, strict=True)]
+    cache, tables, context_lens = paged(ends, 128, 2, 64, dtype)
+    chunks = [
+        PromptChunk(slot, start, array("i", [0] * n), True, sampled)
+        for slot, (start, n, sampled) in enumerate(zip(starts, lens, samples, strict=True))
+    ]
+    host_state = np.zeros((len(lens) + 1, BLOCK_TABLE + tables.shape[1]), dtype=np.int32)
+    arrays = make_prompt_arrays(chunks, sum(lens), len(lens) + 2, host_state, len(lens), 128)
+    borders, tiles, sample_tiles = (
+        torch.from_numpy(part).to(DEVICE) for part in (arrays.borders, arrays.tiles, arrays.sample_tiles)
+    )
+    query = randn(sum(lens), 4, 64, dtype=dtype)
+    outs = []
+    for work in (tiles, sample_tiles):
+        out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+        attend = prefill_attention if GPU else prefill_attention_triton
+        attend(query, cache[0], cache[1], out, tables, context_lens, borders, work, 0.125)
+        outs.append(out)
+    everything, sampled_only = outs
+    assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()
+    rows = torch.from_numpy(arrays.sample_rows[: sum(samples)]).long().to(DEVICE)
+    assert torch.equal(sampled_only[rows], everything[rows])

@@ -49,7 +49,8 @@ class AttentionBackend(ABC):
         Args:
             query: [num_tokens, num_heads, head_dim]; the decode rows, then the chunks'.
             k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-            context: the step; rows beyond its sequences are padding and may come out as anything finite.
+            context: the step; rows beyond its sequences are padding, and they, as those in none of its tiles of
+                queries, may come out as anything.
             scale: factor of the scores before the softmax.
 
         Returns:

@@ -24,8 +24,9 @@ _SHARING_DECODES = (32, 64, 96, 128)
 _SHARING_MIXED_DECODES = (64, 256)
 _SHARING_MIXED_TOKENS = (256, 2048)
 """With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
-_KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, FEW_SEQS + 1, 129)
-"""Decode rows from which on other kernels serve."""
+_KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, 33, FEW_SEQS + 1, 129, 193)
+_KERNEL_TOKENS = (1, 65)
+"""Decode rows, and prompt tokens, from which on other kernels serve, or others of `hopper_batch_linear`'s tiles."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: streams that engines which have ended captured on."""
@@ -91,7 +92,8 @@ class Ladder:
     def samples(self) -> list[StepShape]:
         """Some of the shapes, small ones and the largest of each kind, which take the kernels that all of them take."""
         ways = ((False, False), (False, True), (True, False))
-        kinds = [(*prompts, *way) for prompts in ((0, 0), (1, 1)) for way in ways]
+        prompts = [(0, 0), *((num_tokens, 1) for num_tokens in _KERNEL_TOKENS)]
+        kinds = [(*prompt, *way) for prompt in prompts for way in ways]
         rungs = [self.fit(StepShape(rows, *kind)) for kind in kinds for rows in _KERNEL_ROWS]
         largest = {
             (bool(shape.num_chunks), shape.shares_prefixes, shape.whole_contexts): shape for shape in self.shapes

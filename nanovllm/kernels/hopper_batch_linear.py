@@ -3,7 +3,7 @@
 A program has the tensor memory accelerator copy its first tiles of weights before it waits for the kernel ahead, so
 that, launched as a programmatic dependent, it has them when the input is there. Where a layer has few outputs, several
 programs share a tile's inputs, and leave their parts of the sum to the norm that follows. A layer's products, norms
-and gate of Qwen3-0.6B take 24.2 us so at 128 rows on an H200, and 30.8 with cuBLAS, which does not start early; at 64
+and gate of Qwen3-0.6B take 24.2 us so at 128 rows on an H200, and 30.9 with cuBLAS, which does not start early; at 64
 rows 21.8 and 28.2, at 32 22.1 and 27.3. With 256 rows the products alone take longer than cuBLAS's, but what comes
 next starts early too: a step takes 5.40 ms, and 5.65 with cuBLAS.
 """
@@ -200,6 +200,7 @@ def batch_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, par
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and parts > 1)
     outs, step, slots = _find_tile(x, out_features, gated, parts) or _tiles(num_rows, gated, parts)[0]
+    assert in_features % (parts * step) == 0 and out_features % outs == 0
     shape = (num_rows, out_features) if parts == 1 else (parts, num_rows, out_features)
     out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
     _batch_linear_kernel[(out_features // outs, -(-num_rows // _ROWS.value), parts)](

@@ -50,7 +50,10 @@ class Context:
     plan: Any = None
 
     def for_samples(self) -> Context:
-        """The same where only rows that are sampled from are wanted, and others may come out as anything."""
+        """The same where only rows that are sampled from are wanted.
+
+        Others may come out as anything, NaN too. Some stand in for padding, of which the sampler makes some token.
+        """
         return replace(self, query_tiles=self.sample_tiles)
 
 

@@ -54,9 +54,10 @@ class Attention(nn.Module):
         wanted. The result is [num_tokens, num_heads, head_dim], or has the `rows` alone.
         """
         context, cache = get_context(), (self.k_cache, self.v_cache)
-        out = self.backend.forward_projected(qkv, norm_weights, self.eps, cos_sin, *cache, context, self.scale)
-        if out is not None:
-            return out if rows is None else out[rows]
+        if rows is None:
+            out = self.backend.forward_projected(qkv, norm_weights, self.eps, cos_sin, *cache, context, self.scale)
+            if out is not None:
+                return out
         query = qkv_rope_store(qkv, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
         return self._attend(query, rows)
 

@@ -19,6 +19,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 torch.set_num_threads(1)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Tests of a GPU look at its memory, and so have it to themselves."""
+    return 0 if torch.cuda.is_available() else 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

@@ -14,6 +14,9 @@ import pytest
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
 
+# Several processes each, on as many cores as there are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 def never() -> None:
     pass

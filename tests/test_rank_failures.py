@@ -27,6 +27,9 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import RankError, RankPlan
 from nanovllm.engine.step_results import StepHandle
 
+# Several processes each, on as many cores as there are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
 SHM = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")

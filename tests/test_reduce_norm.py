@@ -19,6 +19,9 @@ from nanovllm.utils.symmetric import SymmetricCommunicator, connect
 from tests import mailbox_ranks
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
+# Several processes each, on as many cores as there are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 def check_step(results: list[Any], step: mailbox_ranks.Step) -> None:
     """Check all ranks' results of one step: the same bits everywhere, and as near to float32 as torch gets."""

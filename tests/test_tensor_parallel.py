@@ -21,6 +21,9 @@ from nanovllm.utils.communicator import DistributedCommunicator
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 
+# Several processes each, on as many cores as there are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 # The last rank's share of the vocabulary is part padding; of the MLP's columns the last rank has what is left over.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2},

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 PROGRAM = """
+    import gc
+    import sys
     import time
     from functools import partial
     import torch
@@ -58,7 +60,7 @@ PROGRAM = """
     driver.set_active(Driver())
     torch.cuda.set_device = lambda device: None
 
-    from nanovllm.kernels._triton import compile_ahead
+    from nanovllm.kernels.compile_ahead import compile_ahead
     from nanovllm.kernels.hopper_attention import hopper_prefill_attention
     from nanovllm.kernels.hopper_batch_linear import batch_linear
     from nanovllm.kernels.hopper_decode import hopper_decode_attention
@@ -90,7 +92,9 @@ PROGRAM = """
         "_hopper_decode_kernel", "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel",
     ]
 
+    interval = sys.getswitchinterval()
     compile_ahead(device, runs * 2)
+    assert gc.isenabled() and sys.getswitchinterval() == interval
     assert sorted(loaded) == sorted(kernels) and not launched, (loaded, launched)
     for run in runs:
         run()

@@ -17,7 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import shared_prefix
 from nanovllm.engine.cuda_graph import Ladder
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels._triton import compile_ahead, is_hopper
+from nanovllm.kernels._triton import is_hopper
+from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.slot_state import scatter_tokens_triton
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import resolve_device

@@ -19,7 +19,7 @@ from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_
 from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepInputs, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
 from nanovllm.engine.step_results import StepHandle, StepResults
-from nanovllm.kernels._triton import compile_ahead
+from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -60,6 +60,8 @@ class ModelRunner:
         self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
+        if self.is_cuda:
+            compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
@@ -180,13 +182,20 @@ class ModelRunner:
         with torch.inference_mode(), self._device_guard():
             # Kernels for many rows take the longest, and so come first.
             shapes = [StepShape(0, self.config.max_num_batched_tokens, 1), *reversed(self.ladder.samples())]
-            staged = (self.buffers.stage_empty(shape) for shape in shapes)
-            steps = [self.buffers.assemble(step) for step in staged]
             # Two layers launch what all of them do.
             model = self.model.model
             layers, model.layers = model.layers, model.layers[:2]
-            compile_ahead(self.device, [partial(self._compute, inputs) for inputs in steps])
+            compile_ahead(self.device, [partial(self._run_without_kernels, shape) for shape in shapes])
             model.layers = layers
+
+    def _run_without_kernels(self, shape: StepShape) -> None:
+        """Run an empty step where no kernel of ours is launched, so that what they would fill has anything in it."""
+        inputs = self.buffers.assemble(self.buffers.stage_empty(shape))
+        # By these torch and flash-attn, which do run, find their data.
+        inputs.token_ids[: shape.num_decodes].zero_()
+        inputs.context.block_tables[: shape.num_decodes].zero_()
+        inputs.context.context_lens[: shape.num_decodes].fill_(1)
+        self._compute(inputs)
 
     def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:
         with torch.device("meta"):

@@ -5,9 +5,8 @@ Triton exists on Linux alone, and its kernels are launched for CUDA tensors alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,8 +21,10 @@ tl: Any
 gdc_wait: Any
 gdc_launch_dependents: Any
 
-# Kernels that are compiled instead of launched; None where they are launched.
-_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+to_compile: ContextVar[dict[Any, Callable[[], Any]] | None] = ContextVar("to_compile", default=None)
+"""How to compile each kernel that would be launched, by the kernel and its key; None where kernels are launched."""
+# The part of the compiler that is written in Python.
+_front_end = Lock()
 
 if find_spec("triton") is not None:
     triton, tl = import_module("triton"), import_module("triton.language")
@@ -34,14 +35,39 @@ if find_spec("triton") is not None:
         """Return the class of kernels `base`, but such that `compile_ahead` can compile them."""
 
         class Kernel(base):
+            ASTSource: Any
+
+            def create_binder(self) -> Any:
+                binder = super().create_binder()
+                self.ASTSource = _in_turn(self.ASTSource)
+                return binder
+
             def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-                compiled = _compiled.get()
-                kernel = super().run(*args, grid=grid, warmup=warmup or compiled is not None, **kwargs)
-                if compiled is not None:
-                    compiled.append(kernel)
-                return kernel
+                return super().run(*args, grid=grid, warmup=warmup or to_compile.get() is not None, **kwargs)
+
+            def _do_compile(self, key: Any, *args: Any) -> Any:
+                compiles = partial(super()._do_compile, key, *args)
+                kernels = to_compile.get()
+                if kernels is None:
+                    return compiles()
+                kernels.setdefault((self, key), compiles)
+                return None
 
         return Kernel
+
+    @cache
+    def _in_turn(base: Any) -> Any:
+        """Return the class of kernels' sources `base`, but such that threads take turns in Python.
+
+        Else none gets on to what needs no interpreter lock, the larger part, before all have shared it for a second.
+        """
+
+        class Source(base):
+            def make_ir(self, *args: Any) -> Any:
+                with _front_end:
+                    return super().make_ir(*args)
+
+        return Source
 
     _Kernel = recorded(triton.JITFunction)
 
@@ -65,38 +91,6 @@ else:
     def jit(function: Any = None, *, do_not_specialize: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Any:
         """Leave a kernel as it is."""
         return function or jit
-
-
-def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
-    """Compile and load, in threads, the kernels that `runs` launch, which are not launched.
-
-    One after the other, as they would be at their first launches, they take several times as long.
-    """
-    kernels: list[Any] = []
-    locks: dict[Any, Lock] = {}
-
-    def load(kernel: Any) -> Any:
-        # A thread has a device of its own.
-        torch.cuda.set_device(device)
-        # What launches a kernel is compiled too, by the C compiler, and then found by others with the same arguments.
-        with locks.setdefault(kernel.src.fn, Lock()):
-            _ = kernel.run
-        return kernel
-
-    def record() -> None:
-        _compiled.set(kernels)
-        # Each is loaded as soon as it is compiled, while others still are.
-        loading = SimpleNamespace(submit=lambda compiled: executor.submit(lambda: load(compiled())))
-        with triton.AsyncCompileMode(loading):
-            for run in runs:
-                run()
-
-    with ThreadPoolExecutor() as executor:
-        # In a context of its own, where nothing is left behind, an exception or not.
-        copy_context().run(record)
-        done = [kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel for kernel in kernels]
-        # Those that had been compiled before.
-        list(executor.map(load, {id(kernel): kernel for kernel in done}.values()))
 
 
 @cache
@@ -131,7 +125,6 @@ def is_hopper(device: torch.device) -> bool:
 
 
 __all__ = [
-    "compile_ahead",
     "device_limits",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -140,5 +133,6 @@ __all__ = [
     "pdl_options",
     "recorded",
     "tl",
+    "to_compile",
     "triton",
 ]

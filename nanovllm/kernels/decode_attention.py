@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels.fast_math import exp2, log2
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 from nanovllm.kernels.prefix_attention import PrefixPlan, SharedPrefixes, plan_prefixes, prefix_attention
 
@@ -51,7 +52,7 @@ def _fold_prefix(
         lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
         part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
         new_max = tl.maximum(row_max, lse)
-        weight, correction = tl.exp2(lse - new_max), tl.exp2(row_max - new_max)
+        weight, correction = exp2(lse - new_max), exp2(row_max - new_max)
         acc = acc * correction[:, None] + part * weight[:, None]
         row_sum = row_sum * correction + weight
         row_max = new_max
@@ -140,7 +141,7 @@ def _decode_kernel(
         else:
             place = 2 * program + (unit > first_unit).to(tl.int32)
             tl.store(partial_ptr + (place * GROUP + group)[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
-            tl.store(lse_ptr + place * GROUP + group, row_max + tl.log2(row_sum), mask=group < GROUP)
+            tl.store(lse_ptr + place * GROUP + group, row_max + log2(row_sum), mask=group < GROUP)
         unit += count
         seq += (in_seq + count == num_tiles * KV_HEADS).to(tl.int32)
 
@@ -175,8 +176,8 @@ def _merge_kernel(
             lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
             partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
             new_top = tl.maximum(top, tl.max(lse, axis=0))
-            weights = tl.exp2(lse - new_top)
-            correction = tl.exp2(top - new_top)
+            weights = exp2(lse - new_top)
+            correction = exp2(top - new_top)
             acc = acc * correction + tl.sum(partial * weights[:, None], axis=0)
             total = total * correction + tl.sum(weights, axis=0)
             top = new_top

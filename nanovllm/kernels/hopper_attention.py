@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.kernels._gluon import (
     descriptor,
+    exp2,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -135,8 +136,8 @@ def _weigh(scores, row_max, row_sum, position, key, scale, MMA: gl.constexpr):
     new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale)
     # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
     safe_max = gl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = gl.exp2(scores * scale - safe_max[:, None])
-    correction = gl.exp2(row_max - safe_max)
+    weights = exp2(scores * scale - safe_max[:, None])
+    correction = exp2(row_max - safe_max)
     return weights, correction, new_max, row_sum * correction + gl.sum(weights, axis=1)
 
 

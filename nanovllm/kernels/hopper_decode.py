@@ -25,6 +25,7 @@ from nanovllm.kernels._gluon import (
     gluon,
     kernel,
     mbarrier,
+    rsqrt,
     tma_load,
 )
 from nanovllm.kernels._triton import device_limits
@@ -74,7 +75,7 @@ def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr
     cos, sin = angles
     if HAS_NORM:
         size: gl.constexpr = 2 * first.shape[1]
-        scale = gl.rsqrt((gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)) / size + eps)[:, None]
+        scale = rsqrt((gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)) / size + eps)[:, None]
         first *= scale * weights[0].to(gl.float32)
         second *= scale * weights[1].to(gl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)

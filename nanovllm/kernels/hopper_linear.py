@@ -17,6 +17,7 @@ from nanovllm.kernels._gluon import (
     gl,
     gluon,
     kernel,
+    rsqrt,
     tma_store,
     tma_store_wait,
 )
@@ -88,7 +89,7 @@ def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: g
         first, second = halve(x.to(gl.float32))
         dims = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, first.type.layout))
         norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
-        scale = gl.rsqrt((gl.sum(first * first, 1) + gl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
+        scale = rsqrt((gl.sum(first * first, 1) + gl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
         first *= scale * gl.load(norm_ptr + dims).to(gl.float32)[None, :]
         second *= scale * gl.load(norm_ptr + HEAD_DIM // 2 + dims).to(gl.float32)[None, :]
         rotated = gl.join((first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype))

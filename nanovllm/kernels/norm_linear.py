@@ -25,6 +25,7 @@ from nanovllm.kernels._triton import (
     tl,
     triton,
 )
+from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
 from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS, Norm, one_shot_linear, one_shot_pays, skinny_linear
@@ -76,7 +77,7 @@ def _thin_linear_kernel(
         if tl.program_id(0) == 0:
             tl.store(total_ptr + ins, x.to(dtype), mask=in_mask)
     if HAS_NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
+        x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
         x = x.to(dtype).to(tl.float32)
     out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:

@@ -7,6 +7,7 @@ The running maximum and sum are those of the online softmax (Milakov and Gimelsh
 from __future__ import annotations
 
 from nanovllm.kernels._triton import jit, tl
+from nanovllm.kernels.fast_math import exp2
 
 LOG2E = 1.4426950408889634
 """Scores are multiplied by this, so that the softmax can use base 2."""
@@ -47,8 +48,8 @@ def attend_tile(
         new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
         safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale - safe_max[:, None])
-    correction = tl.exp2(row_max - safe_max)
+    weights = exp2(scores * scale - safe_max[:, None])
+    correction = exp2(row_max - safe_max)
     if key_mask is None:
         value = tl.load(v_ptr + rows[:, None] + dims[None, :])
     else:

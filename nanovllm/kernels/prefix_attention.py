@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels.fast_math import log2
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
 _QUERY_ROWS = 64
@@ -110,7 +111,7 @@ def _prefix_kernel(
         places = ((item * ROWS + row) * KV_HEADS + head) * GROUP + group
         tl.store(partial_ptr + places.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None],
                  mask=mask[:, None])  # fmt: skip
-        tl.store(lse_ptr + places, row_max + tl.log2(row_sum), mask=mask)
+        tl.store(lse_ptr + places, row_max + log2(row_sum), mask=mask)
 
 
 def prefix_attention(

@@ -18,6 +18,7 @@ from nanovllm.kernels._triton import (
     tl,
     triton,
 )
+from nanovllm.kernels.fast_math import rsqrt
 
 NormWeights = tuple[torch.Tensor, torch.Tensor]
 
@@ -78,7 +79,7 @@ def _qkv_rope_store_kernel(
     is_query = (heads < NUM_HEADS)[:, None]
     if HAS_NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+        scale = rsqrt(square / (2 * HALF) + eps)[:, None]
         first *= scale * tl.where(is_query, q_first[None, :], k_first[None, :]).to(tl.float32)
         second *= scale * tl.where(is_query, q_second[None, :], k_second[None, :]).to(tl.float32)
     dtype = query_ptr.dtype.element_ty

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.mailbox import (
     ABORT_CHECK_SPINS,
     Mailboxes,
@@ -94,7 +95,7 @@ def _one_shot_kernel(
     tl.store(total_ptr.to(word_pointer) + row_offsets, words, mask=mask)
     # What is normalised is what is passed on, which is rounded.
     first, second = _unpack(words, dtype)
-    scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / size + eps)
+    scale = rsqrt(tl.sum(first * first + second * second, axis=0) / size + eps)
     weight_first, weight_second = _unpack(weight, dtype)
     out = _pack(first * scale * weight_first, second * scale * weight_second, dtype)
     tl.store(out_ptr.to(word_pointer) + row_offsets, out, mask=mask)
@@ -153,7 +154,7 @@ def _two_shot_kernel(
     tl.store(total_ptr + row_offsets, rounded, mask=mask)
     # What is normalised is what is passed on, which is rounded.
     wide = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    scale = rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
     tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels.fast_math import rsqrt
 
 
 def rms_norm_ref(
@@ -40,7 +41,7 @@ def _rms_norm_kernel(
         rounded = total.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * size + offsets, rounded, mask=mask)
         total = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, axis=0) / size + eps)
+    scale = rsqrt(tl.sum(total * total, axis=0) / size + eps)
     tl.store(out_ptr + row * size + offsets, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 

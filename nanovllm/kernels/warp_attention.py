@@ -6,7 +6,7 @@ softmaxes are merged by their maxima and sums, as Flash-Decoding (Dao et al. 202
 
 from __future__ import annotations
 
-from nanovllm.kernels._gluon import gl, gluon, mma_v2
+from nanovllm.kernels._gluon import exp2, gl, gluon, mma_v2
 
 WARPS = gl.constexpr(4)
 PIECE = gl.constexpr(16)
@@ -53,8 +53,8 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
         known = _is_old(tile, old_len, gl.SliceLayout(2, value.type.layout))
         value = gl.where(gl.expand_dims(known, 2), value, 0.0)
     new_max = gl.maximum(row_max, gl.max(scores, axis=2) * scale)
-    weights = gl.exp2(scores * scale - gl.expand_dims(new_max, 2))
-    correction = gl.exp2(row_max - new_max)
+    weights = exp2(scores * scale - gl.expand_dims(new_max, 2))
+    correction = exp2(row_max - new_max)
     row_sum = row_sum * correction + gl.sum(weights, axis=2)
     weights = gl.convert_layout(weights.to(value.dtype), query.type.layout)
     return mma_v2(weights, value, acc * gl.expand_dims(correction, 2)), new_max, row_sum
@@ -100,7 +100,7 @@ def merge(softmax, out_ptr, GROUP: gl.constexpr):
     sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], PLAIN, row_sum)
     parts = gl.allocate_shared_memory(gl.float32, used.shape, gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]), used)
     part_max = maxima.slice(0, HEADS, dim=1).load(STATS)
-    share = gl.exp2(part_max - gl.expand_dims(gl.max(part_max, axis=0), 0))
+    share = exp2(part_max - gl.expand_dims(gl.max(part_max, axis=0), 0))
     total = gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0)
     out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
     heads = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))

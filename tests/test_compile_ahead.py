@@ -17,7 +17,11 @@ PROGRAM = """
     import time
     from functools import partial
     import torch
+    from triton._C.libtriton import llvm
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.errors import CompilationError
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime import driver
 
     launched, loaded, begun = [], [], set()
@@ -28,7 +32,7 @@ PROGRAM = """
             # Others would find what the first leaves in Triton's cache.
             assert self.name not in begun
             begun.add(self.name)
-            time.sleep(0.2)
+            time.sleep(0.5)
             begun.remove(self.name)
 
         def __call__(self, *args, **kwargs):
@@ -60,6 +64,8 @@ PROGRAM = """
     driver.set_active(Driver())
     torch.cuda.set_device = lambda device: None
 
+    import nanovllm.kernels.compile_ahead as module
+    from nanovllm.kernels._triton import jit, tl
     from nanovllm.kernels.compile_ahead import compile_ahead
     from nanovllm.kernels.hopper_attention import hopper_prefill_attention
     from nanovllm.kernels.hopper_batch_linear import batch_linear
@@ -86,30 +92,63 @@ PROGRAM = """
         ),
         partial(rms_norm_triton, x, x[0], 1e-6, x),
         partial(silu_mul_triton, x),
+        partial(silu_mul_triton, half),
     ]
     kernels = [
         "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
-        "_hopper_decode_kernel", "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel",
+        "_hopper_decode_kernel", "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_silu_mul_kernel",
     ]
 
+    def fails(error, runs):
+        try:
+            compile_ahead(device, runs)
+        except error:
+            return gc.isenabled() and sys.getswitchinterval() == interval
+        return False
+
+    def fail():
+        raise KeyError("a run's own")
+
+    @jit
+    def _wrong_kernel(x_ptr):
+        tl.store(x_ptr, undefined)
+
+    def fail_to_compile():
+        _wrong_kernel[(1,)](x)
+
+    parsing = []
+
+    def counted(parse):
+        def make_ir(*args):
+            parsing.append(1)
+            assert len(parsing) == 1
+            try:
+                time.sleep(0.01)
+                return parse(*args)
+            finally:
+                parsing.clear()
+
+        return make_ir
+
+    def not_linked(*args):
+        raise AssertionError("kernels of attention and norms do without the library of device functions")
+
+    ASTSource.make_ir, GluonASTSource.make_ir = counted(ASTSource.make_ir), counted(GluonASTSource.make_ir)
+    llvm.link_extern_libs = not_linked
     interval = sys.getswitchinterval()
+
+    # A start that went wrong, a failing run, and a kernel that does not compile leave nothing behind.
+    start, module._empty_kernel = module._empty_kernel, None
+    assert fails(KeyError, [*runs, fail]) and not loaded
+    assert fails(CompilationError, [fail_to_compile])
+    module._empty_kernel = start
     compile_ahead(device, runs * 2)
     assert gc.isenabled() and sys.getswitchinterval() == interval
     assert sorted(loaded) == sorted(kernels) and not launched, (loaded, launched)
     for run in runs:
         run()
     assert launched == kernels and sorted(loaded) == sorted(kernels), (loaded, launched)
-
-    def fail():
-        raise KeyError("a run's own")
-
-    try:
-        compile_ahead(device, [*runs, fail])
-    except KeyError:
-        pass
-    else:
-        raise AssertionError("lost")
-    # Compiled before is no obstacle, nor is what failed.
+    # Compiled before is no obstacle.
     compile_ahead(device, runs)
     assert launched == kernels
     print("passed")

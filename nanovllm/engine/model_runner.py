@@ -189,9 +189,9 @@ class ModelRunner:
             model.layers = layers
 
     def _run_without_kernels(self, shape: StepShape) -> None:
-        """Run an empty step where no kernel of ours is launched, so that what they would fill has anything in it."""
+        """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
         inputs = self.buffers.assemble(self.buffers.stage_empty(shape))
-        # By these torch and flash-attn, which do run, find their data.
+        # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
         inputs.token_ids[: shape.num_decodes].zero_()
         inputs.context.block_tables[: shape.num_decodes].zero_()
         inputs.context.context_lens[: shape.num_decodes].fill_(1)

@@ -57,18 +57,6 @@ def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
-@gluon.jit
-def exp2(x):
-    """See `fast_math`."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def rsqrt(x):
-    """See `fast_math`."""
-    return gl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
-
-
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
     """Describe a tensor of two-byte elements to the tensor memory accelerator, which copies blocks of it.
 
@@ -81,7 +69,6 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
 __all__ = [
     "barrier",
     "descriptor",
-    "exp2",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -91,7 +78,6 @@ __all__ = [
     "make_barriers",
     "mbarrier",
     "mma_v2",
-    "rsqrt",
     "tma_load",
     "tma_store",
     "tma_store_wait",

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from threading import Lock
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +23,14 @@ gdc_launch_dependents: Any
 
 to_compile: ContextVar[dict[Any, Callable[[], Any]] | None] = ContextVar("to_compile", default=None)
 """How to compile each kernel that would be launched, by the kernel and its key; None where kernels are launched."""
-# The part of the compiler that is written in Python.
-_front_end = Lock()
+# Held by the thread that is in the part of the compiler written in Python.
+_front_end = RLock()
 
 if find_spec("triton") is not None:
     triton, tl = import_module("triton"), import_module("triton.language")
     _cuda = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = _cuda.gdc_wait, _cuda.gdc_launch_dependents
+    INTERPRETED: bool = triton.knobs.runtime.interpret
 
     def recorded(base: Any) -> Any:
         """Return the class of kernels `base`, but such that `compile_ahead` can compile them."""
@@ -45,8 +46,8 @@ if find_spec("triton") is not None:
             def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
                 return super().run(*args, grid=grid, warmup=warmup or to_compile.get() is not None, **kwargs)
 
-            def _do_compile(self, key: Any, *args: Any) -> Any:
-                compiles = partial(super()._do_compile, key, *args)
+            def _do_compile(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+                compiles = partial(super()._do_compile, key, *args, **kwargs)
                 kernels = to_compile.get()
                 if kernels is None:
                     return compiles()
@@ -57,9 +58,10 @@ if find_spec("triton") is not None:
 
     @cache
     def _in_turn(base: Any) -> Any:
-        """Return the class of kernels' sources `base`, but such that threads take turns in Python.
+        """Return the class of kernels' sources `base`, but such that one thread at a time parses one.
 
-        Else none gets on to what needs no interpreter lock, the larger part, before all have shared it for a second.
+        Otherwise all are in Python at once, each at a fraction of its speed, and for about a second none reaches the
+        part that runs without the interpreter.
         """
 
         class Source(base):
@@ -79,7 +81,7 @@ if find_spec("triton") is not None:
         """
         if function is None:
             return partial(jit, do_not_specialize=do_not_specialize, unaligned=unaligned)
-        make = triton.jit if triton.knobs.runtime.interpret else _Kernel
+        make = triton.jit if INTERPRETED else _Kernel
         options = {"do_not_specialize_on_alignment": list(unaligned)} if unaligned else {}
         return make(function, do_not_specialize=list(do_not_specialize), **options)
 
@@ -87,6 +89,7 @@ else:
     triton = SimpleNamespace()
     tl = SimpleNamespace(constexpr=int)
     gdc_wait = gdc_launch_dependents = None
+    INTERPRETED = False
 
     def jit(function: Any = None, *, do_not_specialize: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Any:
         """Leave a kernel as it is."""
@@ -125,6 +128,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 __all__ = [
+    "INTERPRETED",
     "device_limits",
     "gdc_launch_dependents",
     "gdc_wait",

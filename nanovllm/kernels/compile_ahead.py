@@ -1,7 +1,8 @@
 """Kernels compiled and loaded in threads before their first launch.
 
-Most of a compilation runs outside Python, but a fifth of it in Python, whose interpreter serves one thread at a time.
-So threads take turns in that part (see `jit`), which then decides, with 46 kernels, how long it takes.
+Most of a compilation runs outside Python, but a fifth of it inside, where one thread at a time can be. With the 46
+kernels of Qwen3-0.6B that fifth decides how long all of them take, which is why threads take turns in what is Python
+alone (`_triton.recorded`), and nothing else is done meanwhile.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache
@@ -19,6 +20,9 @@ from typing import Any
 import torch
 
 from nanovllm.kernels._triton import jit, to_compile, triton
+
+# Engines that are made in several threads would compile the same kernels.
+_one_at_a_time = Lock()
 
 
 @jit
@@ -30,8 +34,9 @@ def _empty_kernel():
 def compiler_ready(device: torch.device) -> Future[None]:
     """Begin, in a thread, what Triton does before its first kernel, or return what began before.
 
-    It hashes its library, asks its tools for their versions, and has the C compiler make a module, which takes 0.8 s:
-    as long as CUDA needs to start. Kernels compiled at once would each find out all of that.
+    It hashes its library, asks its tools for their versions, and has the C compiler make a module. That takes 0.8 s,
+    some of them while CUDA starts and the rest while kernels are found. Without it each of the kernels that are
+    compiled at once would find out all of that.
     """
 
     def compile_first() -> None:
@@ -50,7 +55,8 @@ def compiler_ready(device: torch.device) -> Future[None]:
 def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
     """Compile and load, in threads, the kernels that `runs` launch, which are not launched.
 
-    One after the other, as they would be at their first launches, they take several times as long.
+    One after the other, as they would be at their first launches, they take several times as long. Those that had been
+    compiled before are left as they are.
     """
     kernels: dict[Any, Callable[[], Any]] = {}
     locks: dict[Any, Lock] = {}
@@ -62,27 +68,29 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> N
         with locks.setdefault(kernel.src.fn, Lock()):
             _ = kernel.run
 
-    # In a context of its own, where nothing is left behind, an exception or not. All runs come first, because beside
-    # threads that compile the interpreter takes several times as long.
-    context = copy_context()
-    context.run(to_compile.set, kernels)
-    for run in runs:
-        context.run(run)
-    compiler_ready(device).result()
-    with _threads_of_python(), ThreadPoolExecutor() as executor:
-        list(executor.map(compile_and_load, kernels.values()))
+    with _one_at_a_time:
+        # In a context of its own, where nothing is left behind, an exception or not. All runs come first, because
+        # beside threads that compile the interpreter takes several times as long.
+        context = copy_context()
+        context.run(to_compile.set, kernels)
+        for run in runs:
+            context.run(run)
+        # Should it have failed, the kernels will say so themselves, or it no longer matters.
+        wait([compiler_ready(device)])
+        with _quick_turns(), ThreadPoolExecutor() as executor:
+            list(executor.map(compile_and_load, kernels.values()))
 
 
 @contextmanager
-def _threads_of_python() -> Iterator[None]:
-    """Let threads wait 1 ms for the interpreter, and not 5; nor for the garbage collector, which takes a tenth of it.
+def _quick_turns() -> Iterator[None]:
+    """Let threads ask for the interpreter after 1 ms, not 5, and have no garbage collected, a tenth of the parsing.
 
-    The kernels of Qwen3-0.6B are compiled in some 0.6 s less so, of 5.
+    A first start of Qwen3-0.6B takes 5.5 s so on a busy host, and 6.2 without.
     """
     interval, collects = sys.getswitchinterval(), gc.isenabled()
-    sys.setswitchinterval(0.001)
-    gc.disable()
     try:
+        sys.setswitchinterval(0.001)
+        gc.disable()
         yield
     finally:
         sys.setswitchinterval(interval)

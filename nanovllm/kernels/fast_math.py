@@ -1,16 +1,17 @@
-"""Powers, logarithms and roots, as the GPU's own instructions compute them.
+"""Powers, logarithms and roots, as the GPU's own instructions compute them; for kernels in Triton and in Gluon.
 
-Triton's `exp2` and `rsqrt` are the same instructions, but out of CUDA's library of device functions. To link that into
-a kernel takes 40 ms, which holds the interpreter lock, so that no other kernel gets on meanwhile; and some 20 kernels
-are compiled at a first start.
+Triton takes its own from CUDA's library of device functions. To link that into a kernel takes 40 ms, which hold the
+interpreter lock, so that no other compilation gets on meanwhile, and half of the kernels of a first start would need
+it. Its `exp2` and `rsqrt` come to the same instructions; its `log2` is more exact, which sums of weights do not need.
+Sampling does, whose noise is a logarithm of what is near 1: it keeps Triton's.
 """
 
 from __future__ import annotations
 
-from nanovllm.kernels._triton import jit, tl, triton
+from nanovllm.kernels._triton import INTERPRETED, jit, tl
 
 # Triton's interpreter knows no instructions of the GPU's.
-_INTERPRETED = tl.constexpr(hasattr(triton, "knobs") and triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @jit
@@ -23,7 +24,7 @@ def exp2(x):
 
 @jit
 def log2(x):
-    """Base 2 logarithm of x, float32, to within 2^-22."""
+    """Base 2 logarithm of x, float32, to within 2^-22 of 1, or of itself where x is not between 0.5 and 2."""
     if _INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -31,7 +32,7 @@ def log2(x):
 
 @jit
 def rsqrt(x):
-    """1 / sqrt(x), float32, to within 2^-22 of it."""
+    """1 / sqrt(x), float32, to within 2^-22 of itself."""
     if _INTERPRETED:
         return tl.rsqrt(x)
     return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

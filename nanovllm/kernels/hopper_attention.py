@@ -15,7 +15,6 @@ import torch
 
 from nanovllm.kernels._gluon import (
     descriptor,
-    exp2,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -28,6 +27,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from nanovllm.kernels.fast_math import exp2
 from nanovllm.kernels.online_softmax import LOG2E
 from nanovllm.kernels.prefill_attention import QUERY_TILE, UNALIGNED
 

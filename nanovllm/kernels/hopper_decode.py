@@ -25,10 +25,10 @@ from nanovllm.kernels._gluon import (
     gluon,
     kernel,
     mbarrier,
-    rsqrt,
     tma_load,
 )
 from nanovllm.kernels._triton import device_limits
+from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.online_softmax import LOG2E
 from nanovllm.kernels.qkv_rope_store import NormWeights
 from nanovllm.kernels.warp_attention import MAX_GROUP, PIECE, ROWS, WARPS, attend_tile, begin_softmax, merge, spread

@@ -17,10 +17,10 @@ from nanovllm.kernels._gluon import (
     gl,
     gluon,
     kernel,
-    rsqrt,
     tma_store,
     tma_store_wait,
 )
+from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.hopper_product import INS, PIECE, ROWS, find_tile, halve, load_tiles, make_ring, multiply_tile
 
 HEAD_DIM = PIECE

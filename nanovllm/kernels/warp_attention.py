@@ -6,7 +6,8 @@ softmaxes are merged by their maxima and sums, as Flash-Decoding (Dao et al. 202
 
 from __future__ import annotations
 
-from nanovllm.kernels._gluon import exp2, gl, gluon, mma_v2
+from nanovllm.kernels._gluon import gl, gluon, mma_v2
+from nanovllm.kernels.fast_math import exp2
 
 WARPS = gl.constexpr(4)
 PIECE = gl.constexpr(16)

@@ -1,4 +1,4 @@
-"""Powers, logarithms and roots, as the GPU's own instructions compute them; for kernels in Triton and in Gluon.
+"""Powers, logarithms and roots by the GPU's own instructions (accuracy: PTX ISA); for Triton and for Gluon.
 
 Triton takes its own from CUDA's library of device functions. To link that into a kernel takes 40 ms, which hold the
 interpreter lock, so that no other compilation gets on meanwhile, and half of the kernels of a first start would need
@@ -24,7 +24,7 @@ def exp2(x):
 
 @jit
 def log2(x):
-    """Base 2 logarithm of x, float32, to within 2^-22 of 1, or of itself where x is not between 0.5 and 2."""
+    """Base 2 logarithm of x, float32; off by at most 2^-22 for x of 0.5 to 2, and a 2^-22th of itself elsewhere."""
     if _INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -32,7 +32,7 @@ def log2(x):
 
 @jit
 def rsqrt(x):
-    """1 / sqrt(x), float32, to within 2^-22 of itself."""
+    """1 / sqrt(x), float32; off by a 2^-22th of itself at most."""
     if _INTERPRETED:
         return tl.rsqrt(x)
     return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

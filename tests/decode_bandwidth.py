@@ -49,7 +49,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
         cu_seqlens_q=none,
         query_tiles=none,
         sample_tiles=none,
-        whole_contexts=backend.whole_contexts_pay(num_kv_heads, 0, lens.cpu().numpy()),
+        whole_contexts=backend.whole_contexts_pay(num_kv_heads, lens.cpu().numpy()),
     )
     context.plan = backend.plan(context)
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)

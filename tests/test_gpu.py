@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_float32_and_bf16_tokens_agree_with_transformers(
         outputs = llm.generate(batch, greedy(40), use_tqdm=False)
         warm = llm.generate(batch, greedy(40), use_tqdm=False)
         llm.block_manager.check_integrity([])
-    agree = first = 0
+    rough = deepcopy(model).bfloat16()
     for prompt, output in zip(batch, outputs, strict=True):
         token_ids = torch.tensor([prompt], device="cuda")
         want = model.generate(
@@ -148,13 +149,18 @@ def test_float32_and_bf16_tokens_agree_with_transformers(
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        agree += output["token_ids"] == want
-        # In bf16 a near tie may fall the other way, and after it the texts differ; but not at once, and not often.
-        first += output["token_ids"][:3] == want[:3]
-    assert first >= len(batch) - 2
+        )[0]
+        got = prompt + output["token_ids"]
+        differ = [i for i, token_id in enumerate(want.tolist()) if token_id != got[i]]
+        if dtype == "float32" or not differ:
+            assert not differ
+            continue
+        # In bf16 a near tie may fall the other way, and after it the texts differ.
+        with torch.inference_mode():
+            exact, theirs = (form(want[None]).logits[0].float() for form in (model, rough))
+        logits = exact[differ[0] - 1]
+        assert logits.max() - logits[got[differ[0]]] <= 2 * (theirs - exact).abs().max()
     if dtype == "float32":
-        assert agree == len(batch)
         assert [output["token_ids"] for output in warm] == [output["token_ids"] for output in outputs]
 
 

@@ -1,7 +1,8 @@
-"""Decode attention of whole contexts: the kernel on Hopper GPUs, and elsewhere when it is taken."""
+"""Decode attention on Hopper GPUs, of whole contexts and of shares of them; and elsewhere, which of them is taken."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from nanovllm.attention import triton as triton_backend
 from nanovllm.attention.triton import whole_contexts_pay
 from nanovllm.engine.input_buffers import InputBuffers, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
-from nanovllm.kernels.longest_first import longest_first_ref, longest_first_triton
+from nanovllm.kernels.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
 from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE, make_llm, prompts
@@ -37,25 +38,40 @@ def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.T
     return (blocks * block_size + last % block_size).int()
 
 
+def attend(
+    shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
+    context_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None,
+) -> None:  # fmt: skip
+    """By as many shares; with 1 contexts are whole."""
+    from nanovllm.kernels.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
+
+    _, num_heads, head_dim = out.shape
+    plan = plan_hopper_decode(context_lens, num_heads, head_dim, shares)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    hopper_decode_attention(x, cache[0], cache[1], out, tables, slots, plan, head_dim**-0.5, rope)
+
+
+WAYS = pytest.mark.parametrize(("shares", "repeats"), [(1, 1), (1, 5), (2, 1), (7, 1), (33, 1), (33, 5), (3000, 1)])
+
+
 @needs_hopper
 @pytest.mark.parametrize(
     ("head_dim", "group", "block_size"), [(128, 2, 256), (128, 8, 64), (64, 7, 128), (128, 5, 256), (64, 1, 64)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("repeats", [1, 5])
-def test_stored_contexts(head_dim: int, group: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
-    from nanovllm.kernels.hopper_decode import hopper_decode_attention  # noqa: PLC0415
-
+@WAYS
+def test_stored_contexts(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int
+) -> None:
     kv_heads, lens = 2, LENS * repeats
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     # Padding reads block 0 instead, which is as finite as all of an engine's.
     cache[:, 0] = cache[:, 0].nan_to_num()
     slots = new_slots(tables, lens, block_size).masked_fill(context_lens == 1, -1)
-    order = longest_first_triton(context_lens)
     out = torch.full((len(lens), group * kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     query = randn(*out.shape, dtype=dtype)
-    args = tables, context_lens, slots, order, head_dim**-0.5
-    hopper_decode_attention(query, cache[0], cache[1], out, *args)
+    attend(shares, query, cache, out, tables, context_lens, slots)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     assert out.isfinite().all()
@@ -69,13 +85,11 @@ def test_stored_contexts(head_dim: int, group: int, block_size: int, dtype: torc
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("repeats", [1, 5])
+@WAYS
 def test_projected_tokens(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, normed: bool, repeats: int
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, normed: bool, shares: int, repeats: int
 ) -> None:
     """The new token's place holds NaN before; rows of padding, of one token, store nothing."""
-    from nanovllm.kernels.hopper_decode import hopper_decode_attention  # noqa: PLC0415
-
     kv_heads, lens = 2, LENS * repeats
     cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     slots = new_slots(tables, lens, block_size)
@@ -85,12 +99,10 @@ def test_projected_tokens(
     cos_sin = torch.rand(max(lens), head_dim, device=DEVICE)
     stored = slots.clone()
     stored[context_lens == 1] = -1
-    order = longest_first_triton(context_lens)
     got = cache.clone()
     out = torch.full((len(lens), group * kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     qkv = randn(len(lens), (group + 2) * kv_heads, head_dim, dtype=dtype)
-    args = tables, context_lens, stored, order, head_dim**-0.5
-    hopper_decode_attention(qkv, got[0], got[1], out, *args, (norms, 1e-6, cos_sin))
+    attend(shares, qkv, got, out, tables, context_lens, stored, (norms, 1e-6, cos_sin))
 
     rope = (1e-6, cos_sin, context_lens - 1)
     same_cache, exact_cache = cache.clone(), cache.float()
@@ -108,30 +120,63 @@ def test_projected_tokens(
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 300, 512, *([700] if DEVICE == "cuda" else [])])
-def test_longest_first(num_seqs: int) -> None:
+@pytest.mark.parametrize("shares", [1, 2, 33, 500])
+def test_split_contexts(num_seqs: int, shares: int) -> None:
     # A place further into the tensor, as chunks' contexts follow decode rows'.
     lens = torch.randint(1, 40, (num_seqs + 1,), dtype=torch.int32, device=DEVICE)[1:]
+    lens[num_seqs // 2] = 3000
     with empty_is_nan():
-        order = longest_first_triton(lens)
-    assert torch.equal(order, longest_first_ref(lens))
-    assert sorted(order.tolist()) == list(range(num_seqs)) and (lens[order.long()].diff() <= 0).all()
+        got = split_contexts_triton(lens, 16, shares)
+    want = split_contexts_ref(lens, 16, shares)
+    assert torch.equal(got.splits, want.splits) and torch.equal(got.of_seqs, want.of_seqs)
+    seqs, starts, counts, old = got.splits[got.splits[:, 0] >= 0].T
+    assert (got.splits[len(seqs) :] == -1).all() and torch.equal(old, lens[seqs.long()] - 1)
+    assert counts.max() <= -(-((lens - 2) // 16 + 1).clamp(min=1).sum() // shares)
+    # In order a sequence's splits are all of its tiles, one behind the other.
+    for seq, (first, count) in enumerate(got.of_seqs.tolist()):
+        own = slice(first, first + count)
+        assert (seqs[own] == seq).all() and starts[first] == 0
+        assert torch.equal(starts[own].diff(), counts[own][:-1]) and counts[own].sum() == (lens[seq] + 14) // 16
+    lengths = lens[seqs.long()] // got.of_seqs[seqs.long(), 1]
+    assert shares > 1 or (len(seqs) == num_seqs and (lengths.diff() <= 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge_splits(dtype: torch.dtype) -> None:
+    """Rows of one split stay; others are the softmax over all scores, whatever split they were in."""
+    counts = [1, 2, 40, 1, 32, 70]
+    of_seqs = torch.tensor([[sum(counts[:i]), n] for i, n in enumerate(counts)], dtype=torch.int32, device=DEVICE)
+    scores, values = (
+        randn(sum(counts), 3, 8, dtype=torch.float32) * 20,
+        randn(sum(counts), 3, 8, 16, dtype=torch.float32),
+    )
+    weights = torch.exp2(scores - scores.amax(2, keepdim=True))
+    lse = scores.amax(2) + weights.sum(2).log2()
+    partial = (weights[..., None] * values).sum(2) / weights.sum(2, keepdim=True)
+    got = torch.full((len(counts), 3, 16), 7.0, dtype=dtype, device=DEVICE)
+    merge_splits(got, partial, lse, of_seqs)
+    for row, (first, count) in zip(got, of_seqs.tolist(), strict=True):
+        all_scores, all_values = (x[first : first + count].transpose(0, 1).flatten(1, 2) for x in (scores, values))
+        shares = torch.softmax(all_scores * math.log(2), 1)
+        want = (shares[..., None] * all_values).sum(1).to(dtype) if count > 1 else torch.full_like(row, 7.0)
+        torch.testing.assert_close(row, want)
 
 
 def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
-    def pays(*lens: int, heads: int = 8, prompt_tokens: int = 0) -> bool:
-        return whole_contexts_pay(heads, prompt_tokens, np.array(lens, dtype=np.int32))
+    def pays(*lens: int, heads: int = 8) -> bool:
+        return whole_contexts_pay(heads, np.array(lens, dtype=np.int32))
 
-    assert pays(400, 400, prompt_tokens=2048) and not pays(400, 400, prompt_tokens=2049)
     assert pays() and not pays(1) and not pays(400)
-    assert pays(400, 400) and pays(*[30000] * 8) and not pays(3000, 3000) and not pays(30000, *[100] * 100)
-    assert pays(1000, *[900] * 7, heads=4) and not pays(4000, *[900] * 7, heads=1)
+    assert pays(200, 200) and not pays(400, 400) and not pays(30000, *[100] * 100)
+    assert pays(*[900] * 8) and not pays(*[3000] * 8) and pays(*[30000] * 16)
+    assert pays(500, *[400] * 15, heads=4) and not pays(500, *[400] * 15, heads=1)
 
 
 def test_the_host_asks_with_the_contexts_of_the_step() -> None:
-    asked: list[tuple[int, list[int]]] = []
+    asked: list[list[int]] = []
 
-    def pay(num_prompt_tokens: int, lens: np.ndarray) -> bool:
-        asked.append((num_prompt_tokens, lens.tolist()))
+    def pay(lens: np.ndarray) -> bool:
+        asked.append(lens.tolist())
         return len(lens) < 2
 
     buffers = InputBuffers(3, 2, 16, 64, 0, 1, pay, torch.device("cpu"))
@@ -139,12 +184,12 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(joins=joins, chunks=chunks, sampled_seq_ids=[0, 1])
     shape = buffers.shape_of(batch)
-    assert shape == StepShape(0, 21, 2, False, True) and asked == [(21, [])]
+    assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
     assert buffers.assemble(buffers.stage(batch, shape)).context.whole_contexts
     step = ScheduledBatch(decode_slots=[1, 0], sampled_seq_ids=[1, 0])
     for i in range(2):
         shape = buffers.shape_of(step)
-        assert not shape.whole_contexts and asked[-1] == (0, [12 + i, 11 + i])
+        assert not shape.whole_contexts and asked[-1] == [12 + i, 11 + i]
         assert not buffers.assemble(buffers.stage(step, shape)).context.whole_contexts
 
 
@@ -158,19 +203,20 @@ def test_the_engine_takes_both_ways(
     from nanovllm.kernels import hopper_decode  # noqa: PLC0415
 
     folder: Path = make_checkpoint(**(SHAPE | {"num_key_value_heads": 1, "max_position_embeddings": 4096}))
-    batch = prompts((2000, 5, 64, 100, 300), seed=8)
+    batch = prompts((2000, 5, 64, 100, 120), seed=8)
     params = [SamplingParams(0, max_tokens=12 if i == 0 else 40, ignore_eos=True) for i in range(len(batch))]
     taken: list[bool] = []
     calls: list[int] = []
     kernel = hopper_decode.hopper_decode_attention
 
-    def counted_rule(num_kv_heads: int, num_prompt_tokens: int, context_lens: np.ndarray) -> bool:
-        pays = whole_contexts_pay(num_kv_heads, num_prompt_tokens, context_lens)
+    def counted_rule(num_kv_heads: int, context_lens: np.ndarray) -> bool:
+        pays = whole_contexts_pay(num_kv_heads, context_lens)
         taken.extend([pays] if len(context_lens) else [])
         return pays
 
     def counted(x: torch.Tensor, *args: Any) -> None:
-        calls.append(len(x))
+        plan = args[5]
+        calls.extend([len(x)] if plan.partial is None else [])
         kernel(x, *args)
 
     monkeypatch.setattr(hopper_decode, "hopper_decode_attention", counted)

@@ -28,8 +28,8 @@ class AttentionBackend(ABC):
     rows_per_prefix_item = 1
     """Most decode rows of such a piece."""
 
-    def whole_contexts_pay(self, num_kv_heads: int, num_prompt_tokens: int, context_lens: np.ndarray) -> bool:
-        """Whether that pays in a step of so many prompt tokens, and decode rows with contexts of these lengths.
+    def whole_contexts_pay(self, num_kv_heads: int, context_lens: np.ndarray) -> bool:
+        """Whether that pays in a step whose decode rows have contexts of these lengths.
 
         context_lens: [num_seqs], perhaps of none. num_kv_heads is some rank's: all ranks are asked the same, and so go
         the same way.

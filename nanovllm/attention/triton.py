@@ -9,8 +9,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.kernels._triton import is_hopper
-from nanovllm.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
-from nanovllm.kernels.longest_first import longest_first
+from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.prefix_attention import rows_per_item
 from nanovllm.kernels.qkv_rope_store import NormWeights
@@ -25,25 +24,25 @@ _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
 """Tokens of a tile, and programs a multiprocessor."""
 _FLOAT32_TILE = 32
-_PROGRAMS_FOR_BANDWIDTH = 54
-"""So many programs of `hopper_decode` read as fast as an H200 can."""
-_FREE_TOKENS = 512
-"""So many a program reads while the kernels that `hopper_decode` saves would run."""
-_MANY_PROMPT_TOKENS = 2048
-"""With more in a step, its kernels are too long for those that `hopper_decode` saves to count."""
+_SPLIT_PROGRAMS = 2
+"""Programs a multiprocessor among which `hopper_decode` splits contexts."""
+_PROGRAMS_FOR_BANDWIDTH = 77
+"""So many programs of it read as fast as an H200 can."""
+_FREE_TOKENS = 170
+"""So many a program reads while split contexts would be merged."""
 _PREFIX_PROGRAMS = 2
 """Programs a multiprocessor that share the work on common prefixes."""
 
 
-def whole_contexts_pay(num_kv_heads: int, num_prompt_tokens: int, context_lens: np.ndarray) -> bool:
-    """Whether `hopper_decode` is the faster kernel for contexts of these lengths, [num_seqs].
+def whole_contexts_pay(num_kv_heads: int, context_lens: np.ndarray) -> bool:
+    """Whether `hopper_decode` had better leave contexts of these lengths, [num_seqs], whole.
 
-    One program reads a sequence's part of a KV head, so the longest context must not keep the device waiting. A single
-    one had better be shared out even if it is short: with 400 tokens a step of Qwen3-8B takes 3.90 ms so, and 4.01
-    whole, though one of 0.6B 0.63 either way. In steps of 16,384 tokens, 0.6B reads 429,100 a second with contexts of
-    2048 shared out, and 427,400 with whole ones.
+    One program then reads a sequence's part of a KV head, so the longest context must not keep the device waiting. A
+    step of Qwen3-0.6B, whole and split, in ms: 2 contexts of 200 0.722 and 0.754, of 400 0.777 and 0.760; 4 of 300
+    0.765 and 0.774, of 400 0.786 and 0.779; 8 of 400 0.804 and 0.831, of 1024 0.969 and 0.947, of 4096 1.834 and 1.609.
+    A single short one would gain 1%, until it has grown, and is not worth two graphs.
     """
-    if num_prompt_tokens > _MANY_PROMPT_TOKENS or len(context_lens) == 1:
+    if len(context_lens) == 1:
         return False
     evenly = int(context_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
     return int(context_lens.max(initial=0)) <= evenly + _FREE_TOKENS
@@ -83,20 +82,22 @@ class TritonBackend(AttentionBackend):
             if hopper_decode.takes(dtype, num_heads, num_kv_heads, head_dim, block_size):
                 self._hopper_decode, self.supports_whole_contexts = hopper_decode, True
 
-    def whole_contexts_pay(self, num_kv_heads: int, num_prompt_tokens: int, context_lens: np.ndarray) -> bool:
+    def whole_contexts_pay(self, num_kv_heads: int, context_lens: np.ndarray) -> bool:
         """See the base class."""
-        return self.supports_whole_contexts and whole_contexts_pay(num_kv_heads, num_prompt_tokens, context_lens)
+        return self.supports_whole_contexts and whole_contexts_pay(num_kv_heads, context_lens)
 
-    def plan(self, context: Context) -> DecodePlan | torch.Tensor | None:
-        """Share out the decode rows' contexts, or order them if each is attended to whole."""
+    def plan(self, context: Context) -> Any:
+        """Share out the decode rows' contexts."""
         if not context.num_decodes:
             return None
-        if context.whole_contexts:
-            return longest_first(context.context_lens[: context.num_decodes])
+        lens = context.context_lens[: context.num_decodes]
+        if self._takes_hopper_decode(context):
+            num_heads, num_kv_heads, head_dim = self.heads
+            shares = 1 if context.whole_contexts else self._shares(context.num_decodes, num_kv_heads)
+            return self._hopper_decode.plan_hopper_decode(lens, num_heads, head_dim, shares)
         few = context.num_decodes <= FEW_SEQS
         tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
         tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
-        lens = context.context_lens[: context.num_decodes]
         return plan_decode(lens, self.num_processors * programs, tile, *self.heads, context.shared_prefixes)
 
     def forward(
@@ -106,11 +107,11 @@ class TritonBackend(AttentionBackend):
         n = context.num_decodes
         out = torch.empty_like(query)
         tables, lens = context.block_tables, context.context_lens
-        decodes = query[:n], k_cache, v_cache, out[:n], tables[:n], lens[:n]
-        if n and context.whole_contexts:
+        decodes = query[:n], k_cache, v_cache, out[:n], tables[:n]
+        if n and self._takes_hopper_decode(context):
             self._hopper_decode.hopper_decode_attention(*decodes, context.kv_slots[:n], context.plan, scale)
         elif n:
-            decode_attention(*decodes, context.plan, scale)
+            decode_attention(*decodes, lens[:n], context.plan, scale)
         if len(context.query_tiles):
             borders, tiles = context.cu_seqlens_q, context.query_tiles
             prefill_attention(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], borders, tiles, scale)
@@ -128,11 +129,21 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor | None:
         """See the base class; for decode rows alone."""
-        if not context.whole_contexts or len(context.query_tiles):
+        if not self._takes_hopper_decode(context) or len(context.query_tiles):
             return None
         out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
         self._hopper_decode.hopper_decode_attention(
-            qkv, k_cache, v_cache, out, context.block_tables, context.context_lens, context.kv_slots, context.plan,
-            scale, (norm_weights, eps, cos_sin),
+            qkv, k_cache, v_cache, out, context.block_tables, context.kv_slots, context.plan, scale,
+            (norm_weights, eps, cos_sin),
         )  # fmt: skip
         return out
+
+    def _shares(self, num_seqs: int, num_kv_heads: int) -> int:
+        """How finely `hopper_decode` had better split contexts."""
+        at_once = max(1, _SPLIT_PROGRAMS * self.num_processors // num_kv_heads)
+        # Each sequence may have a split more than its share of them; a few together must not be more than run at once.
+        return at_once - num_seqs if 2 * num_seqs <= at_once else at_once
+
+    def _takes_hopper_decode(self, context: Context) -> bool:
+        """Whether Hopper's kernel attends for the decode rows."""
+        return self._hopper_decode is not None and context.shared_prefixes is None

@@ -106,7 +106,7 @@ class InputBuffers:
         block_size: tokens of a block.
         max_num_batched_tokens: most tokens of a step.
         max_prefix_items, rows_per_prefix_item: see `PrefixBuffers`.
-        whole_contexts_pay: see `AttentionBackend`; takes the number of prompt tokens, and the contexts' lengths.
+        whole_contexts_pay: see `AttentionBackend`; takes the contexts' lengths.
         device: where the state lives.
     """
 
@@ -118,7 +118,7 @@ class InputBuffers:
         max_num_batched_tokens: int,
         max_prefix_items: int,
         rows_per_prefix_item: int,
-        whole_contexts_pay: Callable[[int, np.ndarray], bool],
+        whole_contexts_pay: Callable[[np.ndarray], bool],
         device: torch.device,
     ) -> None:
         self.block_size = block_size
@@ -138,9 +138,9 @@ class InputBuffers:
     def shape_of(self, batch: ScheduledBatch) -> StepShape:
         """The shape that a batch has without padding."""
         shares = self.prefixes.plan(batch.decode_slots, self.host_state)
-        num_tokens, context_lens = batch.num_prompt_tokens, self.host_state[batch.decode_slots, NUM_COMPUTED] + 1
-        whole = not shares and self._whole_contexts_pay(num_tokens, context_lens)
-        return StepShape(len(batch.decode_slots), num_tokens, len(batch.chunks), shares, whole)
+        context_lens = self.host_state[batch.decode_slots, NUM_COMPUTED] + 1
+        whole = not shares and self._whole_contexts_pay(context_lens)
+        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), shares, whole)
 
     def stage(self, batch: ScheduledBatch, shape: StepShape) -> StagedStep:
         """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""

@@ -7,13 +7,15 @@ softmaxes are merged by their maxima and sums, as Flash-Decoding (Dao et al. 202
 from __future__ import annotations
 
 from nanovllm.kernels._gluon import gl, gluon, mma_v2
-from nanovllm.kernels.fast_math import exp2
+from nanovllm.kernels.fast_math import exp2, log2
 
 WARPS = gl.constexpr(4)
 PIECE = gl.constexpr(16)
 """Keys of a tile that are one warp's."""
 ROWS = gl.constexpr(16)
 """Rows of the matrix instruction, of which a group of query heads fills some."""
+SMALLEST = gl.constexpr(2.0**-126)
+"""Float32's smallest normal number."""
 MAX_GROUP = ROWS.value // 2
 """Query heads of a KV head, at most: the upper half of the rows is dropped."""
 
@@ -62,8 +64,8 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
 
 
 @gluon.jit
-def begin_softmax(query, own_key, own_value, scale, MMA: gl.constexpr):
-    """What the new token makes of the first warp's softmax; the others know its scores for a maximum.
+def begin_softmax(query, own_key, own_value, counts, scale, MMA: gl.constexpr):
+    """What the new token makes of the first warp's softmax, if it counts; the others know its scores for a maximum.
 
     query [ROWS, HEAD_DIM / 2] and own_key [1, HEAD_DIM / 2] in halves, own_value [HEAD_DIM]; returns the output
     [WARPS, ROWS, HEAD_DIM], and the maxima and sums [WARPS, ROWS].
@@ -74,7 +76,7 @@ def begin_softmax(query, own_key, own_value, scale, MMA: gl.constexpr):
     own_scores += gl.sum(query[1].to(gl.float32) * own_key[1].to(gl.float32), axis=1)
     row_max = gl.expand_dims(gl.convert_layout(own_scores * scale, gl.SliceLayout(0, STATS)), 0) + zeros
     is_first = gl.arange(0, WARPS, gl.SliceLayout(1, STATS)) == 0
-    row_sum = gl.where(is_first, 1.0, 0.0)[:, None] + zeros
+    row_sum = gl.where(is_first & counts, 1.0, 0.0)[:, None] + zeros
     acc = gl.expand_dims(row_sum, 2) * gl.expand_dims(gl.expand_dims(own_value.to(gl.float32), 0), 0)
     return acc, row_max, row_sum
 
@@ -86,14 +88,13 @@ def _merged_layout(head_dim):
 
 
 @gluon.jit
-def merge(softmax, out_ptr, GROUP: gl.constexpr):
-    """Merge the warps' outputs, and store those of the group's heads."""
+def merge(softmax):
+    """Merge the warps' outputs: float32 outputs [HEADS, HEAD_DIM] of heads, and their weights' log-sum-exp [HEADS]."""
     acc, row_max, row_sum = softmax
     HEAD_DIM: gl.constexpr = acc.shape[2]
     HEADS: gl.constexpr = ROWS // 2
     LAYOUT: gl.constexpr = _merged_layout(HEAD_DIM)
     STATS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     halves = gl.permute(gl.reshape(acc, [WARPS, 2, HEADS, HEAD_DIM]), (0, 2, 3, 1))
     used, _unused = gl.split(halves)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -101,10 +102,19 @@ def merge(softmax, out_ptr, GROUP: gl.constexpr):
     sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], PLAIN, row_sum)
     parts = gl.allocate_shared_memory(gl.float32, used.shape, gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]), used)
     part_max = maxima.slice(0, HEADS, dim=1).load(STATS)
-    share = exp2(part_max - gl.expand_dims(gl.max(part_max, axis=0), 0))
-    total = gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0)
+    top = gl.max(part_max, axis=0)
+    share = exp2(part_max - gl.expand_dims(top, 0))
+    # Where the new token does not count, all weights may be as good as 0 beside its.
+    total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), SMALLEST)
     out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
-    heads = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT))
+    return out, top + log2(total)
+
+
+@gluon.jit
+def store_heads(out, out_ptr, GROUP: gl.constexpr):
+    """Store the outputs of a group's heads, one behind the other."""
+    HEAD_DIM: gl.constexpr = out.shape[1]
+    heads = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out.type.layout))
     out = out.to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out, mask=(heads < GROUP)[:, None])

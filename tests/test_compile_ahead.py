@@ -77,7 +77,7 @@ PROGRAM = """
     x, device = torch.zeros(4, 64), torch.device("cpu")
     half = torch.zeros(256, 128, dtype=torch.bfloat16)
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
-    whole, split = (plan_hopper_decode(ints[0] + 1, 4, 64, shares) for shares in (1, 2))
+    whole, split = (plan_hopper_decode(ints[0] + 1, 4, 2, 64, shares) for shares in (1, 2))
     runs = [
         partial(hopper_gated_linear, half, half, 132),
         partial(batch_linear, half, half, True),

@@ -14,13 +14,24 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.attention import triton as triton_backend
 from nanovllm.attention.triton import whole_contexts_pay
+from nanovllm.engine import shared_prefix
 from nanovllm.engine.input_buffers import InputBuffers, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
 from nanovllm.kernels.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
+from nanovllm.kernels.prefix_attention import SharedPrefixes
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
 from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE, make_llm, prompts
-from tests.test_kernels import DEVICE, check_error, dense_attention, empty_is_nan, needs_hopper, paged, randn
+from tests.test_kernels import (
+    DEVICE,
+    check_error,
+    dense_attention,
+    empty_is_nan,
+    needs_hopper,
+    paged,
+    randn,
+    with_shared_prefixes,
+)
 
 # Of the last 64 keys none to four sixteenths are left, in places of the ring that are fresh, and used.
 LENS = [1, 2, 16, 17, 18, 33, 34, 49, 50, 63, 64, 65, 66, 128, 129, 226, 255, 256, 257, 369, 402, 700, 2047, 4100]
@@ -40,14 +51,15 @@ def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.T
 
 def attend(
     shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
-    context_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None,
+    context_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: SharedPrefixes | None = None,
 ) -> None:  # fmt: skip
     """By as many shares; with 1 contexts are whole."""
     from nanovllm.kernels.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_hopper_decode(context_lens, num_heads, head_dim, shares)
-    for part in plan.partial or ():
+    plan = plan_hopper_decode(context_lens, num_heads, cache.shape[3], head_dim, shares, shared)
+    prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
+    for part in (*(plan.partial or ()), *prefix):
         part.fill_(float("nan"))
     hopper_decode_attention(x, cache[0], cache[1], out, tables, slots, plan, head_dim**-0.5, rope)
 
@@ -77,6 +89,27 @@ def test_stored_contexts(
     assert out.isfinite().all()
     stored = slots >= 0
     check_error(out[stored], same[stored], exact[stored])
+
+
+@needs_hopper
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(128, 2, 256), (128, 8, 64), (64, 7, 128), (64, 1, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shares", [1, 2, 33, 3000])
+@pytest.mark.parametrize("max_items", [3, 64])
+def test_contexts_behind_shared_prefixes(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, max_items: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The result is that of the whole contexts."""
+    case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
+    lens, cache, tables, context_lens, shared = case
+    query = randn(len(lens), group * 2, head_dim, dtype=dtype)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    slots = new_slots(tables, lens, block_size)
+    attend(shares, query, cache, out, tables, context_lens, slots, shared=shared)
+    exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
+    same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
+    check_error(out, same, exact)
 
 
 @needs_hopper
@@ -120,14 +153,17 @@ def test_projected_tokens(
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 300, 512, *([700] if DEVICE == "cuda" else [])])
-@pytest.mark.parametrize("shares", [1, 2, 33, 500])
-def test_split_contexts(num_seqs: int, shares: int) -> None:
+@pytest.mark.parametrize(("shares", "has_prefix"), [(1, False), (2, True), (33, False), (500, True)])
+def test_split_contexts(num_seqs: int, shares: int, has_prefix: bool) -> None:
     # A place further into the tensor, as chunks' contexts follow decode rows'.
     lens = torch.randint(1, 40, (num_seqs + 1,), dtype=torch.int32, device=DEVICE)[1:]
     lens[num_seqs // 2] = 3000
+    # Some of them have a prefix that does not count; there may be more rows in its tensor.
+    prefix_lens = 16 * torch.arange(num_seqs + 3, dtype=torch.int32, device=DEVICE) if has_prefix else None
+    whole_lens = lens if prefix_lens is None else lens + prefix_lens[:num_seqs]
     with empty_is_nan():
-        got = split_contexts_triton(lens, 16, shares)
-    want = split_contexts_ref(lens, 16, shares)
+        got = split_contexts_triton(whole_lens, 16, shares, prefix_lens)
+    want = split_contexts_ref(whole_lens, 16, shares, prefix_lens)
     assert torch.equal(got.splits, want.splits) and torch.equal(got.of_seqs, want.of_seqs)
     seqs, starts, counts, old = got.splits[got.splits[:, 0] >= 0].T
     assert (got.splits[len(seqs) :] == -1).all() and torch.equal(old, lens[seqs.long()] - 1)
@@ -191,6 +227,27 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
         shape = buffers.shape_of(step)
         assert not shape.whole_contexts and asked[-1] == [12 + i, 11 + i]
         assert not buffers.assemble(buffers.stage(step, shape)).context.whole_contexts
+
+
+def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
+    asked: list[list[int]] = []
+
+    def pay(lens: np.ndarray) -> bool:
+        asked.append(lens.tolist())
+        return True
+
+    buffers = InputBuffers(4, 3, 16, 128, 8, 2, pay, torch.device("cpu"))
+    # Two rows have two blocks in common, and the third none with them.
+    joins = [SlotJoin(slot, [*blocks, 5 + slot], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])]
+    chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
+    batch = ScheduledBatch(joins=joins, chunks=chunks, sampled_seq_ids=[0, 1, 2])
+    buffers.stage(batch, buffers.shape_of(batch))
+    for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
+        step = ScheduledBatch(decode_slots=slots, sampled_seq_ids=slots)
+        shape = buffers.shape_of(step)
+        buffers.stage(step, shape)
+        assert shape.shares_prefixes == (len(slots) == 3) and shape.whole_contexts and asked[-1] == lens
 
 
 @pytest.mark.gpu

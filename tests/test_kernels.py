@@ -484,19 +484,15 @@ def test_decode_attention(
     check_error(out, same, exact)
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES if GPU else [(16, 1, 16), (64, 7, 48)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("programs", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
-def test_decode_attention_over_shared_prefixes(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int, max_items: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Two groups of rows with common blocks, among rows of their own; the result is that of the whole contexts."""
+def with_shared_prefixes(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, block_size: int, dtype: torch.dtype, max_items: int
+) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, SharedPrefixes]:
+    """Two groups of rows with common blocks, among rows of their own: lengths, then as `paged`, and the work."""
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(shared_prefix, "_MIN_PIECE", 32)
-    kv_heads, shared_blocks = 2, max(1, 160 // block_size)
+    shared_blocks = max(1, 160 // block_size)
     lens = [shared_blocks * block_size + n for n in [1, 2, 40, 70, 33, 5, 17, 90] * (8 if GPU else 1)]
-    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    cache, tables, context_lens = paged(lens, block_size, 2, head_dim, dtype)
     for members in (range(0, len(lens), 2), range(1, len(lens), 4)):
         tables[list(members), :shared_blocks] = tables[members[0], :shared_blocks].clone()
     full = (context_lens.cpu().numpy() - 1) // block_size
@@ -504,9 +500,22 @@ def test_decode_attention_over_shared_prefixes(
     assert work is not None
     shared = SharedPrefixes(*(torch.from_numpy(array).to(DEVICE) for array in work))
     assert (shared.rows[0] > 0).sum() >= (len(lens) // 2 if max_items > 3 else 1)
-    query = randn(len(lens), group * kv_heads, head_dim, dtype=dtype)
+    return lens, cache, tables, context_lens, shared
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES if GPU else [(16, 1, 16), (64, 7, 48)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("programs", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
+def test_decode_attention_over_shared_prefixes(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int, max_items: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The result is that of the whole contexts."""
+    case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
+    lens, cache, tables, context_lens, shared = case
+    query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(context_lens, programs, tile, group * kv_heads, kv_heads, head_dim, shared)
+    plan = plan_decode(context_lens, programs, tile, group * 2, 2, head_dim, shared)
     assert plan.prefix is not None
     plan.prefix.partial.fill_(float("nan"))
     plan.prefix.lse.fill_(float("nan"))

@@ -29,7 +29,7 @@ class AttentionBackend(ABC):
     """Most decode rows of such a piece."""
 
     def whole_contexts_pay(self, num_kv_heads: int, context_lens: np.ndarray) -> bool:
-        """Whether that pays in a step whose decode rows have contexts of these lengths.
+        """Whether that pays in a step whose decode rows have contexts of these lengths, without what they share.
 
         context_lens: [num_seqs], perhaps of none. num_kv_heads is some rank's: all ranks are asked the same, and so go
         the same way.

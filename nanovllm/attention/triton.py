@@ -91,10 +91,9 @@ class TritonBackend(AttentionBackend):
         if not context.num_decodes:
             return None
         lens = context.context_lens[: context.num_decodes]
-        if self._takes_hopper_decode(context):
-            num_heads, num_kv_heads, head_dim = self.heads
-            shares = 1 if context.whole_contexts else self._shares(context.num_decodes, num_kv_heads)
-            return self._hopper_decode.plan_hopper_decode(lens, num_heads, head_dim, shares)
+        if self._hopper_decode is not None:
+            shares = 1 if context.whole_contexts else self._shares(context.num_decodes)
+            return self._hopper_decode.plan_hopper_decode(lens, *self.heads, shares, context.shared_prefixes)
         few = context.num_decodes <= FEW_SEQS
         tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
         tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
@@ -108,7 +107,7 @@ class TritonBackend(AttentionBackend):
         out = torch.empty_like(query)
         tables, lens = context.block_tables, context.context_lens
         decodes = query[:n], k_cache, v_cache, out[:n], tables[:n]
-        if n and self._takes_hopper_decode(context):
+        if n and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(*decodes, context.kv_slots[:n], context.plan, scale)
         elif n:
             decode_attention(*decodes, lens[:n], context.plan, scale)
@@ -129,7 +128,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor | None:
         """See the base class; for decode rows alone."""
-        if not self._takes_hopper_decode(context) or len(context.query_tiles):
+        if self._hopper_decode is None or context.shared_prefixes is not None or len(context.query_tiles):
             return None
         out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
         self._hopper_decode.hopper_decode_attention(
@@ -138,12 +137,9 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
         return out
 
-    def _shares(self, num_seqs: int, num_kv_heads: int) -> int:
+    def _shares(self, num_seqs: int) -> int:
         """How finely `hopper_decode` had better split contexts."""
+        _, num_kv_heads, _ = self.heads
         at_once = max(1, _SPLIT_PROGRAMS * self.num_processors // num_kv_heads)
         # Each sequence may have a split more than its share of them; a few together must not be more than run at once.
         return at_once - num_seqs if 2 * num_seqs <= at_once else at_once
-
-    def _takes_hopper_decode(self, context: Context) -> bool:
-        """Whether Hopper's kernel attends for the decode rows."""
-        return self._hopper_decode is not None and context.shared_prefixes is None

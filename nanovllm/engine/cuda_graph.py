@@ -67,12 +67,11 @@ class Ladder:
 
     Args:
         shapes: the sizes.
-        supports_whole_contexts: whether the backend does; sizes without shared prefixes then serve both ways.
+        supports_whole_contexts: whether the backend does; each size then serves both ways.
     """
 
     def __init__(self, shapes: list[StepShape], supports_whole_contexts: bool = False) -> None:
-        plain = [shape for shape in shapes if supports_whole_contexts and not shape.shares_prefixes]
-        whole = [replace(shape, whole_contexts=True) for shape in plain]
+        whole = [replace(shape, whole_contexts=True) for shape in shapes if supports_whole_contexts]
         self.shapes = sorted([*shapes, *whole], key=_cost)
 
     def fit(self, shape: StepShape) -> StepShape | None:
@@ -91,7 +90,7 @@ class Ladder:
 
     def samples(self) -> list[StepShape]:
         """Some of the shapes, small ones and the largest of each kind, which take the kernels that all of them take."""
-        ways = ((False, False), (False, True), (True, False))
+        ways = ((False, False), (False, True), (True, False), (True, True))
         prompts = [(0, 0), *((num_tokens, 1) for num_tokens in _KERNEL_TOKENS)]
         kinds = [(*prompt, *way) for prompt in prompts for way in ways]
         rungs = [self.fit(StepShape(rows, *kind)) for kind in kinds for rows in _KERNEL_ROWS]

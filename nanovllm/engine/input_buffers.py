@@ -106,7 +106,7 @@ class InputBuffers:
         block_size: tokens of a block.
         max_num_batched_tokens: most tokens of a step.
         max_prefix_items, rows_per_prefix_item: see `PrefixBuffers`.
-        whole_contexts_pay: see `AttentionBackend`; takes the contexts' lengths.
+        whole_contexts_pay: see `AttentionBackend`; takes the contexts' lengths, without what is shared.
         device: where the state lives.
     """
 
@@ -139,7 +139,7 @@ class InputBuffers:
         """The shape that a batch has without padding."""
         shares = self.prefixes.plan(batch.decode_slots, self.host_state)
         context_lens = self.host_state[batch.decode_slots, NUM_COMPUTED] + 1
-        whole = not shares and self._whole_contexts_pay(context_lens)
+        whole = self._whole_contexts_pay(context_lens - self.prefixes.prefix_lens if shares else context_lens)
         return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), shares, whole)
 
     def stage(self, batch: ScheduledBatch, shape: StepShape) -> StagedStep:

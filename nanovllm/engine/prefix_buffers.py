@@ -29,6 +29,8 @@ class PrefixBuffers:
         self._lengths = [4 * max_items, num_slots, 3 * num_slots]
         self._none = np.zeros(sum(self._lengths), dtype=np.int32)
         self._planned = self._sent = self._none
+        self.prefix_lens = self._none[:0]
+        """Tokens that each planned row shares, [num_rows]."""
         self._planned_slots: list[int] = []
         self._buffer = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
         items, members, rows = self._buffer.split(self._lengths)
@@ -44,6 +46,7 @@ class PrefixBuffers:
                 rows[:, BLOCK_TABLE:], full, self.block_size, self.max_items, self.rows_per_item
             )
             self._planned = self._none if work is None else self._pack(*work)
+            self.prefix_lens = np.zeros(len(rows), dtype=np.int32) if work is None else work[2][0]
         return self._planned is not self._none
 
     def to_send(self) -> np.ndarray:

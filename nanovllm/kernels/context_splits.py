@@ -34,9 +34,13 @@ class ContextSplits:
     of_seqs: torch.Tensor
 
 
-def split_contexts_ref(context_lens: torch.Tensor, tile: int, shares: int) -> ContextSplits:
+def split_contexts_ref(
+    context_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
     """Plain torch form of `split_contexts`."""
     old = context_lens.long() - 1
+    if prefix_lens is not None:
+        old -= prefix_lens[: len(old)]
     tiles = -(-old // tile)
     weights = tiles.clamp(min=1)
     counts = -(-weights // -(-weights.sum() // shares))
@@ -51,10 +55,10 @@ def split_contexts_ref(context_lens: torch.Tensor, tile: int, shares: int) -> Co
     return ContextSplits(splits, torch.stack([firsts, counts], 1).int())
 
 
-@jit(do_not_specialize=["num_seqs", "shares", "num_splits"], unaligned=["context_lens_ptr"])
+@jit(do_not_specialize=["num_seqs", "shares", "num_splits"], unaligned=["context_lens_ptr", "prefix_lens_ptr"])
 def _split_contexts_kernel(
-    context_lens_ptr, splits_ptr, of_seqs_ptr, num_seqs, shares, num_splits,
-    TILE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    context_lens_ptr, prefix_lens_ptr, splits_ptr, of_seqs_ptr, num_seqs, shares, num_splits,
+    TILE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     seqs, own = tl.arange(0, SEQS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_seq, is_own = seqs < num_seqs, own < num_seqs
@@ -63,6 +67,9 @@ def _split_contexts_kernel(
         gdc_launch_dependents()
     old = tl.load(context_lens_ptr + seqs, mask=is_seq, other=1) - 1
     own_old = tl.load(context_lens_ptr + own, mask=is_own, other=1) - 1
+    if HAS_PREFIX:
+        old -= tl.load(prefix_lens_ptr + seqs, mask=is_seq, other=0)
+        own_old -= tl.load(prefix_lens_ptr + own, mask=is_own, other=0)
     own_tiles = tl.cdiv(own_old, TILE)
     weights = tl.where(is_seq, tl.maximum(tl.cdiv(old, TILE), 1), 0)
     longest = tl.cdiv(tl.sum(weights, axis=0), shares)
@@ -87,20 +94,24 @@ def _split_contexts_kernel(
         tl.store(splits_ptr + 4 * split + tl.arange(0, 4), -1)
 
 
-def split_contexts_triton(context_lens: torch.Tensor, tile: int, shares: int) -> ContextSplits:
+def split_contexts_triton(
+    context_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
     """Triton form of `split_contexts`: a split's place is the number of those before it."""
     num_seqs = len(context_lens)
     splits, of_seqs = context_lens.new_empty(num_seqs + shares - 1, 4), context_lens.new_empty(num_seqs, 2)
     # The same for all but the largest batches, so that they need no kernel of their own.
     size = max(512, triton.next_power_of_2(num_seqs))
     _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
-        context_lens, splits, of_seqs, num_seqs, shares, len(splits),
-        TILE=tile, SEQS=size, BLOCK=_BLOCK, **pdl_options(context_lens.device),
+        context_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
+        TILE=tile, SEQS=size, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(context_lens.device),
     )  # fmt: skip
     return ContextSplits(splits, of_seqs)
 
 
-def split_contexts(context_lens: torch.Tensor, tile: int, shares: int) -> ContextSplits:
+def split_contexts(
+    context_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
     """Split contexts; the longest splits first, those of equal lengths by sequences as they stand.
 
     Args:
@@ -108,9 +119,11 @@ def split_contexts(context_lens: torch.Tensor, tile: int, shares: int) -> Contex
         tile: tokens of a tile.
         shares: no split has more tiles than all contexts divided by this, rounded up; 1 leaves contexts whole. There is
             room for num_seqs + shares - 1 splits.
+        prefix_lens: [num_seqs or more] int32; tokens at the start of each context, fewer than it has, that are left
+            out, as if the rest were all of it.
     """
     function = split_contexts_triton if context_lens.is_cuda else split_contexts_ref
-    return function(context_lens, tile, shares)
+    return function(context_lens, tile, shares, prefix_lens)
 
 
 @jit(unaligned=["of_seqs_ptr"])

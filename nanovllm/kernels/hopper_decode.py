@@ -18,36 +18,27 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._gluon import (
-    barrier,
-    descriptor,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon,
-    kernel,
-    mbarrier,
-    tma_load,
-)
+from nanovllm.kernels._gluon import descriptor, gdc_launch_dependents, gdc_wait, gl, kernel
 from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.context_splits import ContextSplits, merge_splits, split_contexts
 from nanovllm.kernels.decode_token import finish_token, halves_layout, load_constants, load_token
 from nanovllm.kernels.online_softmax import LOG2E
+from nanovllm.kernels.prefix_attention import PrefixPlan, SharedPrefixes, plan_prefixes, prefix_attention
 from nanovllm.kernels.qkv_rope_store import NormWeights
+from nanovllm.kernels.tile_ring import attend_to_old, begin_copies
 from nanovllm.kernels.warp_attention import (
     MAX_GROUP,
     PIECE,
     ROWS,
+    TILE,
     WARPS,
-    attend_tile,
     begin_softmax,
+    load_parts,
     merge,
+    merge_two,
     spread,
     store_heads,
 )
-
-TILE = WARPS.value * PIECE.value
-"""Tokens of a tile of keys, which must lie in one block."""
 
 
 @dataclass
@@ -55,85 +46,28 @@ class DecodePlan:
     """What all layers of a step share.
 
     Attributes:
-        splits: ranges of contexts that programs take.
+        splits: ranges of contexts, of what sequences have behind a shared prefix, that programs take.
         partial: outputs of splits that are not whole contexts, and the base-2 logarithms of the sums of their weights,
             [num_splits, num_heads, head_dim] and [num_splits, num_heads] float32; None if there are no such splits.
+        prefix: what is attended to before, of prefixes that sequences share; None if there are none.
     """
 
     splits: ContextSplits
     partial: tuple[torch.Tensor, torch.Tensor] | None
+    prefix: PrefixPlan | None
 
 
-@gluon.jit
-def _copy_tile(number, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PIECES: gl.constexpr):
-    """Start to copy a tile of keys and values into its place; of the last, if BY_PIECES, just the pieces with keys."""
-    k_desc, v_desc, k_piece_desc, v_piece_desc, table_ptr, column, tiles = copy_from
-    first_tile, _num_tiles, old_len = tiles
-    keys, values, full = ring
-    slot = number % SLOTS
-    key = (first_tile + number) * (WARPS * PIECE)
-    row = gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
-    place = row // PIECE
-    pieces = gl.cdiv(old_len - key, PIECE) if BY_PIECES else WARPS
-    PIECE_BYTES: gl.constexpr = 4 * PIECE * keys.shape[3]
-    if pieces >= WARPS:
-        mbarrier.expect(full.index(slot), WARPS * PIECE_BYTES)
-        tma_load(k_desc, [place, 0, column], full.index(slot), keys.index(slot))
-        tma_load(v_desc, [place, 0, column], full.index(slot), values.index(slot))
-    else:
-        for some in gl.static_range(1, WARPS):
-            mbarrier.expect(full.index(slot), some * PIECE_BYTES, pred=pieces == some)
-        for piece in gl.static_range(WARPS - 1):
-            at = [place + piece, 0, column]
-            tma_load(k_piece_desc, at, full.index(slot), keys.index(slot).slice(piece, 1), pred=piece < pieces)
-            tma_load(v_piece_desc, at, full.index(slot), values.index(slot).slice(piece, 1), pred=piece < pieces)
-
-
-@gluon.jit
-def _begin_copies(
-    copy_from, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PIECES: gl.constexpr
-):
-    """Make places for tiles in shared memory, and start to copy the first tiles into them."""
-    k_desc, v_desc, _k_piece_desc, _v_piece_desc, _table_ptr, _column, tiles = copy_from
-    _first_tile, num_tiles, _old_len = tiles
-    keys = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], k_desc.layout)
-    values = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, WARPS, PIECE, HEAD_DIM], v_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-    ring = (keys, values, full)
-    for number in range(gl.minimum(num_tiles, SLOTS)):
-        _copy_tile(number, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
-    return ring
-
-
-@gluon.jit
-def _attend_to_old(
-    query, scale, softmax, copy_from, ring, SLOTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PIECES: gl.constexpr
-):
-    """Attend to the split's tiles, of which the first are on their way."""
-    _k_desc, _v_desc, _k_piece_desc, _v_piece_desc, _table_ptr, _column, tiles = copy_from
-    first_tile, num_tiles, old_len = tiles
-    keys, values, full = ring
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, softmax[0].type.layout, 2)
-    for number in range(num_tiles):
-        slot = number % SLOTS
-        mbarrier.wait(full.index(slot), number // SLOTS & 1)
-        key = keys.index(slot).permute((0, 2, 1)).load(OPERAND)
-        value = values.index(slot).load(OPERAND)
-        if number + SLOTS < num_tiles:
-            barrier()
-            _copy_tile(number + SLOTS, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
-        softmax = attend_tile(query, key, value, first_tile + number, old_len, scale, softmax)
-    return softmax
-
-
-@kernel(do_not_specialize=["table_stride"], unaligned=["kv_slots_ptr", "block_tables_ptr"])
+@kernel(
+    do_not_specialize=["table_stride", "prefix_rows_stride"],
+    unaligned=["kv_slots_ptr", "block_tables_ptr", "prefix_rows_ptr"],
+)
 def _hopper_decode_kernel(
     x_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, kv_slots_ptr, splits_ptr, block_tables_ptr, table_stride,
-    k_desc, v_desc, k_piece_desc, v_piece_desc, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr, eps, scale,
+    k_desc, v_desc, k_piece_desc, v_piece_desc, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr,
+    prefix_rows_ptr, prefix_rows_stride, prefix_out_ptr, prefix_lse_ptr, eps, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SLOTS: gl.constexpr, BY_PIECES: gl.constexpr, WHOLE: gl.constexpr, PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
+    SLOTS: gl.constexpr, BY_PIECES: gl.constexpr, WHOLE: gl.constexpr, PREFIX_STRIDE: gl.constexpr,
+    PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -143,12 +77,17 @@ def _hopper_decode_kernel(
     seq = gl.load(split_ptr).to(gl.int64)
     tiles = (gl.load(split_ptr + 1), gl.load(split_ptr + 2), gl.load(split_ptr + 3))
     first_tile, num_tiles, old_len = tiles
+    is_first = first_tile == 0
     if seq < 0:
         return
     kv_slot = gl.load(kv_slots_ptr + seq)
     table_ptr = block_tables_ptr + seq * table_stride
+    if PREFIX_STRIDE > 0:
+        table_ptr += gl.load(prefix_rows_ptr + seq) // BLOCK_SIZE
+        prefix_place = gl.load(prefix_rows_ptr + prefix_rows_stride + seq)
+        prefix_parts = gl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
     copy_from = (k_desc, v_desc, k_piece_desc, v_piece_desc, table_ptr, head * HEAD_DIM, tiles)
-    ring = _begin_copies(copy_from, HEAD_DIM, SLOTS, BLOCK_SIZE, BY_PIECES)
+    ring = begin_copies(copy_from, HEAD_DIM, SLOTS, BLOCK_SIZE, BY_PIECES)
     dims = gl.arange(0, HALF, gl.SliceLayout(0, HALVES))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
     value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
@@ -161,22 +100,27 @@ def _hopper_decode_kernel(
     place = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
     stored = (k_cache_ptr + place, v_cache_ptr + place)
     token = load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
-    is_first = first_tile == 0
     if PROJECTED:
         kv_slot = gl.where(is_first, kv_slot, -1)
         token = finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM)
     query, key, value = token
     softmax = begin_softmax(query, key, value, is_first, scale, MMA)
     operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2))
-    softmax = _attend_to_old(operand, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
+    if PREFIX_STRIDE > 0:
+        first_row, stride = (prefix_place * KV_HEADS + head) * GROUP, PREFIX_STRIDE * KV_HEADS * GROUP
+        count = gl.where(is_first, prefix_parts, 0)
+        prefix = load_parts(prefix_out_ptr, prefix_lse_ptr, first_row, stride, count, GROUP, HEAD_DIM)
+    softmax = attend_to_old(operand, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
     attended, lse = merge(softmax)
-    if WHOLE or (is_first and num_tiles * (WARPS * PIECE) >= old_len):
+    if PREFIX_STRIDE > 0:
+        attended, lse = merge_two(attended, lse, prefix[0], prefix[1])
+    if WHOLE or (is_first and num_tiles * TILE >= old_len):
         store_heads(attended, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)
     else:
-        first_row = (split * KV_HEADS + head).to(gl.int64) * GROUP
-        store_heads(attended, partial_ptr + first_row * HEAD_DIM, GROUP)
+        partial_row = (split * KV_HEADS + head).to(gl.int64) * GROUP
+        store_heads(attended, partial_ptr + partial_row * HEAD_DIM, GROUP)
         heads = gl.arange(0, ROWS // 2, lse.type.layout)
-        gl.store(lse_ptr + first_row + heads, lse, mask=heads < GROUP)
+        gl.store(lse_ptr + partial_row + heads, lse, mask=heads < GROUP)
 
 
 def takes(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -185,25 +129,34 @@ def takes(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, 
         dtype.itemsize == 2
         and num_heads <= MAX_GROUP * num_kv_heads
         and head_dim in {64, 128}
-        and block_size % TILE == 0
+        and block_size % TILE.value == 0
     )
 
 
-def plan_hopper_decode(context_lens: torch.Tensor, num_heads: int, head_dim: int, shares: int) -> DecodePlan:
+def plan_hopper_decode(
+    context_lens: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    shares: int,
+    shared: SharedPrefixes | None = None,
+) -> DecodePlan:
     """Plan the attention of one step for all its layers.
 
     Args:
         context_lens: [num_seqs] int32, at least 1 each.
-        num_heads: heads of queries.
+        num_heads, num_kv_heads: heads of queries, and of keys.
         head_dim: elements of a head.
-        shares: as in `split_contexts`, which a KV head's programs go by; with 1 nothing has to be merged.
+        shares: as in `split_contexts`, for the programs of one KV head; with 1 nothing has to be merged.
+        shared: prefixes to attend to once for all that share them; a sequence has at least one token besides.
     """
-    splits = split_contexts(context_lens, TILE, shares)
+    splits = split_contexts(context_lens, TILE.value, shares, None if shared is None else shared.rows[0])
+    prefix = None if shared is None else plan_prefixes(shared, num_heads, num_heads // num_kv_heads, head_dim)
     if shares == 1:
-        return DecodePlan(splits, None)
+        return DecodePlan(splits, None, prefix)
     shape = len(splits.splits), num_heads
     outputs = context_lens.new_empty(*shape, head_dim, dtype=torch.float32)
-    return DecodePlan(splits, (outputs, context_lens.new_empty(shape, dtype=torch.float32)))
+    return DecodePlan(splits, (outputs, context_lens.new_empty(shape, dtype=torch.float32)), prefix)
 
 
 def hopper_decode_attention(
@@ -231,11 +184,16 @@ def hopper_decode_attention(
         plan: of the contexts, each with its new token.
         scale: factor of the scores.
         rope: norm_weights, eps and cos_sin of `qkv_rope_store`, to do what that does first, which fills the slots; a
-            token's position is its context's last.
+            token's position is its context's last. Not with shared prefixes.
     """
     num_seqs, num_heads, head_dim = out.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    prefix_rows = prefix_out = prefix_lse = None
+    if plan.prefix is not None:
+        assert rope is None
+        prefix_attention(x, k_cache, v_cache, block_tables, plan.prefix, scale)
+        prefix_rows, prefix_out, prefix_lse = plan.prefix.shared.rows, plan.prefix.partial, plan.prefix.lse
     norm_weights, eps, cos_sin = rope if rope is not None else (None, 0.0, None)
     q_norm, k_norm = norm_weights if norm_weights is not None else (None, None)
     shape = (-1, PIECE.value, num_kv_heads * head_dim)
@@ -249,9 +207,11 @@ def hopper_decode_attention(
     many = num_seqs * num_kv_heads > device_limits(out.device)[0]
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, kv_slots, splits, block_tables, block_tables.stride(0),
-        *descriptors, k_cache, v_cache, out, partial, lse, eps, scale * LOG2E,
+        *descriptors, k_cache, v_cache, out, partial, lse,
+        prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         SLOTS=4 if is_whole and not many else 3, BY_PIECES=is_whole and many, WHOLE=is_whole,
+        PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     if plan.partial is not None:

@@ -12,6 +12,8 @@ from nanovllm.kernels.fast_math import exp2, log2
 WARPS = gl.constexpr(4)
 PIECE = gl.constexpr(16)
 """Keys of a tile that are one warp's."""
+TILE = gl.constexpr(WARPS.value * PIECE.value)
+"""Keys of a tile, which must lie in one block."""
 ROWS = gl.constexpr(16)
 """Rows of the matrix instruction, of which a group of query heads fills some."""
 SMALLEST = gl.constexpr(2.0**-126)
@@ -37,7 +39,7 @@ def _is_old(tile, old_len, LAYOUT: gl.constexpr):
     """Which keys of a tile there are: [WARPS, PIECE]."""
     warps = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
     keys = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
-    return tile * (WARPS * PIECE) + warps[:, None] * PIECE + keys[None, :] < old_len
+    return tile * TILE + warps[:, None] * PIECE + keys[None, :] < old_len
 
 
 @gluon.jit
@@ -49,7 +51,7 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
     acc, row_max, row_sum = softmax
     MMA: gl.constexpr = acc.type.layout
     scores = mma_v2(query, key, gl.zeros([WARPS, ROWS, PIECE], gl.float32, MMA))
-    if (tile + 1) * (WARPS * PIECE) > old_len:
+    if (tile + 1) * TILE > old_len:
         known = _is_old(tile, old_len, gl.SliceLayout(1, MMA))
         scores = gl.where(gl.expand_dims(known, 1), scores, -float("inf"))
         # Others' remains, whose weight of zero makes NaN of what is not finite.
@@ -89,7 +91,7 @@ def _merged_layout(head_dim):
 
 @gluon.jit
 def merge(softmax):
-    """Merge the warps' outputs: float32 outputs [HEADS, HEAD_DIM] of heads, and their weights' log-sum-exp [HEADS]."""
+    """Merge the warps' outputs: float32 [HEADS, HEAD_DIM], and the base-2 logarithms of their weights' sums [HEADS]."""
     acc, row_max, row_sum = softmax
     HEAD_DIM: gl.constexpr = acc.shape[2]
     HEADS: gl.constexpr = ROWS // 2
@@ -107,7 +109,34 @@ def merge(softmax):
     # Where the new token does not count, all weights may be as good as 0 beside its.
     total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), SMALLEST)
     out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
-    return out, top + log2(total)
+    return out, gl.convert_layout(top + log2(total), gl.SliceLayout(1, out.type.layout))
+
+
+@gluon.jit
+def merge_two(out, lse, other, other_lse):
+    """Merge outputs as those of `merge`; not both of their logarithms may be -inf."""
+    top = gl.maximum(lse, other_lse)
+    weight, other_weight = exp2(lse - top), exp2(other_lse - top)
+    total = weight + other_weight
+    merged = out * gl.expand_dims(weight / total, 1) + other * gl.expand_dims(other_weight / total, 1)
+    return merged, top + log2(total)
+
+
+@gluon.jit
+def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Load and merge `count` outputs of a group's heads, `stride` rows apart; of none, the logarithms are -inf."""
+    OUT: gl.constexpr = gl.SliceLayout(0, _merged_layout(HEAD_DIM))
+    HEADS: gl.constexpr = ROWS // 2
+    heads = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT))
+    out = gl.zeros([HEADS, HEAD_DIM], gl.float32, OUT)
+    lse = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(1, OUT))
+    for part in range(count):
+        rows = first_row + part * stride + heads
+        part_lse = gl.load(lse_ptr + rows, mask=heads < GROUP, other=0.0)
+        part_ptrs = out_ptr + rows.to(gl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        out, lse = merge_two(out, lse, gl.load(part_ptrs, mask=(heads < GROUP)[:, None], other=0.0), part_lse)
+    return out, lse
 
 
 @gluon.jit

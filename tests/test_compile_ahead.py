@@ -71,22 +71,26 @@ PROGRAM = """
     from nanovllm.kernels.hopper_batch_linear import batch_linear
     from nanovllm.kernels.hopper_decode import hopper_decode_attention, plan_hopper_decode
     from nanovllm.kernels.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
+    from nanovllm.kernels.prefix_attention import SharedPrefixes
     from nanovllm.kernels.rms_norm import rms_norm_triton
     from nanovllm.kernels.silu_mul import silu_mul_triton
 
     x, device = torch.zeros(4, 64), torch.device("cpu")
     half = torch.zeros(256, 128, dtype=torch.bfloat16)
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
-    whole, split = (plan_hopper_decode(ints[0] + 1, 4, 2, 64, shares) for shares in (1, 2))
+    whole = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 1)
+    shared = SharedPrefixes(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
+    behind = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 2, shared)
     runs = [
         partial(hopper_gated_linear, half, half, 132),
         partial(batch_linear, half, half, True),
         partial(hopper_prefill_attention, heads, cache, cache, heads, ints, ints[0], ints[0], ints[0], 1.0, 132),
         partial(hopper_decode_attention, heads, cache, cache, heads, ints, ints[0], whole, 1.0),
         partial(
-            hopper_decode_attention, half.view(64, 8, 64), cache, cache, heads[:64], ints, ints[0], split, 1.0,
+            hopper_decode_attention, half.view(64, 8, 64), cache, cache, heads[:64], ints, ints[0], whole, 1.0,
             ((half[0], half[0]), 1e-6, x),
         ),
+        partial(hopper_decode_attention, heads, cache, cache, heads, ints, ints[0], behind, 1.0),
         partial(
             hopper_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16), (half[0], half[0]), 1e-6, x,
             ints[0], cache.view(1, 256, 1, 128), cache.view(1, 256, 1, 128), ints[0], 132,
@@ -97,8 +101,8 @@ PROGRAM = """
     ]
     kernels = [
         "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
-        "_hopper_decode_kernel", "_merge_splits_kernel", "_qkv_kernel", "_rms_norm_kernel", "_silu_mul_kernel",
-        "_silu_mul_kernel",
+        "_hopper_decode_kernel", "_prefix_kernel", "_hopper_decode_kernel", "_merge_splits_kernel", "_qkv_kernel",
+        "_rms_norm_kernel", "_silu_mul_kernel", "_silu_mul_kernel",
     ]
 
     def fails(error, runs):

@@ -142,24 +142,23 @@ def test_float32_and_bf16_tokens_agree_with_transformers(
     rough = deepcopy(model).bfloat16()
     for prompt, output in zip(batch, outputs, strict=True):
         token_ids = torch.tensor([prompt], device="cuda")
-        want = model.generate(
-            token_ids,
-            attention_mask=torch.ones_like(token_ids),
-            max_new_tokens=40,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0]
-        got = prompt + output["token_ids"]
-        differ = [i for i, token_id in enumerate(want.tolist()) if token_id != got[i]]
-        if dtype == "float32" or not differ:
-            assert not differ
+        if dtype == "float32":
+            want = model.generate(
+                token_ids,
+                attention_mask=torch.ones_like(token_ids),
+                max_new_tokens=40,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            assert output["token_ids"] == want[0, len(prompt) :].tolist()
             continue
-        # In bf16 a near tie may fall the other way, and after it the texts differ.
+        # In bf16 a near tie may fall the other way; after it texts differ, but each token is one of the best in its.
+        got = torch.tensor([prompt + output["token_ids"]], device="cuda")
         with torch.inference_mode():
-            exact, theirs = (form(want[None]).logits[0].float() for form in (model, rough))
-        logits = exact[differ[0] - 1]
-        assert logits.max() - logits[got[differ[0]]] <= 2 * (theirs - exact).abs().max()
+            exact, theirs = (form(got).logits[0, len(prompt) - 1 : -1].float() for form in (model, rough))
+        missing = exact.amax(1) - exact.gather(1, got[0, len(prompt) :, None])[:, 0]
+        assert missing.max() <= 2 * (theirs - exact).abs().max()
     if dtype == "float32":
         assert [output["token_ids"] for output in warm] == [output["token_ids"] for output in outputs]
 

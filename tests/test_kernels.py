@@ -490,8 +490,9 @@ def with_shared_prefixes(
     """Two groups of rows with common blocks, among rows of their own: lengths, then as `paged`, and the work."""
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(shared_prefix, "_MIN_PIECE", 32)
-    shared_blocks = max(1, 160 // block_size)
-    lens = [shared_blocks * block_size + n for n in [1, 2, 40, 70, 33, 5, 17, 90] * (8 if GPU else 1)]
+    shared_blocks = max(1, (448 if GPU else 160) // block_size)
+    own_lens = [1, 300, 64, 70, 700, 65, 1200, 90] * 4 if GPU else [1, 2, 40, 70, 33, 5, 17, 90]
+    lens = [shared_blocks * block_size + n for n in own_lens]
     cache, tables, context_lens = paged(lens, block_size, 2, head_dim, dtype)
     for members in (range(0, len(lens), 2), range(1, len(lens), 4)):
         tables[list(members), :shared_blocks] = tables[members[0], :shared_blocks].clone()

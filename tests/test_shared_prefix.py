@@ -89,14 +89,15 @@ def test_the_device_is_sent_what_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     state[:, NUM_COMPUTED] = 2 * BLOCK_SIZE + 3
     state[5, BLOCK_TABLE] = 9
     buffers = PrefixBuffers(6, BLOCK_SIZE, 4, 2, torch.device("cpu"))
-    assert not buffers.plan([5], state) and not len(buffers.to_send())
-    assert buffers.plan([0, 3, 5], state)
+    assert buffers.plan([5], state) is None and not len(buffers.to_send())
+    lens = buffers.plan([0, 3, 5], state)
+    assert lens is not None and lens.tolist() == [32, 32, 0]
     sent = buffers.to_send()
     buffers.receive(torch.from_numpy(sent))
     assert buffers.shared.rows[0].tolist() == [32, 32, 0, 0, 0, 0]
     assert buffers.shared.items[0].tolist() == [0, 2, 0, 32] and not buffers.shared.items[1:].any()
-    assert buffers.plan([0, 3, 5], state) and not len(buffers.to_send())
+    assert buffers.plan([0, 3, 5], state) is not None and not len(buffers.to_send())
     # Alone, a row has nothing to share; a graph that could is then sent as much.
-    assert not buffers.plan([0], state)
+    assert buffers.plan([0], state) is None
     buffers.receive(torch.from_numpy(buffers.to_send()))
     assert not buffers.shared.items.any() and not buffers.shared.rows.any()

@@ -62,17 +62,11 @@ def everything(llm: LLM) -> list[list[tuple[list[int], int]]]:
     return runs
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def folder_and_tokens(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> tuple[Path, Any]:
-    """A model, and what one rank says."""
-    folder = make_checkpoint(**MODELS[request.param])
+@pytest.mark.parametrize(("model", "size"), [("qwen3", 2), ("qwen2-tied", 3)])
+def test_any_number_of_ranks_says_the_same(make_checkpoint: MakeCheckpoint, model: str, size: int) -> None:
+    folder = make_checkpoint(**MODELS[model])
     with LLM(folder, **TIGHT) as llm:
-        return folder, everything(llm)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_number_of_ranks_says_the_same(folder_and_tokens: tuple[Path, Any], size: int) -> None:
-    folder, want = folder_and_tokens
+        want = everything(llm)
     with LLM(folder, tensor_parallel_size=size, **TIGHT) as llm:
         assert len(active_children()) == size - 1 and llm._runner is not None
         # As on GPUs, a step is launched before the one before it has been taken in.

@@ -27,6 +27,9 @@ _SHARING_MIXED_TOKENS = (256, 2048)
 _KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, 33, FEW_SEQS + 1, 129, 193)
 _KERNEL_TOKENS = (1, 65)
 """Decode rows, and prompt tokens, from which on other kernels serve, or others of `hopper_batch_linear`'s tiles."""
+_ATTENTION_ROWS = (1, 17, FEW_SEQS + 1)
+"""Decode rows from which on attention has other kernels; from 17 rows on 8 KV heads have more programs than an H200 has
+multiprocessors, and from 65 on 2."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: streams that engines which have ended captured on."""
@@ -90,10 +93,12 @@ class Ladder:
 
     def samples(self) -> list[StepShape]:
         """Some of the shapes, small ones and the largest of each kind, which take the kernels that all of them take."""
-        ways = ((False, False), (False, True), (True, False), (True, True))
         prompts = [(0, 0), *((num_tokens, 1) for num_tokens in _KERNEL_TOKENS)]
-        kinds = [(*prompt, *way) for prompt in prompts for way in ways]
-        rungs = [self.fit(StepShape(rows, *kind)) for kind in kinds for rows in _KERNEL_ROWS]
+        shapes = [StepShape(rows, *prompt) for prompt in prompts for rows in _KERNEL_ROWS]
+        # All but attention is the same whichever way its rows go.
+        ways = ((False, True), (True, False), (True, True))
+        shapes += [StepShape(rows, *prompt, *way) for way in ways for prompt in prompts for rows in _ATTENTION_ROWS]
+        rungs = [self.fit(shape) for shape in shapes]
         largest = {
             (bool(shape.num_chunks), shape.shares_prefixes, shape.whole_contexts): shape for shape in self.shapes
         }

@@ -137,10 +137,11 @@ class InputBuffers:
 
     def shape_of(self, batch: ScheduledBatch) -> StepShape:
         """The shape that a batch has without padding."""
-        shares = self.prefixes.plan(batch.decode_slots, self.host_state)
+        prefix_lens = self.prefixes.plan(batch.decode_slots, self.host_state)
         context_lens = self.host_state[batch.decode_slots, NUM_COMPUTED] + 1
-        whole = self._whole_contexts_pay(context_lens - self.prefixes.prefix_lens if shares else context_lens)
-        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), shares, whole)
+        whole = self._whole_contexts_pay(context_lens if prefix_lens is None else context_lens - prefix_lens)
+        sizes = len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks)
+        return StepShape(*sizes, shares_prefixes=prefix_lens is not None, whole_contexts=whole)
 
     def stage(self, batch: ScheduledBatch, shape: StepShape) -> StagedStep:
         """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""

@@ -29,15 +29,14 @@ class PrefixBuffers:
         self._lengths = [4 * max_items, num_slots, 3 * num_slots]
         self._none = np.zeros(sum(self._lengths), dtype=np.int32)
         self._planned = self._sent = self._none
-        self.prefix_lens = self._none[:0]
-        """Tokens that each planned row shares, [num_rows]."""
+        self._planned_lens: np.ndarray | None = None
         self._planned_slots: list[int] = []
         self._buffer = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
         items, members, rows = self._buffer.split(self._lengths)
         self.shared = SharedPrefixes(items.view(-1, 4), members, rows.view(3, num_slots))
 
-    def plan(self, decode_slots: list[int], host_state: np.ndarray) -> bool:
-        """Plan the step of these rows; whether there is anything to share."""
+    def plan(self, decode_slots: list[int], host_state: np.ndarray) -> np.ndarray | None:
+        """Plan the step of these rows; returns the tokens that each shares, [num_rows], or None if none does."""
         if self.max_items and decode_slots != self._planned_slots:
             self._planned_slots = decode_slots
             rows = host_state[decode_slots]
@@ -46,8 +45,8 @@ class PrefixBuffers:
                 rows[:, BLOCK_TABLE:], full, self.block_size, self.max_items, self.rows_per_item
             )
             self._planned = self._none if work is None else self._pack(*work)
-            self.prefix_lens = np.zeros(len(rows), dtype=np.int32) if work is None else work[2][0]
-        return self._planned is not self._none
+            self._planned_lens = None if work is None else work[2][0]
+        return self._planned_lens
 
     def to_send(self) -> np.ndarray:
         """What the device does not have yet of the planned work, [n] int32: all or nothing."""

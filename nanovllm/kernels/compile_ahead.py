@@ -1,6 +1,6 @@
 """Kernels compiled and loaded in threads before their first launch.
 
-Most of a compilation runs outside Python, but a fifth of it inside, where one thread at a time can be. With the 46
+Most of a compilation runs outside Python, but a fifth of it inside, where one thread at a time can be. With the 42
 kernels of Qwen3-0.6B that fifth decides how long all of them take, which is why threads take turns in what is Python
 alone (`_triton.recorded`), and nothing else is done meanwhile.
 """

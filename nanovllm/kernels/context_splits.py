@@ -2,8 +2,8 @@
 
 How often each is split is found on the device, from the contexts' lengths: so that they keep it busy, and no split is
 longer than an even share of all. So nothing depends on contexts but numbers on the device, and a captured graph stays
-valid as they grow. The longest splits come first, so that work which is taken as it comes ends with short ones. What is
-attended to in several splits is merged by its log-sum-exp (Flash-Decoding, Dao et al. 2023).
+valid as they grow. The longest splits, by a context's mean, come first, so that work which is taken as it comes ends
+with short ones. What is attended to in several splits is merged by its log-sum-exp (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ContextSplits:
 
     Attributes:
         splits: [num_splits, 4] int32; of each the sequence, -1 if it is left over, the first tile, the number of tiles,
-            and the tokens in the sequence's context but the new one.
+            and the tokens that tiles are of: the context's behind its prefix, but the new one.
         of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which follow one another.
     """
 
@@ -112,7 +112,7 @@ def split_contexts_triton(
 def split_contexts(
     context_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
 ) -> ContextSplits:
-    """Split contexts; the longest splits first, those of equal lengths by sequences as they stand.
+    """Split contexts; those first whose splits are longest in the mean, equal ones as they stand.
 
     Args:
         context_lens: [num_seqs] int32, at least 1 each; the last token, the new one, is in no tile.

@@ -42,7 +42,7 @@ from nanovllm.kernels.warp_attention import (
 
 
 @dataclass
-class DecodePlan:
+class HopperDecodePlan:
     """What all layers of a step share.
 
     Attributes:
@@ -140,7 +140,7 @@ def plan_hopper_decode(
     head_dim: int,
     shares: int,
     shared: SharedPrefixes | None = None,
-) -> DecodePlan:
+) -> HopperDecodePlan:
     """Plan the attention of one step for all its layers.
 
     Args:
@@ -153,10 +153,10 @@ def plan_hopper_decode(
     splits = split_contexts(context_lens, TILE.value, shares, None if shared is None else shared.rows[0])
     prefix = None if shared is None else plan_prefixes(shared, num_heads, num_heads // num_kv_heads, head_dim)
     if shares == 1:
-        return DecodePlan(splits, None, prefix)
+        return HopperDecodePlan(splits, None, prefix)
     shape = len(splits.splits), num_heads
     outputs = context_lens.new_empty(*shape, head_dim, dtype=torch.float32)
-    return DecodePlan(splits, (outputs, context_lens.new_empty(shape, dtype=torch.float32)), prefix)
+    return HopperDecodePlan(splits, (outputs, context_lens.new_empty(shape, dtype=torch.float32)), prefix)
 
 
 def hopper_decode_attention(
@@ -166,7 +166,7 @@ def hopper_decode_attention(
     out: torch.Tensor,
     block_tables: torch.Tensor,
     kv_slots: torch.Tensor,
-    plan: DecodePlan,
+    plan: HopperDecodePlan,
     scale: float,
     rope: tuple[NormWeights | None, float, torch.Tensor] | None = None,
 ) -> None:
@@ -181,7 +181,7 @@ def hopper_decode_attention(
         kv_slots: [num_seqs] int32; where the new tokens' keys and values are, `block * block_size + offset`; a sequence
             with -1 is padding, and comes out as anything finite. All but x and what is in these slots is older than the
             kernel queued last (see `pdl_options`).
-        plan: of the contexts, each with its new token.
+        plan: of the contexts, each with its new token; older than the kernel queued last, too.
         scale: factor of the scores.
         rope: norm_weights, eps and cos_sin of `qkv_rope_store`, to do what that does first, which fills the slots; a
             token's position is its context's last. Not with shared prefixes.

@@ -2,7 +2,8 @@
 
 Sequences with one prefix would each read its keys and values at every step. Here the queries of many of them are the
 rows of one matrix, and the pages are read once for all of it (Hydragen, Juravsky et al. 2024, arXiv:2402.05099); what
-comes out is where `decode_attention` starts on the pages that each has for itself, by way of the log-sum-exp.
+comes out is merged, by its log-sum-exp, with attention to the pages that each has for itself (`decode_attention`,
+`hopper_decode`).
 """
 
 from __future__ import annotations

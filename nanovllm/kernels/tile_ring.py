@@ -1,7 +1,7 @@
 """Tiles of keys and values on their way from pages to shared memory, and attention to them as they arrive, on Hopper.
 
 What is copied is `copy_from`: descriptors of the caches for whole tiles, and for pieces; where the sequence's table of
-blocks begins; the KV head's first column; and `tiles`, the first of them, how many, and how many keys the sequence has.
+blocks begins; the KV head's first column; and `tiles`, the first of them, how many, and how many keys all tiles have.
 Tiles take turns in the places of a `ring`: keys, values, and the barriers that say that a place is full.
 """
 

@@ -124,18 +124,30 @@ def merge_two(out, lse, other, other_lse):
 
 @gluon.jit
 def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Load and merge `count` outputs of a group's heads, `stride` rows apart; of none, the logarithms are -inf."""
-    OUT: gl.constexpr = gl.SliceLayout(0, _merged_layout(HEAD_DIM))
+    """Load `count` outputs of a group's heads, `stride` rows apart, and merge them; of none, logarithms are -inf."""
+    LAYOUT: gl.constexpr = _merged_layout(HEAD_DIM)
+    OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     HEADS: gl.constexpr = ROWS // 2
-    heads = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT))
+    heads = gl.arange(0, HEADS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    numbers = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     out = gl.zeros([HEADS, HEAD_DIM], gl.float32, OUT)
     lse = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(1, OUT))
-    for part in range(count):
-        rows = first_row + part * stride + heads
-        part_lse = gl.load(lse_ptr + rows, mask=heads < GROUP, other=0.0)
-        part_ptrs = out_ptr + rows.to(gl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        out, lse = merge_two(out, lse, gl.load(part_ptrs, mask=(heads < GROUP)[:, None], other=0.0), part_lse)
+    # As many at once as the layout has warps' outputs, so that they are waited for together.
+    for start in range(0, count, WARPS):
+        is_part = (start + numbers < count)[:, None]
+        rows = first_row + (start + numbers)[:, None] * stride + heads[None, :]
+        is_row = is_part & (heads < GROUP)[None, :]
+        part_lse = gl.where(is_part, gl.load(lse_ptr + rows, mask=is_row, other=0.0), -float("inf"))
+        part_ptrs = out_ptr + gl.expand_dims(rows.to(gl.int64) * HEAD_DIM, 2)
+        part_ptrs += gl.expand_dims(gl.expand_dims(dims, 0), 0)
+        parts = gl.load(part_ptrs, mask=gl.expand_dims(is_row, 2), other=0.0)
+        top = gl.max(part_lse, axis=0)
+        weights = exp2(part_lse - top[None, :])
+        total = gl.sum(weights, axis=0)
+        merged = gl.sum(parts * gl.expand_dims(weights / total[None, :], 2), axis=0)
+        merged_lse = gl.convert_layout(top + log2(total), gl.SliceLayout(1, OUT))
+        out, lse = merge_two(out, lse, merged, merged_lse)
     return out, lse
 
 

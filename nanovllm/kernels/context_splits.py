@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
-from nanovllm.kernels.fast_math import exp2
+from nanovllm.kernels.online_softmax import fold_outputs
 
 _BLOCK = 16
 """Sequences that one program splits."""
@@ -148,12 +148,7 @@ def _merge_splits_kernel(
             rows = (first + number) * HEADS + head
             lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
             partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, axis=0))
-            weights = exp2(lse - new_top)
-            correction = exp2(top - new_top)
-            acc = acc * correction + tl.sum(partial * weights[:, None], axis=0)
-            total = total * correction + tl.sum(weights, axis=0)
-            top = new_top
+            acc, top, total = fold_outputs(lse, partial, acc, top, total)
         tl.store(out_ptr + (seq * HEADS + head) * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 from nanovllm.kernels.fast_math import exp2, log2
-from nanovllm.kernels.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels.online_softmax import LOG2E, attend_tile, fold_outputs
 from nanovllm.kernels.prefix_attention import PrefixPlan, SharedPrefixes, plan_prefixes, prefix_attention
 
 _MERGE_PIECES = 16
@@ -175,12 +175,7 @@ def _merge_kernel(
             rows = places * GROUP + query_head % GROUP
             lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
             partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, axis=0))
-            weights = exp2(lse - new_top)
-            correction = exp2(top - new_top)
-            acc = acc * correction + tl.sum(partial * weights[:, None], axis=0)
-            total = total * correction + tl.sum(weights, axis=0)
-            top = new_top
+            acc, top, total = fold_outputs(lse, partial, acc, top, total)
         row = seq.to(tl.int64) * (KV_HEADS * GROUP) + query_head
         tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
 

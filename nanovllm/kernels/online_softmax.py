@@ -1,4 +1,4 @@
-"""One step of attention over pages: fold a tile of keys into a running softmax.
+"""One step of attention over pages: fold a tile of keys, or outputs of other programs, into a running softmax.
 
 The running maximum and sum are those of the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
 2022). Products of float32 inputs are IEEE float32, never tf32.
@@ -56,3 +56,16 @@ def attend_tile(
         value = tl.load(v_ptr + rows[:, None] + dims[None, :], mask=key_mask[:, None], other=0.0)
     acc = tl.dot(weights.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
     return acc, new_max, row_sum * correction + tl.sum(weights, axis=1)
+
+
+@jit
+def fold_outputs(lse, outputs, acc, top, total):
+    """Fold outputs of other softmaxes into one; returns acc [HEAD_DIM], its maximum `top`, and its sum `total`.
+
+    outputs [N, HEAD_DIM], lse [N] the base-2 logarithms of the sums of their weights, -inf for none.
+    """
+    new_top = tl.maximum(top, tl.max(lse, axis=0))
+    weights = exp2(lse - new_top)
+    correction = exp2(top - new_top)
+    acc = acc * correction + tl.sum(outputs * weights[:, None], axis=0)
+    return acc, new_top, total * correction + tl.sum(weights, axis=0)

@@ -56,7 +56,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, object]:
     return {"engine": engine, "events": draw(st.lists(event, min_size=1, max_size=25))}
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
     engine, runner = make_engine(**scenario["engine"])

@@ -1,4 +1,4 @@
-"""Kernels compiled in threads before their first launch, for a GPU that is not there."""
+"""Kernels compiled by processes before their first launch, for a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 PROGRAM = """
-    import gc
+    import os
     import sys
     import time
     from functools import partial
@@ -24,19 +24,26 @@ PROGRAM = """
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime import driver
 
-    launched, loaded, begun = [], [], set()
+    parent, launched, loaded = os.getpid(), [], []
 
     class Launcher:
         def __init__(self, source, metadata):
             self.name = source.fn.__name__
-            # Others would find what the first leaves in Triton's cache.
-            assert self.name not in begun
-            begun.add(self.name)
-            time.sleep(0.5)
-            begun.remove(self.name)
+            note("launcher", self.name)
 
         def __call__(self, *args, **kwargs):
             launched.append(self.name)
+
+    def note(*words):
+        with open("notes", "a") as file:
+            print(os.getpid(), *words, file=file)
+
+    def notes(*kinds):
+        "For each kind of note, which processes wrote it, and of what; they are gone then."
+        with open("notes") as file:
+            lines = [line.split() for line in file]
+        os.remove("notes")
+        return [[(int(pid), name) for pid, kind, name in lines if kind == wanted] for wanted in kinds]
 
     class Utils:
         def load_binary(self, name, *args):
@@ -109,7 +116,7 @@ PROGRAM = """
         try:
             compile_ahead(device, runs)
         except error:
-            return gc.isenabled() and sys.getswitchinterval() == interval
+            return True
         return False
 
     def fail():
@@ -122,41 +129,87 @@ PROGRAM = """
     def fail_to_compile():
         _wrong_kernel[(1,)](x)
 
-    parsing = []
+    @jit
+    def _late_kernel(x_ptr, LATE: tl.constexpr):
+        tl.store(x_ptr, LATE)
 
-    def counted(parse):
-        def make_ir(*args):
-            parsing.append(1)
-            assert len(parsing) == 1
-            try:
-                time.sleep(0.01)
-                return parse(*args)
-            finally:
-                parsing.clear()
+    def late(number):
+        return partial(_late_kernel[(1,)], x, LATE=number)
+
+    def noted(parse):
+        def make_ir(source, *args):
+            note("parsed", source.fn.__name__)
+            return parse(source, *args)
 
         return make_ir
 
     def not_linked(*args):
         raise AssertionError("kernels of attention and norms do without the library of device functions")
 
-    ASTSource.make_ir, GluonASTSource.make_ir = counted(ASTSource.make_ir), counted(GluonASTSource.make_ir)
+    def stop(*args):
+        os.kill(os.getpid(), 9)
+
+    def stand_still(*args):
+        time.sleep(100)
+
+    def no_more():
+        raise BlockingIOError("no more processes")
+
+    def no_fork():
+        raise AssertionError("all is compiled")
+
+    def no_children_left():
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        return False
+
+    ASTSource.make_ir, GluonASTSource.make_ir = noted(ASTSource.make_ir), noted(GluonASTSource.make_ir)
     llvm.link_extern_libs = not_linked
-    interval = sys.getswitchinterval()
 
     # A start that went wrong, a failing run, and a kernel that does not compile leave nothing behind.
     start, module._empty_kernel = module._empty_kernel, None
     assert fails(KeyError, [*runs, fail]) and not loaded
-    assert fails(CompilationError, [fail_to_compile])
+    assert fails(CompilationError, [fail_to_compile]) and no_children_left()
+    assert [pid == parent for pid, name in notes("parsed")[0]] == [False, True]
     module._empty_kernel = start
+
+    # Each is compiled once, by one of the processes, and so is its launcher; and loaded once, here.
     compile_ahead(device, runs * 2)
-    assert gc.isenabled() and sys.getswitchinterval() == interval
-    assert sorted(loaded) == sorted(kernels) and not launched, (loaded, launched)
+    assert sorted(loaded) == sorted(kernels) and not launched and no_children_left(), (loaded, launched)
+    parsed, launchers = notes("parsed", "launcher")
+    assert sorted(name for _, name in parsed) == sorted(kernels), parsed
+    workers = {pid for pid, _ in parsed}
+    assert (len(workers) > 1) == (len(os.sched_getaffinity(0)) > 1) and parent not in workers, parsed
+    assert sorted(name for pid, name in launchers if pid in workers) == sorted(kernels), launchers
     for run in runs:
         run()
     assert launched == kernels and sorted(loaded) == sorted(kernels), (loaded, launched)
-    # Compiled before is no obstacle.
-    compile_ahead(device, runs)
+
+    # What processes do not do for being killed, or for standing still, is done here.
+    compile_some, module._PATIENCE_SECONDS = module._compile_some, 1.0
+    for number, module._compile_some in enumerate((stop, stand_still)):
+        compile_ahead(device, [late(number)])
+        assert loaded.count("_late_kernel") == number + 1 and no_children_left()
+
+    # Where there are fewer processes than cores they do it all, and where there are none it is done here.
+    fork, module._compile_some, module.os.sched_getaffinity = os.fork, compile_some, lambda pid: range(3)
+    forks = iter([fork, no_more, no_more])
+    os.fork = lambda: next(forks)()
+    notes()
+    for number in (2, 4):
+        compile_ahead(device, [late(number), late(number + 1)])
+        assert len({pid for pid, _ in notes("parsed")[0]} - {parent}) == (number == 2)
+    assert loaded.count("_late_kernel") == 6 and no_children_left()
+
+    # What was compiled before is loaded, by no process.
+    os.fork = no_fork
+    compile_ahead(device, [*runs, late(0), late(1)])
     assert launched == kernels
+    _late_kernel.device_caches.clear()
+    compile_ahead(device, [late(0), late(1)])
+    assert loaded.count("_late_kernel") == 8 and launched == kernels
     print("passed")
 """
 
@@ -169,5 +222,7 @@ def test_kernels_are_compiled_and_loaded_once_and_not_launched(tmp_path: Path) -
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.stdout == "passed\n", done.stdout + done.stderr

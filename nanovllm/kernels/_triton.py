@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,13 @@ gdc_launch_dependents: Any
 
 to_compile: ContextVar[dict[Any, Callable[[], Any]] | None] = ContextVar("to_compile", default=None)
 """How to compile each kernel that would be launched, by the kernel and its key; None where kernels are launched."""
-# Held by the thread that is in the part of the compiler written in Python.
-_front_end = RLock()
+compiled_only: ContextVar[bool] = ContextVar("compiled_only", default=False)
+"""Whether a kernel that is not in Triton's cache raises NotCompiledError instead of being compiled."""
+
+
+class NotCompiledError(Exception):
+    """A kernel is not in Triton's cache."""
+
 
 if find_spec("triton") is not None:
     triton, tl = import_module("triton"), import_module("triton.language")
@@ -40,7 +44,7 @@ if find_spec("triton") is not None:
 
             def create_binder(self) -> Any:
                 binder = super().create_binder()
-                self.ASTSource = _in_turn(self.ASTSource)
+                self.ASTSource = _refusing(self.ASTSource)
                 return binder
 
             def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -57,17 +61,14 @@ if find_spec("triton") is not None:
         return Kernel
 
     @cache
-    def _in_turn(base: Any) -> Any:
-        """Return the class of kernels' sources `base`, but such that one thread at a time parses one.
-
-        Otherwise all are in Python at once, each at a fraction of its speed, and for about a second none reaches the
-        part that runs without the interpreter.
-        """
+    def _refusing(base: Any) -> Any:
+        """Return the class of kernels' sources `base`, but such that `compiled_only` holds."""
 
         class Source(base):
             def make_ir(self, *args: Any) -> Any:
-                with _front_end:
-                    return super().make_ir(*args)
+                if compiled_only.get():
+                    raise NotCompiledError
+                return super().make_ir(*args)
 
         return Source
 
@@ -129,6 +130,8 @@ def is_hopper(device: torch.device) -> bool:
 
 __all__ = [
     "INTERPRETED",
+    "NotCompiledError",
+    "compiled_only",
     "device_limits",
     "gdc_launch_dependents",
     "gdc_wait",

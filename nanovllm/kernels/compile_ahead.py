@@ -1,25 +1,32 @@
-"""Kernels compiled and loaded in threads before their first launch.
+"""Kernels compiled by several processes, and loaded, before their first launch.
 
-Most of a compilation runs outside Python, but a fifth of it inside, where one thread at a time can be. With the 42
-kernels of Qwen3-0.6B that fifth decides how long all of them take, which is why threads take turns in what is Python
-alone (`_triton.recorded`), and nothing else is done meanwhile.
+A fifth of a compilation is Python, where one thread of a process can be at a time: with threads instead, which kept 6
+of 16 cores busy, a first start of Qwen3-0.6B took 5.1 to 5.5 s, and takes 4.0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import os
+import select
+import signal
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import suppress
 from contextvars import copy_context
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
 import torch
 
-from nanovllm.kernels._triton import jit, to_compile, triton
+from nanovllm.kernels._triton import NotCompiledError, compiled_only, jit, to_compile, triton
+
+# How long no kernel may be done until the processes are taken to stand still.
+_PATIENCE_SECONDS = 60.0
+_INDEX_BYTES = 2
+_PR_SET_PDEATHSIG = 1
 
 # Engines that are made in several threads would compile the same kernels.
 _one_at_a_time = Lock()
@@ -35,8 +42,8 @@ def compiler_ready(device: torch.device) -> Future[None]:
     """Begin, in a thread, what Triton does before its first kernel, or return what began before.
 
     It hashes its library, asks its tools for their versions, and has the C compiler make a module. That takes 0.8 s,
-    some of them while CUDA starts and the rest while kernels are found. Without it each of the kernels that are
-    compiled at once would find out all of that.
+    some of them while CUDA starts and the rest while kernels are found. Without it each of the processes would find out
+    all of that.
     """
 
     def compile_first() -> None:
@@ -53,46 +60,95 @@ def compiler_ready(device: torch.device) -> Future[None]:
 
 
 def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
-    """Compile and load, in threads, the kernels that `runs` launch, which are not launched.
+    """Compile and load the kernels that `runs` launch, which are not launched.
 
-    One after the other, as they would be at their first launches, they take several times as long. Those that had been
-    compiled before are left as they are.
+    One after the other, as they would be at their first launches, they take many times as long. Processes compile them
+    into Triton's cache on disk; those that are there from before are loaded at once. The device is the current one.
     """
     kernels: dict[Any, Callable[[], Any]] = {}
-    locks: dict[Any, Lock] = {}
-
-    def compile_and_load(compiles: Callable[[], Any]) -> None:
-        torch.cuda.set_device(device)
-        kernel = compiles()
-        # What launches a kernel is compiled too, by the C compiler, and then found by others with the same arguments.
-        with locks.setdefault(kernel.src.fn, Lock()):
-            _ = kernel.run
-
     with _one_at_a_time:
-        # In a context of its own, where nothing is left behind, an exception or not. All runs come first, because
-        # beside threads that compile the interpreter takes several times as long.
+        # In a context of its own, where nothing is left behind, an exception or not.
         context = copy_context()
         context.run(to_compile.set, kernels)
         for run in runs:
             context.run(run)
         # Should it have failed, the kernels will say so themselves, or it no longer matters.
         wait([compiler_ready(device)])
-        with _quick_turns(), ThreadPoolExecutor() as executor:
-            list(executor.map(compile_and_load, kernels.values()))
+        context.run(compiled_only.set, True)
+        missing = [compiles for compiles in kernels.values() if not context.run(_loaded, compiles)]
+        _compile_in_processes(missing)
+        # Whatever a process has not compiled is compiled here, and says here what is wrong with it.
+        for compiles in missing:
+            _ = compiles().run
 
 
-@contextmanager
-def _quick_turns() -> Iterator[None]:
-    """Let threads ask for the interpreter after 1 ms, not 5, and have no garbage collected, a tenth of the parsing.
-
-    A first start of Qwen3-0.6B takes 5.5 s so on a busy host, and 6.2 without.
-    """
-    interval, collects = sys.getswitchinterval(), gc.isenabled()
+def _loaded(compiles: Callable[[], Any]) -> bool:
     try:
-        sys.setswitchinterval(0.001)
-        gc.disable()
-        yield
+        _ = compiles().run
+    except NotCompiledError:
+        return False
+    return True
+
+
+def _compile_in_processes(compiles: list[Callable[[], Any]]) -> None:
+    """Have processes compile what they can into Triton's cache, as many of them as there are cores.
+
+    They are forked, which takes 12 ms each, so that they have all that was imported and found out. CUDA is not theirs
+    to use, nor does a compilation. What may be locked for ever in such a process is what another thread held: should
+    one stand still, it is ended, and its kernel compiled here.
+    """
+    if not compiles:
+        return
+    to_do, done = os.pipe(), os.pipe()
+    os.write(to_do[1], b"".join(index.to_bytes(_INDEX_BYTES, "big") for index in range(len(compiles))))
+    os.close(to_do[1])
+    children: list[int] = []
+    try:
+        # Where no more can be had, those that are there do it all, or nobody does.
+        with suppress(OSError):
+            for _ in range(min(len(os.sched_getaffinity(0)), len(compiles))):
+                children.append(_fork(partial(_compile_some, compiles, to_do[0], done[1])))
+        os.close(done[1])
+        # Nothing to read means that none of the processes is left.
+        while select.select([done[0]], [], [], _PATIENCE_SECONDS)[0] and os.read(done[0], len(compiles)):
+            pass
     finally:
-        sys.setswitchinterval(interval)
-        if collects:
-            gc.enable()
+        for child in children:
+            # Where SIGCHLD is ignored, those that have ended are gone.
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        os.close(to_do[0])
+        os.close(done[0])
+
+
+def _fork(runs: Callable[[], None]) -> int:
+    """Start a process that does this alone and exits, and return its number."""
+    # A signal's handler, in the new process, would go on with the engine.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        child = os.fork()
+        if not child:
+            _run_and_exit(runs)
+        return child
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_and_exit(runs: Callable[[], None]) -> None:
+    try:
+        # It does not outlive an engine that is killed, nor hold its GPU's memory.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        runs()
+    finally:
+        os._exit(0)
+
+
+def _compile_some(compiles: list[Callable[[], Any]], to_do: int, done: int) -> None:
+    """Compile the kernels whose indices come from one pipe, and tell another of each."""
+    gc.disable()
+    while index := os.read(to_do, _INDEX_BYTES):
+        kernel = compiles[int.from_bytes(index, "big")]()
+        # What launches a kernel is compiled too, by the C compiler.
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        os.write(done, b".")

@@ -13,6 +13,8 @@ import torch
 
 PROGRAM = """
     import os
+    import resource
+    import signal
     import sys
     import time
     from functools import partial
@@ -40,7 +42,8 @@ PROGRAM = """
 
     def notes(*kinds):
         "For each kind of note, which processes wrote it, and of what; they are gone then."
-        with open("notes") as file:
+        with open("notes", "a+") as file:
+            file.seek(0)
             lines = [line.split() for line in file]
         os.remove("notes")
         return [[(int(pid), name) for pid, kind, name in lines if kind == wanted] for wanted in kinds]
@@ -155,6 +158,12 @@ PROGRAM = """
     def no_more():
         raise BlockingIOError("no more processes")
 
+    def interrupted():
+        child = fork()
+        if child:
+            signal.raise_signal(signal.SIGINT)
+        return child
+
     def no_fork():
         raise AssertionError("all is compiled")
 
@@ -165,6 +174,10 @@ PROGRAM = """
             return True
         return False
 
+    def open_descriptors():
+        # That of the folder itself is closed again.
+        return {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + name)}
+
     ASTSource.make_ir, GluonASTSource.make_ir = noted(ASTSource.make_ir), noted(GluonASTSource.make_ir)
     llvm.link_extern_libs = not_linked
 
@@ -174,6 +187,8 @@ PROGRAM = """
     assert fails(CompilationError, [fail_to_compile]) and no_children_left()
     assert [pid == parent for pid, name in notes("parsed")[0]] == [False, True]
     module._empty_kernel = start
+
+    descriptors = open_descriptors()
 
     # Each is compiled once, by one of the processes, and so is its launcher; and loaded once, here.
     compile_ahead(device, runs * 2)
@@ -188,20 +203,38 @@ PROGRAM = """
     assert launched == kernels and sorted(loaded) == sorted(kernels), (loaded, launched)
 
     # What processes do not do for being killed, or for standing still, is done here.
-    compile_some, module._PATIENCE_SECONDS = module._compile_some, 1.0
+    compile_some, patience, module._PATIENCE_SECONDS = module._compile_some, module._PATIENCE_SECONDS, 1.0
     for number, module._compile_some in enumerate((stop, stand_still)):
         compile_ahead(device, [late(number)])
         assert loaded.count("_late_kernel") == number + 1 and no_children_left()
+    module._compile_some, module._PATIENCE_SECONDS = compile_some, patience
 
     # Where there are fewer processes than cores they do it all, and where there are none it is done here.
-    fork, module._compile_some, module.os.sched_getaffinity = os.fork, compile_some, lambda pid: range(3)
+    fork, module.os.sched_getaffinity = os.fork, lambda pid: range(3)
     forks = iter([fork, no_more, no_more])
     os.fork = lambda: next(forks)()
     notes()
     for number in (2, 4):
         compile_ahead(device, [late(number), late(number + 1)])
-        assert len({pid for pid, _ in notes("parsed")[0]} - {parent}) == (number == 2)
+        workers = {pid for pid, _ in notes("parsed")[0]}
+        assert len(workers) == 1 and (parent in workers) == (number == 4), workers
     assert loaded.count("_late_kernel") == 6 and no_children_left()
+
+    # An interrupt while processes are forked leaves none.
+    os.fork = interrupted
+    assert fails(KeyboardInterrupt, [late(6)]) and no_children_left()
+    assert loaded.count("_late_kernel") == 6 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    # Nor do many descriptors hinder, or children that nobody is told of; and none is left open.
+    os.fork = fork
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    told = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    notes()
+    compile_ahead(device, [late(6), late(7)])
+    assert parent not in {pid for pid, _ in notes("parsed")[0]} and loaded.count("_late_kernel") == 8
+    signal.signal(signal.SIGCHLD, told)
+    assert open_descriptors() == descriptors | set(many)
 
     # What was compiled before is loaded, by no process.
     os.fork = no_fork
@@ -209,7 +242,7 @@ PROGRAM = """
     assert launched == kernels
     _late_kernel.device_caches.clear()
     compile_ahead(device, [late(0), late(1)])
-    assert loaded.count("_late_kernel") == 8 and launched == kernels
+    assert loaded.count("_late_kernel") == 10 and launched == kernels
     print("passed")
 """
 

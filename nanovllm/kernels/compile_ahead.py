@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels._triton import NotCompiledError, compiled_only, jit, to_compile, triton
+from nanovllm.utils.interrupt import deferred_sigint
 
 # How long no kernel may be done until the processes are taken to stand still.
 _PATIENCE_SECONDS = 60.0
@@ -42,8 +43,7 @@ def compiler_ready(device: torch.device) -> Future[None]:
     """Begin, in a thread, what Triton does before its first kernel, or return what began before.
 
     It hashes its library, asks its tools for their versions, and has the C compiler make a module. That takes 0.8 s,
-    some of them while CUDA starts and the rest while kernels are found. Without it each of the processes would find out
-    all of that.
+    some of them while CUDA starts and the rest while kernels are found.
     """
 
     def compile_first() -> None:
@@ -72,7 +72,8 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]]) -> N
         context.run(to_compile.set, kernels)
         for run in runs:
             context.run(run)
-        # Should it have failed, the kernels will say so themselves, or it no longer matters.
+        # It must not be where a lock is held when processes are forked. Should it have failed, the kernels will say so
+        # themselves, or it no longer matters.
         wait([compiler_ready(device)])
         context.run(compiled_only.set, True)
         missing = [compiles for compiles in kernels.values() if not context.run(_loaded, compiles)]
@@ -94,24 +95,28 @@ def _compile_in_processes(compiles: list[Callable[[], Any]]) -> None:
     """Have processes compile what they can into Triton's cache, as many of them as there are cores.
 
     They are forked, which takes 12 ms each, so that they have all that was imported and found out. CUDA is not theirs
-    to use, nor does a compilation. What may be locked for ever in such a process is what another thread held: should
-    one stand still, it is ended, and its kernel compiled here.
+    to use, nor does a compilation. What another thread holds locked stays so in such a process, of which Python 3.12
+    and later warn: should none get on, they are ended, and the rest is compiled here.
     """
     if not compiles:
         return
-    to_do, done = os.pipe(), os.pipe()
-    os.write(to_do[1], b"".join(index.to_bytes(_INDEX_BYTES, "big") for index in range(len(compiles))))
+    left, to_do, done = len(compiles), os.pipe(), os.pipe()
+    os.write(to_do[1], b"".join(index.to_bytes(_INDEX_BYTES, "big") for index in range(left)))
     os.close(to_do[1])
     children: list[int] = []
     try:
-        # Where no more can be had, those that are there do it all, or nobody does.
-        with suppress(OSError):
-            for _ in range(min(len(os.sched_getaffinity(0)), len(compiles))):
-                children.append(_fork(partial(_compile_some, compiles, to_do[0], done[1])))
-        os.close(done[1])
+        try:
+            # Where no more can be had, those that are there do it all, or nobody does.
+            with deferred_sigint(), suppress(OSError):
+                for _ in range(min(len(os.sched_getaffinity(0)), left)):
+                    children.append(_fork(partial(_compile_some, compiles, to_do[0], done[1])))
+        finally:
+            os.close(done[1])
+        told = select.poll()
+        told.register(done[0], select.POLLIN)
         # Nothing to read means that none of the processes is left.
-        while select.select([done[0]], [], [], _PATIENCE_SECONDS)[0] and os.read(done[0], len(compiles)):
-            pass
+        while left and told.poll(1000 * _PATIENCE_SECONDS) and (number := len(os.read(done[0], left))):
+            left -= number
     finally:
         for child in children:
             # Where SIGCHLD is ignored, those that have ended are gone.
@@ -124,31 +129,25 @@ def _compile_in_processes(compiles: list[Callable[[], Any]]) -> None:
 
 def _fork(runs: Callable[[], None]) -> int:
     """Start a process that does this alone and exits, and return its number."""
-    # A signal's handler, in the new process, would go on with the engine.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        child = os.fork()
-        if not child:
-            _run_and_exit(runs)
-        return child
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _run_and_exit(runs: Callable[[], None]) -> None:
-    try:
-        # It does not outlive an engine that is killed, nor hold its GPU's memory.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        runs()
-    finally:
-        os._exit(0)
+    child = os.fork()
+    if not child:
+        try:
+            gc.disable()
+            # It does not outlive an engine that is killed, nor hold its GPU's memory; a handler of the engine's would
+            # go on with the engine.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            runs()
+        finally:
+            os._exit(0)
+    return child
 
 
 def _compile_some(compiles: list[Callable[[], Any]], to_do: int, done: int) -> None:
     """Compile the kernels whose indices come from one pipe, and tell another of each."""
-    gc.disable()
     while index := os.read(to_do, _INDEX_BYTES):
         kernel = compiles[int.from_bytes(index, "big")]()
-        # What launches a kernel is compiled too, by the C compiler.
+        # Of Triton 3.6 this is compiled too, by the C compiler.
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
         os.write(done, b".")

@@ -1,9 +1,8 @@
 """Powers, logarithms and roots by the GPU's own instructions (accuracy: PTX ISA); for Triton and for Gluon.
 
-Triton takes its own from CUDA's library of device functions. To link that into a kernel takes 40 ms, which hold the
-interpreter lock, so that no other compilation gets on meanwhile, and half of the kernels of a first start would need
-it. Its `exp2` and `rsqrt` come to the same instructions; its `log2` is more exact, which sums of weights do not need.
-Sampling does, whose noise is a logarithm of what is near 1: it keeps Triton's.
+Triton takes its own from CUDA's library of device functions. To link that into a kernel takes 40 ms, and half of the
+kernels of a first start would need it. Its `exp2` and `rsqrt` come to the same instructions; its `log2` is more exact,
+which sums of weights do not need. Sampling does, whose noise is a logarithm of what is near 1: it keeps Triton's.
 """
 
 from __future__ import annotations

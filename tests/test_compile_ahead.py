@@ -16,6 +16,7 @@ PROGRAM = """
     import resource
     import signal
     import sys
+    import threading
     import time
     from functools import partial
     import torch
@@ -155,6 +156,24 @@ PROGRAM = """
     def stand_still(*args):
         time.sleep(100)
 
+    def noted_and_still(*args):
+        note("still", "_")
+        stand_still()
+
+    def soon(ask):
+        end = time.monotonic() + 20
+        while not (answer := ask()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return answer
+
+    def has_ended(pid):
+        "Whether a process is gone, or a zombie that nobody has asked after."
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
     def no_more():
         raise BlockingIOError("no more processes")
 
@@ -236,13 +255,34 @@ PROGRAM = """
     signal.signal(signal.SIGCHLD, told)
     assert open_descriptors() == descriptors | set(many)
 
+    # Engines that are made in two threads compile a kernel once, in a process.
+    threads = [threading.Thread(target=compile_ahead, args=(device, [late(8)])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (worker, name), = notes("parsed")[0]
+    assert worker != parent and name == "_late_kernel" and loaded.count(name) == 9
+
+    # A process does not outlive an engine that is killed.
+    module._compile_some = noted_and_still
+    engine = os.fork()
+    if not engine:
+        compile_ahead(device, [late(9)])
+        os._exit(0)
+    still = soon(lambda: notes("still")[0])
+    os.kill(engine, 9)
+    os.waitpid(engine, 0)
+    assert soon(lambda: has_ended(still[0][0]))
+    module._compile_some = compile_some
+
     # What was compiled before is loaded, by no process.
     os.fork = no_fork
     compile_ahead(device, [*runs, late(0), late(1)])
     assert launched == kernels
     _late_kernel.device_caches.clear()
     compile_ahead(device, [late(0), late(1)])
-    assert loaded.count("_late_kernel") == 10 and launched == kernels
+    assert loaded.count("_late_kernel") == 11 and launched == kernels
     print("passed")
 """
 

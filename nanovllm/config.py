@@ -41,6 +41,8 @@ class Config:
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
         revision: branch, tag or commit of a Hub id.
+        trust_remote_code: run code of the model's folder where its config or tokenizer names some; False refuses such
+            a folder.
         seed: of dummy weights (0 if None), and of requests without a seed of their own (drawn if None).
 
     Raises:
@@ -62,12 +64,13 @@ class Config:
     attention_backend: str = "auto"
     load_format: str = "auto"
     revision: str | None = None
+    trust_remote_code: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
             object.__setattr__(self, name, check_int(name, getattr(self, name), low))
-        for name in ("enforce_eager", "enable_prefix_caching"):
+        for name in ("enforce_eager", "enable_prefix_caching", "trust_remote_code"):
             check_bool(name, getattr(self, name))
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")

@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from array import array
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,12 +13,15 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepError
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.parallel_runner import ParallelRunner
 from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import refuse_remote_code
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.interrupt import deferred_signals
 
 Self = TypeVar("Self", bound="LLM")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -38,16 +40,15 @@ class LLM(LLMEngine):
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
-        self._generating = False
         config = Config(os.fspath(model), **kwargs)
         folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
-        self.model_config = model_config = ModelConfig.from_folder(folder)
+        self.model_config = model_config = ModelConfig.from_folder(folder, config.trust_remote_code)
         max_model_len = min(config.max_model_len, model_config.max_position)
         if max_model_len < config.max_model_len:
             warnings.warn(
                 f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
             )
-        tokenizer = _load_tokenizer(folder)
+        tokenizer = _load_tokenizer(folder, config.trust_remote_code)
         tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
         make_runner = ParallelRunner if config.tensor_parallel_size > 1 else ModelRunner
         runner = make_runner(config, model_config, folder, max_model_len=max_model_len)
@@ -79,64 +80,49 @@ class LLM(LLMEngine):
 
         Raises:
             ValueError: any of the prompts or parameters is out of bounds; none was begun.
-            RuntimeError: another `generate` of this engine is running, the engine is closed, or a step failed.
+            RuntimeError: another `generate` or `step` of this engine is running, a step failed, or the engine is closed
+                (by another thread, meanwhile, too).
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
         """
         self._require_open()
-        if self._generating:
-            raise RuntimeError("generate is already running on this engine")
         if not isinstance(prompts, (str, list, tuple)):
             raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_each(sampling_params, len(requests))
-        token_ids = self.check_requests(requests, params)
-        self._generating = True
-        try:
-            return self._run(token_ids, params, use_tqdm)
-        finally:
-            self._generating = False
+        with self._drive():
+            return self._run(self._inputs.process(requests, params), params, use_tqdm)
 
     def _run(self, token_ids: list[array[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they are done; on any exception drop them."""
         ids: list[int] = []
-        outputs: dict[int, RequestOutput] = {}
-        others: list[tuple[int, RequestOutput]] = []
         try:
-            for tokens, param in zip(token_ids, params, strict=True):
-                ids.append(self._queue(tokens, param))
-            self._step_until_done(set(ids), outputs, others, use_tqdm)
+            # A signal between a request and its id would leave it behind.
+            with deferred_signals():
+                for tokens, param in zip(token_ids, params, strict=True):
+                    ids.append(self._queue(tokens, param))
+            outputs = self._step_until_done(set(ids), use_tqdm)
         except BaseException:
-            # What went wrong is what the user must see, not a step in flight that fails too.
-            with suppress(StepError):
-                self.abort(ids)
+            with deferred_signals():
+                self._drop(set(ids))
             raise
-        finally:
-            mine = set(ids)
-            self._unclaimed = others + [item for item in self._unclaimed if item[0] not in mine]
         return [outputs[request_id] for request_id in ids]
 
-    def _step_until_done(
-        self,
-        ids: set[int],
-        outputs: dict[int, RequestOutput],
-        others: list[tuple[int, RequestOutput]],
-        use_tqdm: bool,
-    ) -> None:
-        """Fill `outputs` with those of requests `ids`; what finishes besides goes to `others`."""
-        started, num_tokens = time.perf_counter(), 0
+    def _step_until_done(self, ids: set[int], use_tqdm: bool) -> dict[int, RequestOutput]:
+        """Return the outputs of requests `ids`; what finishes besides is kept for its callers."""
+        outputs: dict[int, RequestOutput] = {}
+        started, num_tokens = time.perf_counter(), self.scheduler.stats.num_output_tokens
         with _progress_bar(len(ids), use_tqdm) as bar:
             while len(outputs) < len(ids):
                 if self.is_finished():
                     raise RuntimeError("requests of this generate were aborted by somebody else")
-                result = self.step()
-                num_tokens += result.num_output_tokens
-                for request_id, output in result.finished:
-                    if request_id not in ids:
-                        others.append((request_id, output))
-                        continue
-                    outputs[request_id] = output
-                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
-                    bar.update()
+                self._run_step()
+                done = self._unclaimed.claim(ids)
+                if done:
+                    outputs.update(done)
+                    rate = (self.scheduler.stats.num_output_tokens - num_tokens) / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+                    bar.update(len(done))
+        return outputs
 
     def __enter__(self: Self) -> Self:
         return self
@@ -147,11 +133,13 @@ class LLM(LLMEngine):
         self.exit()
 
 
-def _load_tokenizer(folder: str) -> Any:
+def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
     if not any(os.path.isfile(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
         return None
+    if not trust_remote_code:
+        refuse_remote_code(folder, "tokenizer_config.json", "AutoTokenizer")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ValueError(f"the tokenizer in {folder!r} cannot be read: {error}") from error
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from nanovllm.utils.checks import check_int, read_json
+from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 _HEAD_DIMS = (16, 32, 64, 128)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -59,16 +59,22 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def from_folder(cls, path: str) -> ModelConfig:
+    def from_folder(cls, path: str, trust_remote_code: bool = False) -> ModelConfig:
         """Read `config.json` and `generation_config.json`.
+
+        Args:
+            path: the model's folder.
+            trust_remote_code: whether transformers may run code of the folder that the config names.
 
         Raises:
             ValueError: no readable config, or one that asks for something that is not supported; names it.
         """
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ValueError(f"no config.json in {path!r}")
+        if not trust_remote_code:
+            refuse_remote_code(path, "config.json", "AutoConfig")
         try:
-            hf = AutoConfig.from_pretrained(path)
+            hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # each version of transformers has its own ways to refuse a config
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
         return cls.from_hf(hf, eos_token_ids=_generation_eos(path))

@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+# Its assertions hold under `python -O` too, as those of tests do.
+pytest.register_assert_rewrite("tests.mock_runner")
+
 # The tests' tensors are too small to share between threads.
 torch.set_num_threads(1)
 

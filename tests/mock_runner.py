@@ -36,7 +36,7 @@ def complete(prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_
 @dataclass
 class MockHandle:
     token_ids: list[int]
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def result(self) -> StepOutput:
         if self.error is not None:
@@ -147,9 +147,16 @@ def make_engine(
 def check_engine(engine: LLMEngine) -> None:
     """Assert what must hold between any two steps."""
     engine.block_manager.check_integrity(engine.scheduler.sequences)
-    running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
+    running, waiting = list(engine.scheduler.running.values()), list(engine.scheduler.waiting.values())
     order = [seq.seq_id for seq in running + waiting]
     assert order == sorted(order)
+    manager = engine.block_manager
+    for seq in waiting:
+        if manager._num_gained < seq.fits_from:
+            # It is not looked at again yet, and would not fit.
+            matched = manager._match_prefix(seq)
+            num_needed = manager.num_blocks_for(seq.num_tokens) - sum(block.ref_count > 0 for block in matched)
+            assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]
     assert len(set(slots)) == len(slots) and -1 not in slots
     assert all(not seq.block_table for seq in waiting)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine import block_manager
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
 
 
@@ -58,22 +57,103 @@ def test_what_cannot_be_found_again_is_reused_before_what_can() -> None:
     assert cached(manager, [1, 2]) == 1
 
 
+class WeakHash(bytes):
+    """Tokens of a block, all of which have the same hash."""
+
+    def __hash__(self) -> int:
+        return 42
+
+
 def test_a_hash_collision_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager, "chain_hash", lambda parent, tokens: 42)
-    manager = BlockManager(4, 2)
-    hold(manager, [1, 2])
-    assert cached(manager, [1, 2]) == 1
-    assert cached(manager, [1, 3]) == 0
-
-
-def test_the_same_tokens_behind_another_prefix_are_not_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if their hashes collide."""
-    monkeypatch.setattr(block_manager, "chain_hash", lambda parent, tokens: tokens[0])
+    tokens = BlockManager._block_tokens
+    monkeypatch.setattr(BlockManager, "_block_tokens", lambda *args: WeakHash(tokens(*args)))
     manager = BlockManager(8, 2)
-    hold(manager, [1, 1, 5, 5])
-    assert cached(manager, [1, 1, 5, 5]) == 2
-    hold(manager, [2, 2])
-    assert cached(manager, [2, 2, 5, 5]) == 1
+    first = hold(manager, [1, 2])
+    assert (cached(manager, [1, 2]), cached(manager, [1, 3])) == (1, 0)
+    other = hold(manager, [1, 3, 5, 5])
+    assert first.block_table[0] != other.block_table[0]
+    # What was computed behind [1, 3] is not what follows [1, 2].
+    assert cached(manager, [1, 2, 5, 5]) == 1
+    hold(manager, [1, 2, 5, 5])
+    assert (cached(manager, [1, 2, 5, 5]), cached(manager, [1, 3, 5, 5])) == (2, 2)
+
+
+def test_a_block_is_its_tokens_behind_its_parent() -> None:
+    manager = BlockManager(8, 2)
+    hold(manager, [7] * 8)
+    # Equal blocks of one prompt follow different prefixes.
+    assert [cached(manager, [7] * n) for n in (1, 2, 4, 8)] == [0, 1, 2, 4]
+    # Both sequences compute [9, 9] themselves; what one computes behind it is found behind the other's.
+    seqs = [Sequence(i, [9, 9, 8, 8][: 2 * i + 2], SamplingParams(), 0) for i in range(2)]
+    for seq in seqs:
+        assert manager.admit(seq)
+    manager.begin_step()
+    for seq in seqs:
+        seq.num_computed_tokens = len(seq.token_ids)
+        manager.register(seq)
+    assert cached(manager, [9, 9, 8, 8]) == 2
+
+
+def test_what_follows_an_evicted_block_is_not_found_behind_another_in_its_place() -> None:
+    manager = BlockManager(3, 2)
+    # The head is evicted before the tail, as it can be where another sequence holds a copy of the head.
+    manager.release(hold(manager, [1, 1, 5, 5]))
+    head = next(block for block in manager.blocks if block.key is not None and block.key[0] == 0)
+    manager._free.move_to_end(head.block_id, last=False)
+    manager._free.move_to_end(2)
+    assert hold(manager, [2, 2]).block_table == [head.block_id]
+    assert (cached(manager, [2, 2, 5, 5]), cached(manager, [1, 1, 5, 5])) == (1, 0)
+
+
+def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BlockManager(6, 2)
+    held = [hold(manager, [i, i]) for i in range(5)]
+    matches, match = [], BlockManager._match_prefix
+
+    def counted_match(self: BlockManager, seq: Sequence) -> list[Block]:
+        matches.append(seq)
+        return match(self, seq)
+
+    monkeypatch.setattr(BlockManager, "_match_prefix", counted_match)
+    waiting = Sequence(9, [9] * 8, SamplingParams(), 0)
+    for _ in range(10):
+        assert not manager.admit(waiting)
+    assert len(matches) == 1
+    # It needs four blocks, and one is free.
+    for seq in held[:3]:
+        assert not manager.admit(waiting)
+        manager.release(seq)
+    assert len(matches) == 1
+    assert manager.admit(waiting) and len(matches) == 2
+
+
+def test_a_block_that_another_registers_lets_a_sequence_fit() -> None:
+    manager = BlockManager(4, 2)
+    seq = Sequence(0, [1, 1, 2, 2, 3, 3], SamplingParams(), 0)
+    assert manager.admit(seq)
+    waiting = Sequence(1, [1, 1, 2, 2, 3, 4], SamplingParams(), 0)
+    for num_computed in (2, 4):
+        assert not manager.admit(waiting)
+        seq.num_computed_tokens = num_computed
+        manager.begin_step()
+        manager.register(seq)
+    assert manager.admit(waiting)
+
+
+def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() -> None:
+    manager = BlockManager(4, 2)
+    good = hold(manager, [1, 1])
+    bad = Sequence(1, [2, 2, 3, 3], SamplingParams(), 0)
+    assert manager.admit(bad)
+    bad.num_computed_tokens = 4
+    manager.begin_step()
+    manager.register(bad)
+    manager.release(good)
+    manager.release(bad)
+    manager.rollback()
+    manager.check_integrity([])
+    hold(manager, [5, 5, 6, 6, 7])
+    assert cached(manager, [1, 1]) == 1
 
 
 def test_blocks_of_a_step_stand_or_fall_with_it() -> None:

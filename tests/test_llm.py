@@ -20,7 +20,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.llm_engine import RequestOutput, StepError
+from nanovllm.outputs import RequestOutput, StepError
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -289,7 +289,7 @@ def test_requests_by_hand(llm: LLM) -> None:
     while not llm.is_finished():
         result = llm.step()
         outputs.update(result.finished)
-        counts[0] += result.num_prompt_tokens
+        counts[0] += result.num_prefill_tokens
         counts[1] += result.num_output_tokens
     assert set(outputs) == {first, second}
     assert counts == [33, 8 + len(outputs[second]["token_ids"])]

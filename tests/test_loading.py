@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.layers.rotary_embedding import cos_sin_table
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils import loader
@@ -262,3 +263,45 @@ def test_dtypes(checkpoint: Path) -> None:
             assert {param.dtype for param in runner.model.parameters()} == {want}
             assert runner.k_cache.dtype == want
             assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)[1]["token_ids"]) == 8
+
+
+CODE = """
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+open({mark!r}, "a").write("ran ")
+class Custom(Qwen3Config):
+    pass
+class CustomTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "custom"])
+def test_code_of_a_folder_runs_only_if_it_is_trusted(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("somebody asks")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    mark = tmp_path / "ran"
+    (copy / "custom.py").write_text(CODE.format(mark=str(mark)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED_MODEL) / name, copy / name)
+    plain = (copy / "config.json").read_text()
+    change_config(copy, model_type=model_type, auto_map={"AutoConfig": "custom.Custom"})
+    with pytest.raises(ValueError, match=r"config\.json in .* AutoConfig: 'custom.Custom'; .*trust_remote_code=True"):
+        load(copy)
+    custom = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(plain)
+    tokenizer = json.loads((copy / "tokenizer_config.json").read_text())
+    tokenizer["auto_map"] = {"AutoTokenizer": [None, "custom.CustomTokenizer"]}
+    (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json in .* AutoTokenizer: .*'custom.CustomTokenizer'"):
+        load(copy)
+    assert not mark.exists()
+    (copy / "config.json").write_text(custom)
+    with load(copy, trust_remote_code=True) as llm:
+        assert type(llm.tokenizer).__name__ == "CustomTokenizer"
+    assert mark.exists()

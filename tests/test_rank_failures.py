@@ -22,10 +22,10 @@ import torch.distributed as dist
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine import parallel_runner
-from nanovllm.engine.llm_engine import StepError
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import RankError, RankPlan
 from nanovllm.engine.step_results import StepHandle
+from nanovllm.outputs import StepError
 
 # Several processes each, on as many cores as there are.
 pytestmark = pytest.mark.xdist_group("ranks")

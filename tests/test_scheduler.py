@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepError
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import RequestOutput, StepError
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -93,7 +94,8 @@ def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
         elif kind == "abort":
             with failing():
                 engine.abort(arguments)
-            if arguments[0] not in outputs and arguments[0] not in dict(engine._unclaimed):
+            unclaimed = dict(engine._unclaimed.finished), *(error.request_ids for error in engine._unclaimed.failures)
+            if not any(arguments[0] in ids for ids in (outputs, *unclaimed)):
                 wanted.pop(arguments[0], None)
         else:
             setattr(runner, kind, True)

@@ -10,33 +10,31 @@ Knows nothing of the device: block ids are all that it deals in.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-
-import xxhash
+from itertools import count
 
 from nanovllm.engine.sequence import Sequence
 
-_ROOT_HASH = 0
+BlockKey = tuple[int, bytes]
+"""What a cached block holds: the identity of the block before it, and its tokens as bytes.
 
-
-def chain_hash(parent_hash: int, token_ids: array[int]) -> int:
-    """Name a full block: the xxhash64 of its tokens, seeded with its parent's name."""
-    return xxhash.xxh64_intdigest(token_ids, parent_hash)
+Equal keys mean equal prefixes, since identities are never used twice; a dict compares the keys behind their hashes.
+"""
+_ROOT_IDENTITY = 0
+"""Stands for the block before a first one. Requests that must not share with others would begin from another root."""
 
 
 class Block:
-    """One page of the cache. `block_hash` is None unless the block is in the prefix cache."""
+    """One page of the cache. `key` and `identity` are those of its content while it is in the prefix cache."""
 
-    __slots__ = ("block_hash", "block_id", "parent_hash", "ref_count", "token_ids")
+    __slots__ = ("block_id", "identity", "key", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: int | None = None
-        self.parent_hash = _ROOT_HASH
-        self.token_ids = array("i")
+        self.key: BlockKey | None = None
+        self.identity = _ROOT_IDENTITY
 
 
 class BlockManager:
@@ -49,7 +47,10 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         # Free blocks, next to be reused first. An OrderedDict is a queue that also removes from the middle in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: dict[int, int] = {}
+        self._cached: dict[BlockKey, Block] = {}
+        self._identities = count(_ROOT_IDENTITY + 1)
+        # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
+        self._num_gained = 0
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
 
@@ -73,16 +74,21 @@ class BlockManager:
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
         """
+        if self._num_gained < seq.fits_from:
+            return False
         matched = self._match_prefix(seq)
         num_new = self.num_blocks_for(seq.num_tokens) - len(matched)
-        num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in matched)
-        if num_new + num_revived > len(self._free):
+        num_revived = sum(block.ref_count == 0 for block in matched)
+        num_missing = num_new + num_revived - len(self._free)
+        if num_missing > 0:
+            seq.fits_from = self._num_gained + num_missing
             return False
-        for block_id in matched:
-            self._free.pop(block_id, None)
-            self.blocks[block_id].ref_count += 1
-        seq.block_table = matched + [self._take_free_block() for _ in range(num_new)]
+        for block in matched:
+            self._free.pop(block.block_id, None)
+            block.ref_count += 1
+        seq.block_table = [block.block_id for block in matched] + [self._take_free_block() for _ in range(num_new)]
         seq.num_registered_blocks = len(matched)
+        seq.registered_identity = matched[-1].identity if matched else _ROOT_IDENTITY
         seq.num_computed_tokens = min(len(matched) * self.block_size, seq.num_tokens - 1)
         return True
 
@@ -104,7 +110,8 @@ class BlockManager:
             if block.ref_count == 0:
                 self._free[block_id] = None
                 # What can never be found again is reused before anything that can.
-                self._free.move_to_end(block_id, last=block.block_hash is not None)
+                self._free.move_to_end(block_id, last=block.key is not None)
+                self._num_gained += 1
         seq.block_table = []
         seq.num_registered_blocks = 0
         seq.num_computed_tokens = 0
@@ -115,7 +122,8 @@ class BlockManager:
 
     def cancel_step(self) -> None:
         """The step just begun turned out to be empty."""
-        assert not self._unconfirmed.pop()
+        registered = self._unconfirmed.pop()
+        assert not registered
 
     def confirm_step(self) -> None:
         """The oldest open step has succeeded: the blocks it registered hold what they should."""
@@ -133,16 +141,11 @@ class BlockManager:
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
             return
-        hashes = self._block_hashes(seq, num_full)
         for i in range(seq.num_registered_blocks, num_full):
-            if hashes[i] in self._cached:
-                continue
-            block = self.blocks[seq.block_table[i]]
-            block.block_hash = hashes[i]
-            block.parent_hash = hashes[i - 1] if i else _ROOT_HASH
-            block.token_ids = self._block_tokens(seq, i)
-            self._cached[hashes[i]] = block.block_id
-            self._unconfirmed[-1].append(block.block_id)
+            key = seq.registered_identity, self._block_tokens(seq, i)
+            # Of two sequences that compute the same block, the first one's is the one that others find.
+            block = self._cached.get(key) or self._register(self.blocks[seq.block_table[i]], key)
+            seq.registered_identity = block.identity
         seq.num_registered_blocks = num_full
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -152,41 +155,31 @@ class BlockManager:
         for block in self.blocks:
             assert block.ref_count == uses[block.block_id], f"block {block.block_id}: wrong reference count"
             assert (block.ref_count == 0) == (block.block_id in self._free), f"block {block.block_id} lost or leaked"
-            assert block.ref_count <= 1 or block.block_hash is not None, f"block {block.block_id} shared unregistered"
-            if block.block_hash is not None:
-                assert self._cached[block.block_hash] == block.block_id, f"block {block.block_id}: wrong cache entry"
-                assert block.block_hash == chain_hash(block.parent_hash, block.token_ids)
-        assert len(self._cached) == sum(block.block_hash is not None for block in self.blocks)
+            assert block.ref_count <= 1 or block.key is not None, f"block {block.block_id} shared unregistered"
+            if block.key is not None:
+                assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
+                assert block.identity > block.key[0], f"block {block.block_id} is older than its parent"
+        assert len(self._cached) == sum(block.key is not None for block in self.blocks)
         for seq in sequences:
             assert len(seq.block_table) == len(set(seq.block_table)), f"{seq} holds a block twice"
             for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
-                assert self.blocks[block_id].block_hash is None, f"{seq} will write to cached block {block_id}"
+                assert self.blocks[block_id].key is None, f"{seq} will write to cached block {block_id}"
 
-    def _match_prefix(self, seq: Sequence) -> list[int]:
+    def _match_prefix(self, seq: Sequence) -> list[Block]:
         if not self.enable_prefix_caching:
             return []
-        matched: list[int] = []
-        parent_hash = _ROOT_HASH
-        for i, block_hash in enumerate(self._block_hashes(seq, len(seq.token_ids) // self.block_size)):
-            block_id = self._cached.get(block_hash)
-            if block_id is None:
+        matched: list[Block] = []
+        identity = _ROOT_IDENTITY
+        for i in range(len(seq.token_ids) // self.block_size):
+            block = self._cached.get((identity, self._block_tokens(seq, i)))
+            if block is None:
                 break
-            block = self.blocks[block_id]
-            # A hash may collide; tokens do not.
-            if block.parent_hash != parent_hash or block.token_ids != self._block_tokens(seq, i):
-                break
-            matched.append(block_id)
-            parent_hash = block_hash
+            matched.append(block)
+            identity = block.identity
         return matched
 
-    def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
-        hashes = seq.block_hashes
-        for i in range(len(hashes), num_blocks):
-            hashes.append(chain_hash(hashes[-1] if hashes else _ROOT_HASH, self._block_tokens(seq, i)))
-        return hashes[:num_blocks]
-
-    def _block_tokens(self, seq: Sequence, index: int) -> array[int]:
-        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+    def _block_tokens(self, seq: Sequence, index: int) -> bytes:
+        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
 
     def _take_free_block(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -195,8 +188,15 @@ class BlockManager:
         block.ref_count = 1
         return block_id
 
+    def _register(self, block: Block, key: BlockKey) -> Block:
+        block.key = key
+        block.identity = next(self._identities)
+        self._cached[key] = block
+        self._unconfirmed[-1].append(block.block_id)
+        self._num_gained += 1
+        return block
+
     def _unregister(self, block: Block) -> None:
-        if block.block_hash is not None:
-            del self._cached[block.block_hash]
-            block.block_hash = None
-            block.token_ids = array("i")
+        if block.key is not None:
+            del self._cached[block.key]
+            block.key = None

@@ -2,6 +2,10 @@
 
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
 (depth 0, on the CPU). What depends on values, and so on results, is done a step later; see `Scheduler`.
+
+One thread at a time drives the engine: it steps, or generates; another that tries to gets an error. Requests and aborts
+may come from any thread: they go into an inbox, which the next step empties. What a step finishes or fails is kept
+until a caller has it, so that neither an exception nor a signal loses it.
 """
 
 from __future__ import annotations
@@ -9,45 +13,25 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol, TypedDict
+from itertools import count
+from typing import Any, Protocol
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.driver import Driver, exit_with_interpreter
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.unclaimed import Unclaimed
+from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_token_ids
-from nanovllm.utils.interrupt import deferred_sigint
+from nanovllm.utils.interrupt import deferred_signals
 
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
-
-
-class RequestOutput(TypedDict):
-    """A finished request: its text without special tokens, its tokens, why it ended, and what the cache saved."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    num_cached_tokens: int
-
-
-class StepResult(NamedTuple):
-    """What a step finished, by request id, and how many tokens it took in and got out."""
-
-    finished: list[tuple[int, RequestOutput]]
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-class StepError(RuntimeError):
-    """A step failed, and with it the requests `request_ids`; the cause is the exception's `__cause__`."""
-
-    def __init__(self, message: str, request_ids: list[int]) -> None:
-        super().__init__(message)
-        self.request_ids = request_ids
 
 
 class Handle(Protocol):
@@ -110,11 +94,16 @@ class LLMEngine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
         )
+        capacity = runner.num_kvcache_blocks * config.kvcache_block_size
+        self._inputs = InputProcessor(tokenizer, vocab_size, max_model_len, capacity)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
-        self._next_request_id = 0
+        self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
-        # Finished requests that no caller of `step` has seen yet.
-        self._unclaimed: list[tuple[int, RequestOutput]] = []
+        # New requests, and the ids of aborted ones, in the order in which they came.
+        self._inbox: deque[Sequence | list[int]] = deque()
+        self._unclaimed = Unclaimed()
+        self._driver = Driver()
+        exit_with_interpreter(self)
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id.
@@ -123,68 +112,37 @@ class LLMEngine:
             ValueError: the prompt or the request's size is out of bounds.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        (token_ids,) = self.check_requests([prompt], [params])
+        (token_ids,) = self._inputs.process([prompt], [params])
         return self._queue(token_ids, params)
-
-    def check_requests(self, prompts: list[Any], params: list[SamplingParams]) -> list[array[int]]:
-        """Return the token ids of prompts (strings or lists of token ids), if all the requests can be served.
-
-        Raises:
-            ValueError: one cannot; says what is out of bounds.
-        """
-        token_ids = iter(self._tokenize([prompt for prompt in prompts if isinstance(prompt, str)]))
-        return [
-            self._check_request(next(token_ids) if isinstance(prompt, str) else prompt, param)
-            for prompt, param in zip(prompts, params, strict=True)
-        ]
-
-    def _check_request(self, prompt: Any, params: SamplingParams) -> array[int]:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
-        try:
-            token_ids = check_token_ids(prompt, self.vocab_size)
-        except TypeError as error:
-            kind = type(prompt).__name__
-            raise ValueError(f"a prompt is a string or a list of token ids, not {kind}: {prompt!r:.80}") from error
-        if len(token_ids) > self.max_model_len:
-            raise ValueError(f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}")
-        # The last token is returned, never computed, so its keys need no place.
-        num_stored = max(len(token_ids), min(len(token_ids) + params.max_tokens, self.max_model_len) - 1)
-        capacity = self.block_manager.num_blocks * self.block_manager.block_size
-        if num_stored > capacity:
-            raise ValueError(
-                f"a prompt of {len(token_ids)} tokens and max_tokens={params.max_tokens} need {num_stored} places, "
-                f"over the cache's {capacity} (num_kvcache_blocks * kvcache_block_size)"
-            )
-        return token_ids
 
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
 
         Raises:
             StepError: the step failed; the requests in it are gone, the others stay queued.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or is driven by another thread, or by a caller of this one.
         """
-        before = self.scheduler.stats.num_output_tokens
-        # An interrupted step would leave requests half-moved; and what a whole one finished is not lost to a Ctrl-C.
-        with deferred_sigint():
-            num_prompt_tokens = self._step()
-        finished, self._unclaimed = self._unclaimed, []
-        return StepResult(finished, num_prompt_tokens, self.scheduler.stats.num_output_tokens - before)
+        with self._drive():
+            before = self.scheduler.stats.num_output_tokens
+            num_prefill_tokens = self._run_step()
+            num_output_tokens = self.scheduler.stats.num_output_tokens - before
+            return StepResult(self._unclaimed.take(), num_prefill_tokens, num_output_tokens)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests, wherever they stand; ids of finished ones are ignored. Returns with no step under way.
+        """Drop requests, wherever they stand; ids of finished ones are ignored.
 
-        Raises:
-            StepError: the step that was under way failed.
+        Returns with no step under way; or, while another thread drives the engine, at once, and that thread's next step
+        drops them.
         """
-        with deferred_sigint():
-            self.scheduler.abort(request_ids)
-            self._collect(0)
+        self._inbox.append(list(request_ids))
+        with self._drive(or_leave=True) as driving, deferred_signals():
+            if driving:
+                self._empty_inbox()
+                self._collect(0)
 
     def is_finished(self) -> bool:
-        """Whether no request is left, and no step is under way."""
-        return self.scheduler.is_finished() and not self._in_flight and not self._unclaimed
+        """Whether no request is left, no step is under way, and every result has been returned."""
+        return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._unclaimed)
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
@@ -195,62 +153,79 @@ class LLMEngine:
         }
 
     def exit(self) -> None:
-        """Free the device. The engine cannot be used afterwards; calling it again does nothing."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            self._in_flight.clear()
-            runner.exit()
+        """Free the device. The engine cannot be used afterwards; calling it again does nothing.
+
+        While another thread drives the engine, this waits up to ten seconds for its step to end; a step that takes
+        longer frees the device when it ends. In a forked copy of the engine's process this does nothing.
+        """
+        self._driver.close(self._close)
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.
         if getattr(self, "_runner", None) is not None:
             self.exit()
 
+    @contextmanager
+    def _drive(self, or_leave: bool = False) -> Iterator[bool]:
+        """Be the one that drives the engine inside the `with` block; yields whether that is so.
+
+        Raises:
+            RuntimeError: somebody else is, and `or_leave` is false.
+        """
+        with self._driver.drive(self._close) as driving:
+            if not driving and not or_leave:
+                raise RuntimeError("the engine is already running: a generate or step of it has not ended")
+            yield driving
+
+    def _close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            self._in_flight.clear()
+            runner.exit()
+
     def _queue(self, token_ids: array[int], params: SamplingParams) -> int:
         self._require_open()
-        request_id = self._next_request_id
-        self._next_request_id += 1
+        request_id = next(self._request_ids)
         seed = (self._seed + (request_id + 1) * _GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
-        self.scheduler.add(Sequence(request_id, token_ids, params, seed))
+        self._inbox.append(Sequence(request_id, token_ids, params, seed))
         return request_id
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts, all in one call, since tokenizers then use every core."""
-        if not texts:
-            return []
-        if self.tokenizer is None:
-            raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
-        try:
-            token_ids: list[list[int]] = self.tokenizer(texts)["input_ids"]
-        except TypeError as error:
-            if len(texts) > 1:
-                # Which of them it is shows when each goes alone.
-                return [self._tokenize([text])[0] for text in texts]
-            raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
-        return token_ids
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Sequence):
+                self.scheduler.add(message)
+            else:
+                self.scheduler.abort(message)
 
     def _require_open(self) -> Runner:
-        if self._runner is None:
+        if self._runner is None or self._driver.closing:
             raise RuntimeError("the engine is closed")
         return self._runner
 
-    def _step(self) -> int:
-        """Do a step; what it finishes is unclaimed. Returns the prompt tokens that it takes in."""
-        runner = self._require_open()
-        try:
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._in_flight.append((batch, runner.launch(batch)))
-        except Exception as error:
-            # The steps before the one that failed are good.
-            self._collect(0)
-            raise self._fail(error) from error
-        # With nothing launched the pipeline drains: an empty plan still collects the last result.
-        self._collect(runner.pipeline_depth if batch is not None else 0)
-        if self.scheduler.is_finished():
-            # What is still under way computes tokens past an EOS.
-            self._collect(0)
-        return batch.num_prompt_tokens if batch is not None else 0
+    def _run_step(self) -> int:
+        """Do a step; results and failures are kept. Returns the number of prefilled tokens.
+
+        A signal acts behind the step: within it, it would leave requests half-moved.
+        """
+        with deferred_signals():
+            runner = self._require_open()
+            self._empty_inbox()
+            try:
+                batch = self.scheduler.schedule()
+                if batch is not None:
+                    self._in_flight.append((batch, runner.launch(batch)))
+            except BaseException as error:
+                # The steps before the one that failed are good.
+                self._collect(0)
+                self._fail(error)
+                return 0
+            # With nothing launched the pipeline drains: an empty plan still collects the last result.
+            self._collect(runner.pipeline_depth if batch is not None else 0)
+            if self.scheduler.is_finished():
+                # What is still under way computes tokens past an EOS.
+                self._collect(0)
+            return batch.num_prompt_tokens if batch is not None else 0
 
     def _collect(self, depth: int) -> None:
         """Take in results until no more than `depth` steps are under way."""
@@ -258,22 +233,46 @@ class LLMEngine:
             batch, handle = self._in_flight.popleft()
             try:
                 output = handle.result()
-            except Exception as error:
-                raise self._fail(error) from error
+            except BaseException as error:
+                self._fail(error)
+                return
             for seq in self.scheduler.postprocess(batch, output):
-                self._unclaimed.append((seq.seq_id, self._output(seq)))
+                self._finish(seq)
 
-    def _fail(self, error: Exception) -> StepError:
-        """Drop every request in flight, with what they put into the cache; close the engine if the device is lost."""
+    def _fail(self, error: BaseException) -> None:
+        """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
+
+        An error that is no `Exception`, such as `SystemExit`, is raised again.
+        """
         self._in_flight.clear()
         failed = self.scheduler.fail_in_flight()
         message = f"a step failed, and with it the requests {failed}: {error}"
         try:
-            self._require_open().synchronize()
+            if self._runner is not None:
+                self._runner.synchronize()
         except Exception as lost:
             self._runner = None
             message += f"; the engine is closed: {lost}"
-        return StepError(message, failed)
+        # The failure of a step before may have taken all of its requests along.
+        if failed or not self._unclaimed.failures:
+            self._unclaimed.failures.append(StepError(message, failed, error))
+        if not isinstance(error, Exception):
+            raise error
+
+    def _finish(self, seq: Sequence) -> None:
+        """Keep a finished request for its caller; one whose text cannot be decoded fails alone."""
+        try:
+            self._unclaimed.finished.append((seq.seq_id, self._output(seq)))
+        except Exception as error:
+            message = f"the text of request {seq.seq_id} cannot be decoded: {error}"
+            self._unclaimed.failures.append(StepError(message, [seq.seq_id], error))
+
+    def _drop(self, request_ids: set[int]) -> None:
+        """Abort requests, and what is kept for their caller."""
+        self._inbox.append(list(request_ids))
+        self._empty_inbox()
+        self._collect(0)
+        self._unclaimed.drop(request_ids)
 
     def _output(self, seq: Sequence) -> RequestOutput:
         token_ids = seq.completion_token_ids

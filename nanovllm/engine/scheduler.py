@@ -13,7 +13,7 @@ never preempted, always gets on.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,8 +51,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        # By id, each in its order, so that any sequence leaves in O(1).
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.running: dict[int, Sequence] = {}
         self.stats = SchedulerStats()
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
@@ -70,7 +71,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[seq.seq_id] = seq
-        self.waiting.append(seq)
+        self.waiting[seq.seq_id] = seq
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan one step; None if nothing can run now.
@@ -129,7 +130,7 @@ class Scheduler:
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
         planned: list[Sequence] = []
-        for seq in list(self.running):
+        for seq in list(self.running.values()):
             if seq.is_prefill or not self._make_room(seq, batch):
                 continue
             batch.decode_slots.append(seq.slot)
@@ -146,7 +147,7 @@ class Scheduler:
             return True
         while not self.block_manager.num_free_blocks:
             # Those already in the batch are older, so the newest is never one of them.
-            newest = self.running[-1]
+            newest = next(reversed(self.running.values()))
             self._preempt(newest)
             if newest is seq:
                 return False
@@ -157,7 +158,8 @@ class Scheduler:
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         planned = []
         # Only the newest can be part-way through its prompt: the next is not admitted before its budget is left over.
-        seq = self.running[-1] if self.running and self.running[-1].is_prefill else self._admit(batch)
+        newest = next(reversed(self.running.values()), None)
+        seq = newest if newest is not None and newest.is_prefill else self._admit(batch)
         while seq is not None:
             self._schedule_chunk(seq, batch)
             if seq.is_prefill:
@@ -170,12 +172,12 @@ class Scheduler:
         """Move the head of the queue to the running, if budget, slots and blocks allow."""
         if not self.waiting or not self._free_slots or not self._budget:
             return None
-        seq = self.waiting[0]
+        seq = next(iter(self.waiting.values()))
         # A preempted sequence waits for its token in flight, which it will need as input.
         if seq.num_in_flight or not self.block_manager.admit(seq):
             return None
-        self.waiting.popleft()
-        self.running.append(seq)
+        del self.waiting[seq.seq_id]
+        self.running[seq.seq_id] = seq
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_prefill_tokens = seq.num_tokens
@@ -205,25 +207,26 @@ class Scheduler:
         num_completion_tokens = seq.num_tokens - seq.num_prompt_tokens
         if num_completion_tokens == seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
             self.block_manager.register(seq)
-            self.running.remove(seq)
+            del self.running[seq.seq_id]
             self._release(seq)
             seq.status = SequenceStatus.ENDING
 
     def _preempt(self, seq: Sequence) -> None:
-        assert self.running.pop() is seq
+        del self.running[seq.seq_id]
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        self.waiting[seq.seq_id] = seq
+        self.waiting.move_to_end(seq.seq_id, last=False)
         self.stats.num_preemptions += 1
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is SequenceStatus.RUNNING:
             if reason != "abort":
                 self.block_manager.register(seq)
-            self.running.remove(seq)
+            del self.running[seq.seq_id]
             self._release(seq)
         elif seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
+            del self.waiting[seq.seq_id]
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._sequences[seq.seq_id]

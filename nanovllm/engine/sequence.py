@@ -49,8 +49,10 @@ class Sequence:
         self.block_table: list[int] = []
         # Leading blocks of block_table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
-        # Chain hashes of the leading full blocks of token_ids, computed once each.
-        self.block_hashes: list[int] = []
+        # The identity, in the prefix cache, of the last of them.
+        self.registered_identity = 0
+        # The block manager's count of freed and registered blocks below which this sequence does not fit.
+        self.fits_from = 0
 
     @property
     def num_in_flight(self) -> int:

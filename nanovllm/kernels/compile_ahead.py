@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels._triton import NotCompiledError, compiled_only, jit, to_compile, triton
-from nanovllm.utils.interrupt import deferred_sigint
+from nanovllm.utils.interrupt import deferred_signals
 
 # How long no kernel may be done until the processes are taken to stand still.
 _PATIENCE_SECONDS = 60.0
@@ -107,7 +107,7 @@ def _compile_in_processes(compiles: list[Callable[[], Any]]) -> None:
     try:
         try:
             # Where no more can be had, those that are there do it all, or nobody does.
-            with deferred_sigint(), suppress(OSError):
+            with deferred_signals(), suppress(OSError):
                 for _ in range(min(len(os.sched_getaffinity(0)), left)):
                     children.append(_fork(partial(_compile_some, compiles, to_do[0], done[1])))
         finally:

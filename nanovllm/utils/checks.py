@@ -99,3 +99,20 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} must hold a JSON object")
     return content
+
+
+def refuse_remote_code(folder: str, file: str, auto_class: str) -> None:
+    """Refuse a folder whose JSON file `file` names code of its own, in its `auto_map`, for transformers' `auto_class`.
+
+    Raises:
+        ValueError: it does; names the code.
+    """
+    path = os.path.join(folder, file)
+    auto_map = read_json(path).get("auto_map") if os.path.isfile(path) else None
+    # Tokenizers of old have a list, of the slow class and the fast one.
+    code = auto_map.get(auto_class) if isinstance(auto_map, dict) else auto_map
+    if code:
+        raise ValueError(
+            f"{file} in {folder!r} names code to run for {auto_class}: {code!r}; read it, and pass "
+            "trust_remote_code=True to allow it"
+        )

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for a good moment."""
+"""Signals that wait for a good moment."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @contextmanager
-def deferred_sigint() -> Iterator[None]:
-    """Hold back SIGINT inside the `with` block; one that came acts, in whatever way it would have, at its end.
+def deferred_signals() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM inside the `with` block; those that came act, as they would have, at its end.
 
-    In a thread other than the main one, where signals do not arrive, and under a handler that Python did not set, it
-    does nothing.
+    A signal without a Python handler acts at once, as does any signal in a thread other than the main one, where
+    Python's handlers do not run.
     """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     held: list[int] = []
-    signal.signal(signal.SIGINT, lambda signum, frame: held.append(signum))
+    for number in handlers:
+        signal.signal(number, lambda received, frame: held.append(received))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-        if held:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received in held:
+            signal.raise_signal(received)

@@ -6,16 +6,16 @@ import os
 import time
 import warnings
 from array import array
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.parallel_runner import ParallelRunner
+from nanovllm.engine.parallel_runner import ParallelRunner, start_ranks
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -41,17 +41,18 @@ class LLM(LLMEngine):
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
         config = Config(os.fspath(model), **kwargs)
-        folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
-        self.model_config = model_config = ModelConfig.from_folder(folder, config.trust_remote_code)
-        max_model_len = min(config.max_model_len, model_config.max_position)
-        if max_model_len < config.max_model_len:
-            warnings.warn(
-                f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
-            )
-        tokenizer = _load_tokenizer(folder, config.trust_remote_code)
+        with start_ranks(config) as ranks:
+            folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+            self.model_config = model_config = ModelConfig.from_folder(folder, config.trust_remote_code)
+            max_model_len = min(config.max_model_len, model_config.max_position)
+            if max_model_len < config.max_model_len:
+                warnings.warn(
+                    f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
+                )
+            tokenizer = _load_tokenizer(folder, config.trust_remote_code)
+            make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
+            runner = make_runner(config, model_config, folder, max_model_len=max_model_len)
         tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
-        make_runner = ParallelRunner if config.tensor_parallel_size > 1 else ModelRunner
-        runner = make_runner(config, model_config, folder, max_model_len=max_model_len)
         super().__init__(
             config,
             runner,
@@ -138,6 +139,9 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         return None
     if not trust_remote_code:
         refuse_remote_code(folder, "tokenizer_config.json", "AutoTokenizer")
+    # Other ranks do without it, and it takes seconds to import.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exceptions

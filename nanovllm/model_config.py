@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig
-
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 _HEAD_DIMS = (16, 32, 64, 128)
@@ -73,6 +71,9 @@ class ModelConfig:
             raise ValueError(f"no config.json in {path!r}")
         if not trust_remote_code:
             refuse_remote_code(path, "config.json", "AutoConfig")
+        # Ranks other than 0 do without it, and it takes seconds to import.
+        from transformers import AutoConfig  # noqa: PLC0415
+
         try:
             hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # each version of transformers has its own ways to refuse a config

@@ -32,7 +32,7 @@ def read(reader: int, channel: Channel, reports: Connection) -> None:
 def main() -> None:
     """Print the median and the 99th percentile, for a step told as "again" and for one of 256 decode rows."""
     num_readers = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    context = get_context("spawn")
+    context = get_context("fork")
     for name, batch in (("again", ScheduledBatch()), ("256 rows", ScheduledBatch(decode_slots=list(range(256))))):
         channel, pipes, readers = Channel(num_readers), [], []
         for reader in range(num_readers):

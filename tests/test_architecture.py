@@ -21,7 +21,7 @@ LAYERS = [
 HOST = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.messages", "engine.shared_prefix",
         "engine.channel"}  # fmt: skip
 DEVICE = {"engine.model_runner", "engine.input_buffers", "engine.prompt_arrays", "engine.prefix_buffers",
-          "engine.cuda_graph", "engine.ranks", "engine.parallel_runner"}  # fmt: skip
+          "engine.cuda_graph", "engine.rank", "engine.ranks", "engine.parallel_runner"}  # fmt: skip
 
 
 def imports() -> dict[str, set[str]]:

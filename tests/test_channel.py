@@ -129,7 +129,7 @@ def test_the_memory_has_no_name_and_goes_with_its_channel() -> None:
     before = set(os.listdir(shm))
     channel = Channel(7)
     assert set(os.listdir(shm)) <= before
-    descriptor = channel._descriptor
+    descriptor = channel.descriptor
     channel.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

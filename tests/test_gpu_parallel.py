@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -158,17 +159,17 @@ def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, tmp_pa
 
 KILLER = """
     import faulthandler, os, signal, sys, threading, time
-    from multiprocessing import active_children
     from nanovllm import LLM, SamplingParams
+    from tests.rank_processes import rank_pids
 
     def kill():
         if sys.argv[2] == "construction":
-            while not active_children():
+            while not rank_pids():
                 time.sleep(0.01)
             time.sleep(float(sys.argv[3]))
-        victim = active_children()[-1]
+        victim = rank_pids()[1]
         print("killing", time.monotonic(), flush=True)
-        os.kill(victim.pid, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
 
     if __name__ == "__main__":
         # Should it hang, its output says where.
@@ -186,7 +187,7 @@ KILLER = """
                 llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
         except Exception as error:
             print("raised", time.monotonic(), "SIGKILL" in str(error), str(error)[:300].replace("\\n", " "), flush=True)
-        assert not active_children()
+        assert not rank_pids()
 """
 
 
@@ -201,7 +202,8 @@ def test_a_killed_rank_fails_the_engine_and_frees_the_gpus(folder: Path, tmp_pat
     script.write_text(textwrap.dedent(KILLER))
     free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
     command = [sys.executable, str(script), str(folder), *moment.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
     assert "raised" in lines and lines["raised"][2] == "True", done.stdout[-2000:] + done.stderr[-2000:]
     assert float(lines["raised"][1]) - float(lines["killing"][1]) < 5

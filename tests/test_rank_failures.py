@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine import parallel_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks import RankError, RankPlan
+from nanovllm.engine.rank import RankPlan
+from nanovllm.engine.ranks import RankError, Ranks
 from nanovllm.engine.step_results import StepHandle
 from nanovllm.outputs import StepError
+from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -50,17 +51,15 @@ def folder(make_checkpoint: Callable[..., Path]) -> Path:
 def nothing_is_left() -> Iterator[None]:
     before = set(os.listdir(SHM))
     yield
-    assert not active_children() and not dist.is_initialized()
+    assert not rank_pids() and not dist.is_initialized()
     assert set(os.listdir(SHM)) <= before
 
 
 def kill(rank: int) -> None:
     """Kill a rank's process, as the out-of-memory killer would, and wait until the system has done it."""
-    (process,) = [child for child in active_children() if child.name == f"nanovllm rank {rank}"]
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    while process.is_alive():
-        time.sleep(0.01)
+    pid = rank_pids()[rank]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def kill_when(owner: Any, name: str, rank: int, call: int) -> None:
@@ -91,7 +90,7 @@ def test_killed_in_decode_and_a_new_engine_in_the_same_process(folder: Path) -> 
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert time.monotonic() - started < 5
     assert isinstance(caught.value.__cause__, RankError)
-    assert not active_children(), "the others have ended too"
+    assert not rank_pids(), "the others have ended too"
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate(PROMPTS, GREEDY)
     llm.exit()
@@ -171,7 +170,7 @@ def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkey
         runner = parallel(llm)
         with pytest.raises(RuntimeError, match="a step has not ended within 0 s"):
             runner.wait(StepHandle(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
-        assert not active_children()
+        assert not rank_pids()
 
 
 def test_killed_before_exit(folder: Path) -> None:
@@ -192,7 +191,7 @@ def test_killed_during_exit(folder: Path) -> None:
 
 def test_killed_while_it_starts(folder: Path) -> None:
     def kill_soon() -> None:
-        while not active_children():
+        while not rank_pids():
             time.sleep(0.01)
         kill(1)
 
@@ -222,7 +221,7 @@ def test_an_exception_in_a_step(folder: Path) -> None:
     with make_llm(folder) as llm:
         ranks = parallel(llm)._ranks
         # A batch that only the others get.
-        ranks._channel.send((False, "no batch"), ranks.check)
+        ranks._send((False, "no batch"))
         with pytest.raises(StepError, match=r"(?s)rank 1 failed:\nTraceback.*in _serve.*AttributeError: 'str'"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
@@ -236,7 +235,7 @@ def test_an_exception_on_rank_0_ends_all(folder: Path) -> None:
         with pytest.raises(StepError, match=r"no room; the engine is closed: its ranks have ended") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert isinstance(caught.value.__cause__, MemoryError)
-        assert not active_children()
+        assert not rank_pids()
 
 
 def test_bad_weights_are_a_value_error_as_ever(folder: Path, tmp_path: Path) -> None:
@@ -299,10 +298,104 @@ def test_the_ranks_end_with_a_rank_0_that_is_killed(tmp_path: Path) -> None:
     # And what it leaves is nothing that a new engine could stumble over: every other test here begins with one.
 
 
-def test_a_script_without_a_guard_says_so_and_ends(tmp_path: Path) -> None:
-    script = start(tmp_path, SCRIPT + "\nmain()\n")
-    out, err = script.communicate(timeout=60)
-    assert script.returncode == 1 and "ready" not in out
-    assert "RuntimeError: a rank of an engine cannot make another: a script" in err
-    assert "RankError: rank 1 exited with code 1 before it had started" in err
-    assert err.count("if __name__ == '__main__':") >= 2
+def test_a_forked_process_leaves_the_engine_alone(folder: Path, tmp_path: Path) -> None:
+    script = f"""
+    import os, sys
+    from nanovllm import LLM, SamplingParams
+    llm = LLM({str(folder)!r}, device="cpu", tensor_parallel_size=2, max_model_len=128)
+    for call_exit in (False, True):
+        child = os.fork()
+        if not child:
+            if call_exit:
+                llm.exit()
+            # Ends as any program does, with what was registered for that.
+            sys.exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        print(len(llm.generate([[1, 2]], params, use_tqdm=False)[0]["token_ids"]))
+    """
+    done = start(tmp_path, script)
+    assert (*done.communicate(timeout=60), done.returncode) == ("3\n3\n", "", 0)
+
+
+def test_exit_in_the_middle_of_a_generate_in_another_thread(folder: Path) -> None:
+    llm = make_llm(folder)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            llm.generate([[1, 2]] * 2000, GREEDY, use_tqdm=False)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while llm.stats()["num_output_tokens"] < 5:
+        time.sleep(0.01)
+    llm.exit()
+    llm.exit()
+    thread.join(5)
+    assert [str(error) for error in errors] == ["the engine is closed"]
+
+
+def test_a_script_needs_neither_a_guard_nor_exit_nor_an_end_of_its_threads(tmp_path: Path) -> None:
+    script = f"""
+    import sys, threading, time
+    from nanovllm import LLM, SamplingParams
+    llm = LLM({BUNDLED_MODEL!r}, device="cpu", tensor_parallel_size=2, max_model_len=512)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    print(len(llm.generate([[1, 2]], params, use_tqdm=False)[0]["token_ids"]))
+    work = lambda: llm.generate([[1, 2]] * 2000, params, use_tqdm=False)
+    # What it says of its own end is not the point.
+    threading.excepthook = lambda hook: print(hook.exc_value)
+    threading.Thread(target=work, daemon=True).start()
+    while llm.stats()["num_output_tokens"] < 200:
+        time.sleep(0.01)
+    sys.exit(3)
+    """
+    done = start(tmp_path, script)
+    out, err = done.communicate(timeout=60)
+    assert (out, err, done.returncode) in [("100\n", "", 3), ("100\nthe engine is closed\n", "", 3)]
+
+
+def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.engine.ranks._START_SECONDS", 0.5)
+
+    def stop_soon() -> None:
+        while not rank_pids():
+            time.sleep(0.01)
+        os.kill(rank_pids()[1], signal.SIGSTOP)
+
+    threading.Thread(target=stop_soon).start()
+    with pytest.raises(RankError, match="rank 1 is not started after 0 s"):
+        make_llm(folder)
+
+
+def test_whoever_watches_is_told_of_a_rank_that_fails() -> None:
+    ranks, told = Ranks(3), threading.Event()
+    try:
+        ranks.watch(told.set)
+        assert not told.wait(0.2)
+        kill(2)
+        assert told.wait(5)
+        with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+            ranks.check()
+    finally:
+        ranks.stop()
+
+
+def test_a_long_traceback_arrives_in_its_last_part(folder: Path) -> None:
+    with make_llm(folder) as llm:
+        parallel(llm)._ranks._send((False, LongError()))
+        with pytest.raises(StepError, match=r"(?s)rank 1 failed:\n.*LLL the end") as caught:
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert 10_000 < len(str(caught.value)) < 20_000
+
+
+class LongError:
+    """Pickled, it is a call that raises an exception of 200 kB where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise ValueError('L' * 200_000 + ' the end')",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from nanovllm.utils import symmetric
 from nanovllm.utils.communicator import DistributedCommunicator
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
+from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -68,11 +68,11 @@ def test_any_number_of_ranks_says_the_same(make_checkpoint: MakeCheckpoint, mode
     with LLM(folder, **TIGHT) as llm:
         want = everything(llm)
     with LLM(folder, tensor_parallel_size=size, **TIGHT) as llm:
-        assert len(active_children()) == size - 1 and llm._runner is not None
+        assert len(rank_pids()) == size - 1 and llm._runner is not None
         # As on GPUs, a step is launched before the one before it has been taken in.
         llm._runner.pipeline_depth = size - 2
         assert everything(llm) == want
-    assert not active_children()
+    assert not rank_pids()
 
 
 @pytest.fixture
@@ -105,10 +105,10 @@ def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(
         assert llm.generate(prompts, params, use_tqdm=False) == want
         # As many blocks as the ranks with the least room have.
         assert llm.stats()["num_free_blocks"] == alone.stats()["num_free_blocks"] > 0
-        children = active_children()
+        children = rank_pids()
         with pytest.raises(RuntimeError, match=r"this process has a torch\.distributed process group already"):
             LLM(checkpoint, tensor_parallel_size=2, **SETTINGS)
-        assert set(active_children()) == set(children)
+        assert rank_pids() == children
         assert llm.generate(prompts, params, use_tqdm=False)[0]["token_ids"] == want[0]["token_ids"]
 
 
@@ -162,7 +162,7 @@ def test_ranks_take_gpus_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_bad_sizes(checkpoint: Path, settings: dict[str, Any], message: str) -> None:
-    children = active_children()
+    children = rank_pids()
     with pytest.raises(ValueError, match=message):
         LLM(checkpoint, **(SETTINGS | settings))
-    assert set(active_children()) == set(children)
+    assert rank_pids() == children

@@ -5,7 +5,7 @@ than the ring: it then goes in pieces. Positions in the stream only ever grow, a
 writer's counts the bytes that are there to read, each reader's those that it has read; the writer overwrites nothing
 that some reader has not read.
 
-The memory is a file without a name, handed on to spawned processes as a descriptor: whatever becomes of the processes,
+The memory is a file without a name, which other processes inherit as a descriptor: whatever becomes of the processes,
 nothing is left behind. Eight bytes are written at once, and in the order of the program, as x86 does.
 """
 
@@ -17,7 +17,6 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 _LINE = 8
@@ -32,27 +31,21 @@ _SLEEP_SECONDS = 0.0005
 class Channel:
     """Carries any objects that pickle; each reader gets every one, in order.
 
-    The object goes to the readers' processes as an argument of a spawned process.
-
     Args:
         num_readers: readers are numbered from 0.
         capacity: bytes of the ring.
+        descriptor: that of the memory, inherited from the process that made it; None makes it.
     """
 
-    def __init__(self, num_readers: int, capacity: int = 2**20) -> None:
-        shm = "/dev/shm"
-        with tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) else None) as file:
-            # Written, not only sized: a file system that is full says so here, and not by a signal later.
-            file.write(bytes(8 * _LINE * (num_readers + 1) + capacity))
-            file.flush()
-            self._map(os.dup(file.fileno()), num_readers, capacity)
-
-    def __getstate__(self) -> tuple[Any, int, int]:
-        return DupFd(self._descriptor), self._num_readers, self._capacity
-
-    def __setstate__(self, state: tuple[Any, int, int]) -> None:
-        descriptor, num_readers, capacity = state
-        self._map(descriptor.detach(), num_readers, capacity)
+    def __init__(self, num_readers: int, capacity: int = 2**20, descriptor: int | None = None) -> None:
+        header = 8 * _LINE * (num_readers + 1)
+        self.descriptor = _new_memory(header + capacity) if descriptor is None else descriptor
+        self.capacity = capacity
+        self._memory = mmap.mmap(self.descriptor, header + capacity)
+        view = memoryview(self._memory)
+        # The writer's position, then each reader's.
+        self._counters = view[:header].cast("q")
+        self._data = view[header:]
 
     def send(self, message: object, check: Callable[[], None]) -> None:
         """Write a message; waits while some reader has not read what it would overwrite.
@@ -66,8 +59,8 @@ class Channel:
         while unsent:
             _wait(lambda: self._num_free > 0, check)
             count = min(len(unsent), self._num_free)
-            start = self._written % self._capacity
-            until_end = min(count, self._capacity - start)
+            start = self._written % self.capacity
+            until_end = min(count, self.capacity - start)
             self._data[start : start + until_end] = unsent[:until_end]
             self._data[: count - until_end] = unsent[until_end:count]
             # Only now may the readers look.
@@ -84,18 +77,7 @@ class Channel:
         self._counters.release()
         self._data.release()
         self._memory.close()
-        os.close(self._descriptor)
-
-    def _map(self, descriptor: int, num_readers: int, capacity: int) -> None:
-        self._descriptor = descriptor
-        self._num_readers = num_readers
-        self._capacity = capacity
-        header = 8 * _LINE * (num_readers + 1)
-        self._memory = mmap.mmap(descriptor, header + capacity)
-        view = memoryview(self._memory)
-        # The writer's position, then each reader's.
-        self._counters = view[:header].cast("q")
-        self._data = view[header:]
+        os.close(self.descriptor)
 
     @property
     def _written(self) -> int:
@@ -108,7 +90,7 @@ class Channel:
     @property
     def _num_free(self) -> int:
         slowest = min(self._counters[_LINE::_LINE])
-        return self._capacity - (self._written - slowest)
+        return self.capacity - (self._written - slowest)
 
     def _read(self, reader: int, count: int, check: Callable[[], None]) -> bytes:
         place = _LINE * (reader + 1)
@@ -116,13 +98,22 @@ class Channel:
         while count:
             _wait(lambda: self._written > self._counters[place], check)
             position = self._counters[place]
-            start = position % self._capacity
-            size = min(count, self._written - position, self._capacity - start)
+            start = position % self.capacity
+            size = min(count, self._written - position, self.capacity - start)
             pieces.append(bytes(self._data[start : start + size]))
             # Only now may the writer overwrite it.
             self._counters[place] = position + size
             count -= size
         return b"".join(pieces)
+
+
+def _new_memory(size: int) -> int:
+    shm = "/dev/shm"
+    with tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) else None) as file:
+        # Written, not only sized: a file system that is full says so here, and not by a signal later.
+        file.write(bytes(size))
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def _wait(ready: Callable[[], bool], check: Callable[[], None]) -> None:

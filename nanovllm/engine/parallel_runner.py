@@ -5,7 +5,6 @@ Whatever fails on any rank ends all of them, and reaches the caller as an except
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import time
@@ -18,7 +17,8 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks import READY, STARTED, RankError, RankPlan, Ranks
+from nanovllm.engine.rank import READY, STARTED, RankPlan
+from nanovllm.engine.ranks import RankError, Ranks
 from nanovllm.engine.step_results import StepHandle
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_shard import shard_of
@@ -31,36 +31,64 @@ _STEP_SECONDS = 300.0
 """Longer than any step takes: for ranks that stand still but live."""
 
 
-class ParallelRunner:
-    """Runs the steps of one engine on `config.tensor_parallel_size` devices. Arguments are those of `ModelRunner`.
+@contextmanager
+def start_ranks(config: Config) -> Iterator[Ranks | None]:
+    """Start the processes of `config`'s ranks, which import while this process goes on inside the `with` block.
+
+    Yields None if there is one rank alone. Where the block raises, the processes end.
 
     Raises:
-        ValueError: more ranks than the model's KV heads or the GPUs, or what `ModelRunner` refuses.
-        RuntimeError: this process has an engine of several ranks already, the processor is no x86, or a rank failed.
+        ValueError: more ranks than GPUs.
+        RuntimeError: this process has an engine of several ranks already, or the processor is no x86.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        yield None
+        return
+    resolve_device(config.device, 0, size)
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
+            "engine of several ranks (exit it first), or the program's own"
+        )
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise RuntimeError(
+            f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "
+            f"relies on, not {platform.machine()!r}"
+        )
+    ranks = Ranks(size)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.stop()
+        raise
+
+
+class ParallelRunner:
+    """Runs the steps of one engine on `config.tensor_parallel_size` devices.
+
+    Args:
+        ranks: the processes beside this one, from `start_ranks`.
+        config, model_config, folder, max_model_len: see `ModelRunner`.
+
+    Raises:
+        ValueError: more ranks than the model's KV heads, or what `ModelRunner` refuses.
+        RuntimeError: a rank failed.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int) -> None:
-        size = config.tensor_parallel_size
+    def __init__(
+        self, ranks: Ranks, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int
+    ) -> None:
+        size = ranks.size
         shard_of(model_config, 0, size)
         device = resolve_device(config.device, 0, size)
-        if dist.is_initialized():
-            raise RuntimeError(
-                f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
-                "engine of several ranks (exit it first), or the program's own"
-            )
-        if platform.machine() not in ("x86_64", "AMD64"):
-            raise RuntimeError(
-                f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "
-                f"relies on, not {platform.machine()!r}"
-            )
-        self._pid = os.getpid()
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
         self._ended_by: BaseException | None = None
-        self._ranks = Ranks(size)
+        self._ranks = ranks
         with self.one_fails_all_fail():
             store = open_store(size)
-            self._ranks.start(RankPlan(config, model_config, folder, max_model_len, store.port))
+            self._ranks.plan(RankPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
             self._communicator = communicator = connect(0, size, device, store, 2 * config.max_num_running)
             # On GPUs nothing else would notice a rank's end while this thread waits for the device.
@@ -71,8 +99,6 @@ class ParallelRunner:
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
-        # Before the end of multiprocessing, which would end the ranks its own way.
-        atexit.register(self.exit)
 
     def launch(self, batch: ScheduledBatch) -> ParallelHandle:
         """Queue one step on every rank and return without waiting for it."""
@@ -88,8 +114,7 @@ class ParallelRunner:
     def exit(self) -> None:
         """Let go of every device, and end the other ranks."""
         runner = self._runner
-        # A forked copy of this process has the object, but not the ranks.
-        if runner is None or os.getpid() != self._pid:
+        if runner is None:
             return
         try:
             self._ranks.dismiss()
@@ -144,7 +169,6 @@ class ParallelRunner:
 
     def _abandon(self) -> None:
         """End the ranks that are left, and let go of what is left of rank 0."""
-        atexit.unregister(self.exit)
         communicator, self._communicator = self._communicator, None
         runner, self._runner = self._runner, None
         try:

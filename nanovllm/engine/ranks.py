@@ -1,114 +1,39 @@
-"""The processes of the ranks beside rank 0: what each runs, and how rank 0 watches over them.
+"""The ranks other than 0, as rank 0 sees them: their processes, what they are told, and how they ended.
 
-A rank's process is spawned, takes its orders from the channel, and tells rank 0 over a pipe of its own how far its
-start is, and of the exception that ends it. It never outlives rank 0's process, and Ctrl-C is not its business.
+A rank is a Python process of its own that imports this library and not the user's program. It is started by
+`subprocess`: what `multiprocessing` starts, a forked copy of this process would end.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import current_process, get_context, resource_tracker
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from multiprocessing.spawn import get_executable
 
-import torch
-
-from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.messages import ScheduledBatch
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.model_config import ModelConfig
-from nanovllm.utils.communicator import find_store
-from nanovllm.utils.device import resolve_device
-from nanovllm.utils.symmetric import connect
+from nanovllm.engine.rank import STARTED, RankFailure, RankPlan
 
-STARTED, READY = "started", "ready"
-"""Stages that a rank reports: it has its device and has met rank 0; it has model and cache."""
-_PROCESS_NAME = "nanovllm rank"
-_GUARD_HINT = "a script that makes an engine of several ranks must do it behind `if __name__ == '__main__':`"
-_MOST_CHARACTERS = 16000  # of a traceback: the pipe takes as much without anybody reading
+_PROGRAM = "import sys; sys.path[:] = {path}; from nanovllm.engine.rank import run_rank; run_rank({arguments})"
+_START_SECONDS = 300.0
+"""For a rank's imports, and for what its loading takes longer than rank 0's."""
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
 """Within this time of an error that a rank's death caused, that death shows."""
-_EXIT_SECONDS = 10.0
+_EXIT_SECONDS = 5.0
 
 
 class RankError(RuntimeError):
     """A rank other than 0 failed or died; the message says which, and has its traceback or its signal."""
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What every rank is started with; `port` is where they meet, `parent` rank 0's process."""
-
-    config: Config
-    model_config: ModelConfig
-    folder: str
-    max_model_len: int
-    port: int
-    parent: int = field(default_factory=os.getpid)
-
-
-class RankFailure(NamedTuple):
-    """The exception that ended a rank, and when: the first is the cause of the others'."""
-
-    seconds: float
-    traceback: str
-
-
-def run_rank(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> None:
-    """Be a rank, from the start of its process to its end."""
-    threading.Thread(target=_end_with_parent, args=(plan.parent,), daemon=True).start()
-    try:
-        _serve(rank, plan, channel, reports)
-    except BaseException:
-        # Where rank 0 is gone there is nobody to tell.
-        with suppress(OSError):
-            reports.send(RankFailure(time.monotonic(), traceback.format_exc()[-_MOST_CHARACTERS:]))
-        # At once, whatever the device or another thread waits for: it also tells the ranks that wait for this one.
-        os._exit(1)
-
-
-def _serve(rank: int, plan: RankPlan, channel: Channel, reports: Connection) -> None:
-    size = plan.config.tensor_parallel_size
-    torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    device = resolve_device(plan.config.device, rank, size)
-    if device.type == "cuda":
-        # Pinned memory, for one, would make a context on the first device.
-        torch.cuda.set_device(device)
-    store = find_store(plan.port, size)
-    # From here on the others may wait for this rank, and not look at reports.
-    reports.send(STARTED)
-    communicator = connect(rank, size, device, store, 2 * plan.config.max_num_running)
-    runner = ModelRunner(
-        plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
-    )
-    reports.send(READY)
-    decode_slots: list[int] = []
-    # While it waits, it asks the device whether the last step has failed.
-    while (message := channel.receive(rank - 1, runner.check)) is not None:
-        again, batch = message
-        if again:
-            batch.decode_slots = decode_slots
-        decode_slots = batch.decode_slots
-        runner.follow(batch)
-    runner.exit()
-    communicator.close()
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has, whatever the main thread is waiting for."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 @dataclass
@@ -116,7 +41,7 @@ class RankProcess:
     """One rank, as rank 0 sees it."""
 
     rank: int
-    process: BaseProcess
+    process: subprocess.Popen[bytes]
     reports: Connection
     stages: set[str] = field(default_factory=set)
     failure: RankFailure | None = None
@@ -134,46 +59,61 @@ class RankProcess:
             time.sleep(timeout)
 
     @property
-    def blame(self) -> float:
+    def has_ended(self) -> bool:
+        """Whether its process has."""
+        return self.process.poll() is not None
+
+    @property
+    def failure_time(self) -> float:
         """Sorts ended ranks, the likeliest cause first: killed ones, then by the time of their exception."""
         return self.failure.seconds if self.failure else 0.0
 
-    def obituary(self) -> str:
+    def exit_message(self) -> str:
         """Say how an ended rank ended."""
-        code = self.process.exitcode
+        code = self.process.returncode
         if self.failure is not None:
             return f"rank {self.rank} failed:\n{self.failure.traceback}"
-        if code is not None and code < 0:
+        if code < 0:
             names = {number.value: number.name for number in signal.Signals}
             return f"rank {self.rank} was killed by {names.get(-code, f'signal {-code}')}"
-        hint = "" if STARTED in self.stages else f" before it had started; its own output says why ({_GUARD_HINT})"
+        hint = "" if STARTED in self.stages else " before it had started; its own output says why"
         return f"rank {self.rank} exited with code {code}{hint}"
 
 
 class Ranks:
-    """All ranks but 0, from rank 0's side.
+    """All ranks but 0, from rank 0's side. Their processes start at once, and wait for a plan.
 
     Args:
         size: ranks, with rank 0.
-
-    Raises:
-        RuntimeError: this process is such a rank itself.
     """
 
     def __init__(self, size: int) -> None:
-        if current_process().name.startswith(_PROCESS_NAME):
-            raise RuntimeError(f"a rank of an engine cannot make another: {_GUARD_HINT}")
-        self._size = size
+        self.size = size
         self._channel = Channel(size - 1)
         self._ranks: list[RankProcess] = []
         self._decode_slots: list[int] = []
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._stopped = False
+        try:
+            for rank in range(1, size):
+                self._ranks.append(_start(rank, size, self._channel))
+        except BaseException:
+            self.stop()
+            raise
 
-    def start(self, plan: RankPlan) -> None:
-        """Start their processes."""
-        for rank in range(1, self._size):
-            self._ranks.append(_start(rank, plan, self._channel))
+    @property
+    def pids(self) -> list[int]:
+        """Their processes, in the order of the ranks, until they are stopped."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def plan(self, plan: RankPlan) -> None:
+        """Tell every rank what to load.
+
+        Raises:
+            RankError: one has ended.
+        """
+        self._send(plan)
 
     def order(self, batch: ScheduledBatch) -> None:
         """Tell every rank to run a batch.
@@ -181,12 +121,10 @@ class Ranks:
         Raises:
             RankError: one has ended.
         """
-        self.check()
         # Most steps decode what the one before did. The ids are for the way back, which is rank 0's.
         again = batch.decode_slots == self._decode_slots
         self._decode_slots = batch.decode_slots
-        brief = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
-        self._channel.send((again, brief), self.check)
+        self._send((again, replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)))
 
     def dismiss(self) -> None:
         """Tell every rank to end.
@@ -194,8 +132,7 @@ class Ranks:
         Raises:
             RankError: one has ended before.
         """
-        self.check()
-        self._channel.send(None, self.check)
+        self._send(None)
 
     def check(self) -> None:
         """Raise if a rank has ended.
@@ -212,7 +149,7 @@ class Ranks:
         def poll() -> None:
             while not self._stopping.wait(_POLL_SECONDS):
                 # Code 0 is a rank that was told to end.
-                if any(rank.process.exitcode for rank in self._ranks):
+                if any(rank.process.poll() for rank in self._ranks):
                     on_failure()
                     return
 
@@ -223,13 +160,16 @@ class Ranks:
         """Wait until every rank has reported `stage`.
 
         Raises:
-            RankError: one ended before.
+            RankError: one ended before, or does not get there.
         """
+        deadline = time.monotonic() + _START_SECONDS
         for rank in self._ranks:
             while stage not in rank.stages:
                 rank.read_reports(_POLL_SECONDS)
                 if stage not in rank.stages:
                     self.check()
+                    if time.monotonic() > deadline:
+                        raise RankError(f"rank {rank.rank} is not {stage} after {_START_SECONDS:.0f} s")
 
     def cause_of(self, error: BaseException) -> RankError | None:
         """The end of a rank that made rank 0 fail with `error`; None if that is rank 0's own."""
@@ -245,7 +185,8 @@ class Ranks:
         """Wait until every rank has ended as it was told to, but not for ever."""
         deadline = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+            with suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
 
     def unwatch(self) -> None:
         """Watch no longer."""
@@ -254,45 +195,49 @@ class Ranks:
             self._watcher.join()
 
     def stop(self) -> None:
-        """End every rank at once, and give back what they were told and watched with."""
+        """End every rank at once, and give back what they were told and watched with; a second call does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
         self.unwatch()
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
-            rank.process.join()
-            rank.process.close()
+            rank.process.wait()
             rank.reports.close()
         self._ranks = []
         self._channel.close()
 
+    def _send(self, message: object) -> None:
+        self.check()
+        self._channel.send(message, self.check)
+
     def _any_ended(self) -> bool:
-        return any(rank.process.exitcode is not None for rank in self._ranks)
+        return any(rank.has_ended for rank in self._ranks)
 
     def _error(self) -> RankError:
         # Let the others end too: the first to be seen need not be the first that failed.
         time.sleep(_POLL_SECONDS)
-        ended = [rank for rank in self._ranks if rank.process.exitcode is not None]
+        ended = [rank for rank in self._ranks if rank.has_ended]
         for rank in ended:
             rank.read_reports()
-        return RankError(min(ended, key=lambda rank: rank.blame).obituary())
+        return RankError(min(ended, key=lambda rank: rank.failure_time).exit_message())
 
 
-def _start(rank: int, plan: RankPlan, channel: Channel) -> RankProcess:
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=run_rank, args=(rank, plan, channel, sender), name=f"{_PROCESS_NAME} {rank}", daemon=True
-    )
+def _start(rank: int, size: int, channel: Channel) -> RankProcess:
+    receiver, sender = Pipe(duplex=False)
+    descriptors = channel.descriptor, sender.fileno()
+    arguments = ", ".join(map(str, (rank, size, os.getpid(), *descriptors)))
+    program = _PROGRAM.format(path=sys.path, arguments=arguments)
+    command = [os.fsdecode(get_executable()), "-c", program, f"nanovllm rank {rank}"]
     with _blocked_sigint(), sender:
-        process.start()
+        process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
     return RankProcess(rank, process, receiver)
 
 
 @contextmanager
 def _blocked_sigint() -> Iterator[None]:
     """Block SIGINT in this thread, and for good in processes that are started meanwhile."""
-    # Its own start would unblock what is blocked here.
-    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,0 +1,21 @@
+"""Which ranks of engines this process has started and are alive, as the system knows them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def rank_pids() -> dict[int, int]:
+    """Process ids of the living ranks that this process has started, by rank."""
+    pids = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            # Of a process that has ended nothing is left here.
+            arguments = (folder / "cmdline").read_text().rstrip("\0").split("\0")
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, UnicodeDecodeError):
+            continue
+        if arguments[-1].startswith("nanovllm rank ") and parent == os.getpid():
+            pids[int(arguments[-1].split()[-1])] = int(folder.name)
+    return pids

@@ -12,7 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -34,6 +34,9 @@ tma_store = tma.async_store if _NEW else tma.async_copy_shared_to_global
 """(descriptor, place, shared memory): start to copy a block out."""
 tma_store_wait = tma.store_wait
 """(number): wait until no more than so many copies out still read shared memory."""
+
+async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+"""(shared memory, pointers, mask): start to copy elements in, zeros where the mask is false."""
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """(): all warps of the program meet."""
@@ -67,6 +70,8 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
 
 
 __all__ = [
+    "async_copy",
+    "async_load",
     "barrier",
     "descriptor",
     "fence_async_shared",

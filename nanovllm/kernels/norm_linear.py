@@ -6,8 +6,9 @@ that, launched as a programmatic dependent, it reads them while the kernel ahead
 a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
 rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
 
-Up to 16 rows of two-byte elements the tensor cores do it (`skinny_linear`). Hopper has kernels for up to 256 rows and
-small weights (`hopper_batch_linear`), and for gated layers of many rows (`hopper_linear`); all else is cuBLAS's.
+Up to 16 rows of two-byte elements the tensor cores do it (`one_shot_linear`, `skinny_linear`). Hopper has kernels for
+up to 256 rows and small weights (`hopper_batch_linear`), and for gated layers of many rows (`hopper_linear`); all else
+is cuBLAS's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nanovllm.kernels._triton import (
 from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_mul import silu_mul, silu_mul_ref
-from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS, Norm, one_shot_linear, one_shot_pays, skinny_linear
+from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS, Norm, one_shot_pays, skinny_linear
 
 
 def norm_linear_ref(
@@ -145,6 +146,8 @@ def norm_linear(
         return norm_linear_triton(x, weight, bias, norm, residual, gated)
     skinny = x.is_cuda and num_rows <= MAX_SKINNY_ROWS and x.element_size() == 2
     if skinny and one_shot_pays(x, weight, norm is not None, gated):
+        from nanovllm.kernels.one_shot_linear import one_shot_linear  # noqa: PLC0415
+
         return one_shot_linear(x, weight, bias, norm, residual, gated)
     total = x
     if norm is not None:

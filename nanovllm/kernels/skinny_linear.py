@@ -4,10 +4,9 @@ Every warp of a program takes its own part of the inputs, and the parts are summ
 outputs keeps many warps busy: with tiles of 8 to 32 outputs, by which alone the device is filled, warps that divide
 outputs would do the same work several times over.
 
-There are two kernels. One runs through the inputs in a pipeline. The other, for few inputs, asks for all of its weights
-before it waits for its input, so that, launched as a programmatic dependent, it reads them while the kernel ahead still
-runs; and as it holds whole rows, it can add the residual and normalise them first. A Qwen3-0.6B layer's linears, norms
-and gate take 18.1 us so at 8 rows on an H200; 24.5 took products whose warps divided outputs, with norms of their own.
+The kernel here runs through the inputs in a pipeline. For few inputs there is `one_shot_linear`, which asks for all of
+its weights before it waits for its input. A Qwen3-0.6B layer's linears, norms and gate take 18.1 us so at 8 rows on an
+H200; 24.5 took products whose warps divided outputs, with norms of their own.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
-from nanovllm.kernels.fast_math import rsqrt
 
 MAX_SKINNY_ROWS = 16
 """Up to here the kernels pay. With 32 rows, layers of Qwen3-1.7B to 32B take 6 to 17% longer than with cuBLAS."""
 
 _PIECE = 64
 """Inputs that a warp takes at a time."""
-_ONE_SHOT_WARPS = 16
-_MOST_OUTS = 32
-"""Outputs of a one-shot program; its registers hold their weights."""
+ONE_SHOT_CHUNK = 1024
+"""Inputs that a program of `one_shot_linear` takes at a time, divided among its warps."""
+MAX_ONE_SHOT_OUTS = 32
+"""Outputs of such a program, at most."""
 
 Norm = tuple[torch.Tensor, float]
 """Weight [in_features] and epsilon of an RMS norm."""
@@ -95,74 +94,13 @@ def _skinny_linear_kernel(
     )
 
 
-@jit(do_not_specialize=["num_rows"])
-def _one_shot_linear_kernel(
-    x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
-    IN: tl.constexpr, CHUNKS: tl.constexpr, PIECE: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    dtype = out_ptr.dtype.element_ty
-    own_outs = tl.arange(0, BLOCK_OUT)
-    outs = tl.program_id(0) * OUTS + own_outs
-    out_mask = (own_outs < OUTS) & (outs < out_features)
-    weight_rows = outs.to(tl.int64)[None, None, :] * IN
-    rows = tl.arange(0, ROWS)[None, :, None]
-    pieces = tl.arange(0, WARPS)[:, None, None] * PIECE
-    weights = ()
-    up_weights = ()
-    for chunk in tl.static_range(CHUNKS):
-        ins = chunk * WARPS * PIECE + pieces + tl.arange(0, PIECE)[None, :, None]
-        mask = (ins < IN) & out_mask[None, None, :]
-        weight = tl.load(weight_ptr + weight_rows + ins, mask=mask, other=0.0)
-        # Triton knows no `(*weights, weight)`.
-        weights = weights + (weight,)  # type: ignore[assignment]  # noqa: RUF005
-        if GATED:
-            up_ptrs = weight_ptr + (tl.cast(out_features, tl.int64) * IN + weight_rows + ins)
-            up_weight = tl.load(up_ptrs, mask=mask, other=0.0)
-            up_weights = up_weights + (up_weight,)  # type: ignore[assignment]  # noqa: RUF005
-    ins = pieces + tl.arange(0, PIECE)[None, None, :]
-    if HAS_NORM:
-        norm_weight = tl.load(norm_weight_ptr + ins, mask=ins < IN, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    xs = ()
-    for chunk in tl.static_range(CHUNKS):
-        chunk_ins = chunk * WARPS * PIECE + ins
-        offsets = rows * IN + chunk_ins
-        mask = (rows < num_rows) & (chunk_ins < IN)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-        if HAS_RESIDUAL:
-            x = (x.to(tl.float32) + tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-            tl.store(total_ptr + offsets, x, mask=mask & (rows % tl.num_programs(0) == tl.program_id(0)))
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            scale = rsqrt(tl.sum(tl.sum(wide * wide, axis=2), axis=0) / IN + eps)
-            x = (wide * scale[None, :, None] * norm_weight).to(dtype)
-        xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
-    acc = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
-    up = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        acc = tl.dot(xs[chunk], weights[chunk], acc, input_precision="ieee")
-        if GATED:
-            up = tl.dot(xs[chunk], up_weights[chunk], up, input_precision="ieee")
-    _store_rows(
-        acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features, WARPS, ROWS, BLOCK_OUT, HAS_BIAS, GATED
-    )
-
-
-def _one_shot_outs(out_features: int, num_programs: int) -> int:
-    """Outputs of a program, a multiple of 8 from 16 on, so many that no more programs are needed than run at once."""
-    return max(16, 8 * triton.cdiv(out_features, 8 * max(num_programs, 1)))
-
-
-def _one_shot_chunks(in_features: int) -> int:
-    return int(triton.cdiv(in_features, _ONE_SHOT_WARPS * _PIECE))
+def one_shot_outs(out_features: int, num_programs: int) -> int:
+    """Outputs of a program of `one_shot_linear`: a multiple of 8 from 16 on, so many that all programs run at once."""
+    return max(16, 8 * -(-out_features // (8 * max(num_programs, 1))))
 
 
 def one_shot_pays(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
-    """Whether the one-shot kernel is the faster way: few rows, few inputs, and all of its programs at once.
+    """Whether `one_shot_linear` is the faster way: few rows, few inputs, and all of its programs at once.
 
     With a norm or a gate it is for one chunk of inputs, and for three without: on an H200 at 8 rows, Qwen3-1.7B's qkv
     takes 8.0 us with its norm and 2048 inputs in one shot, and 7.7 through the pipeline behind a norm.
@@ -170,44 +108,14 @@ def one_shot_pays(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bo
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     num_programs, shared_bytes = device_limits(x.device)
-    chunks, outs = _one_shot_chunks(in_features), _one_shot_outs(out_features, num_programs)
-    if num_rows > MAX_SKINNY_ROWS or outs > _MOST_OUTS or chunks > (1 if normed or gated else 3):
+    chunks, outs = -(-in_features // ONE_SHOT_CHUNK), one_shot_outs(out_features, num_programs)
+    # It copies weights by 16 bytes.
+    if num_rows > MAX_SKINNY_ROWS or in_features % 8 or outs > MAX_ONE_SHOT_OUTS:
         return False
     # A program's tiles of weights and inputs all pass through shared memory.
     tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
-    return bool(chunks * _ONE_SHOT_WARPS * _PIECE * tile_rows * x.element_size() <= shared_bytes)
-
-
-def one_shot_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm_linear` for up to MAX_SKINNY_ROWS rows in one kernel that loads its weights before it waits.
-
-    A norm or a gate is for up to 1024 inputs, whatever the number of outputs.
-    """
-    num_rows, in_features = x.shape
-    out_features = len(weight) // 2 if gated else len(weight)
-    chunks = _one_shot_chunks(in_features)
-    assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
-    assert (norm is None and not gated) or chunks == 1
-    assert residual is None or (norm is not None and residual.is_contiguous())
-    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(x)
-    norm_weight, eps = norm if norm is not None else (weight, 0.0)
-    outs = min(_MOST_OUTS, _one_shot_outs(out_features, device_limits(x.device)[0]))
-    _one_shot_linear_kernel[(triton.cdiv(out_features, outs),)](
-        x, residual, norm_weight, weight, bias, out, total, eps, num_rows, out_features,
-        IN=in_features, CHUNKS=chunks, PIECE=_PIECE, WARPS=_ONE_SHOT_WARPS, OUTS=outs,
-        BLOCK_OUT=triton.next_power_of_2(outs), ROWS=MAX_SKINNY_ROWS, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated, num_warps=_ONE_SHOT_WARPS,
-        **pdl_options(x.device),
-    )  # fmt: skip
-    return out, total
+    fits = chunks * ONE_SHOT_CHUNK * tile_rows * x.element_size() <= shared_bytes
+    return bool(fits and chunks <= (1 if normed or gated else 3))
 
 
 def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, int]:

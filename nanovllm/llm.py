@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
+from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -139,9 +140,6 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         return None
     if not trust_remote_code:
         refuse_remote_code(folder, "tokenizer_config.json", "AutoTokenizer")
-    # Other ranks do without it, and it takes seconds to import.
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exceptions

@@ -17,8 +17,10 @@ from functools import cached_property
 
 import torch
 
-from nanovllm.kernels._triton import jit, tl
+from nanovllm.kernels._triton import INTERPRETED, jit, tl
 
+# Triton's interpreter knows no instructions of the GPU's.
+_INTERPRETED = tl.constexpr(INTERPRETED)
 ABORT_CHECK_SPINS = 1024
 """Reads of a mailbox between two looks at the abort flag, which is in the host's memory."""
 
@@ -103,20 +105,42 @@ def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
 
 
 @jit
-def raise_flags(addresses_ptr, ranks, mask, offset, call):
-    """Tell ranks, by flags `offset` bytes into their mailboxes, that what this program has stored there is there."""
+def raise_flag(addresses_ptr, rank, offset, call):
+    """Tell a rank, by a flag `offset` bytes into its mailbox, that what this program has stored there is there.
+
+    A store with release order, which any two GPUs that map each other's memory know; many PCIe peers lack atomics.
+    """
+    flag_ptr = (tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
-    flag_ptrs = (tl.load(addresses_ptr + ranks, mask=mask, other=0) + offset).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(flag_ptrs, call, mask=mask, sem="release", scope="sys")
+    if _INTERPRETED:
+        tl.store(flag_ptr, call)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [flag_ptr.to(tl.int64), call], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit
 def await_flag(flag_ptr, call, abort_ptr, CHECK: tl.constexpr):
     """Wait for a flag of this rank's mailbox; then what it stands for can be read."""
-    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    seen = tl.load(flag_ptr, volatile=True)
     spins = 0
     while seen != call:
-        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        seen = tl.load(flag_ptr, volatile=True)
         spins += 1
         if spins % CHECK == 0:
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, call, seen)
+    if not _INTERPRETED:
+        # The loads that wait have no order of their own.
+        address = flag_ptr.to(tl.int64)
+        tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], tl.int32, is_pure=False, pack=1
+        )

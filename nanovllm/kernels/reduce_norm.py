@@ -15,7 +15,7 @@ from nanovllm.kernels.mailbox import (
     Mailboxes,
     await_flag,
     mailbox_of,
-    raise_flags,
+    raise_flag,
     receive_words,
     send_words,
 )
@@ -105,8 +105,8 @@ def _one_shot_kernel(
 def _two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size,
     rows_offset, row_bytes, flags_offset, max_rows, call_in_step, calls_per_step,
-    RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0)
@@ -127,10 +127,9 @@ def _two_shot_kernel(
     # Contributions to a row lie side by side, in the order of the ranks.
     sent_offsets = (row // RANKS * RANKS).to(tl.int64) * size + offsets
     own_flags = mailbox_of(addresses_ptr, RANK, flags, tl.int32) + row
-    ranks = tl.arange(0, RANKS_PADDED)
     if owner != RANK:
         tl.store(mailbox_of(addresses_ptr, owner, contributions, dtype) + RANK * size + sent_offsets, mine, mask=mask)
-        raise_flags(addresses_ptr, ranks, ranks == owner, flags + (RANK * max_rows + row) * 4, call)
+        raise_flag(addresses_ptr, owner, flags + (RANK * max_rows + row) * 4, call)
         await_flag(own_flags + RANKS * max_rows, call, abort_ptr, CHECK)
         result_ptrs = mailbox_of(addresses_ptr, RANK, results, dtype) + row_offsets
         rounded = tl.load(result_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
@@ -149,8 +148,9 @@ def _two_shot_kernel(
         for rank in tl.static_range(RANKS):
             if rank != RANK:
                 tl.store(mailbox_of(addresses_ptr, rank, results, dtype) + row_offsets, rounded, mask=mask)
-        others = (ranks < RANKS) & (ranks != RANK)
-        raise_flags(addresses_ptr, ranks, others, flags + (RANKS * max_rows + row) * 4, call)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                raise_flag(addresses_ptr, rank, flags + (RANKS * max_rows + row) * 4, call)
     tl.store(total_ptr + row_offsets, rounded, mask=mask)
     # What is normalised is what is passed on, which is rounded.
     wide = rounded.to(tl.float32)
@@ -211,6 +211,6 @@ def reduce_norm(
         _two_shot_kernel[(num_rows,)](
             *tensors, eps, size, boxes.rows_offset, boxes.row_bytes, boxes.flags_offset, boxes.max_rows,
             call_in_step, boxes.calls_per_step, BLOCK=triton.next_power_of_2(size),
-            RANKS_PADDED=triton.next_power_of_2(boxes.num_ranks), **options,
+            **options,
         )  # fmt: skip
     return normed, total

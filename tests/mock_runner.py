@@ -72,6 +72,7 @@ class MockRunner:
         for slot in batch.decode_slots:
             self._store(slot, self.num_computed[slot], self.last_token[slot])
         for chunk in batch.chunks:
+            assert len(chunk.token_ids)
             for position, token in enumerate(chunk.token_ids, chunk.start):
                 if chunk.store:
                     self._store(chunk.slot, position, token)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,78 @@ def test_an_idle_reader_sleeps() -> None:
     channel.send(None, never)
     reader.join(5)
     assert not reader.is_alive()
+    channel.close()
+
+
+def unanswered() -> None:
+    raise AssertionError("waits for what nobody will do")
+
+
+class Watched:
+    """A view of shared memory that calls `after_write(index)` as soon as an item or a slice of it is written."""
+
+    def __init__(self, view: memoryview, after_write: Callable[[Any], None]) -> None:
+        self.view, self.after_write, self.release = view, after_write, view.release
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.view[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.view[index] = value
+        self.after_write(index)
+
+
+# In one piece, around the end of the ring, and in pieces of a ring too small for it.
+@pytest.mark.parametrize("capacity", [4096, 640, 100])
+def test_a_reader_that_looks_at_once_sees_no_torn_message(capacity: int) -> None:
+    """It copies what the writer's counter promises at the moment when the counter is raised."""
+    channel = Channel(1, capacity)
+    read = bytearray()
+
+    def look(index: int) -> None:
+        # The reader's own counter lies in the next line; to raise it comes back here.
+        if index == 0:
+            while len(read) < counters.view[0]:
+                read.append(data[len(read) % capacity])
+            counters[8] = len(read)
+
+    counters, data = Watched(channel._counters, look), channel._data
+    channel._counters = counters  # type: ignore[assignment]
+    sent = [bytes(range(200)), bytes(reversed(range(256))) * 2]
+    for message in sent:
+        channel.send(message, unanswered)
+    stream = b"".join(len(packed).to_bytes(8, "little") + packed for packed in (pickle.dumps(m, 5) for m in sent))
+    assert bytes(read) == stream
+    channel.close()
+
+
+@pytest.mark.parametrize("capacity", [4096, 640])
+def test_a_writer_that_writes_at_once_tears_no_message(capacity: int) -> None:
+    """It overwrites what a reader's counter says is read, at the moment when the counter is raised."""
+    channel = Channel(1, capacity)
+    freed = 0
+
+    def overwrite(index: int) -> None:
+        nonlocal freed
+        while index == 8 and freed < counters.view[8]:
+            channel._data[freed % capacity] = 0xAA
+            freed += 1
+
+    counters = Watched(channel._counters, overwrite)
+    channel._counters = counters  # type: ignore[assignment]
+    # The third goes around the end of the smaller ring.
+    for message in (bytes(range(200)), "x" * 300, bytes(range(250))):
+        channel.send(message, unanswered)
+        assert channel.receive(0, unanswered) == message
+    assert freed == channel._written
+    channel.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a file system in memory")
+def test_the_memory_is_there_from_the_start() -> None:
+    """A full file system says so to the constructor; of a file that is only sized, pages are found missing later."""
+    channel = Channel(2, capacity=2**20)
+    assert os.fstat(channel.descriptor).st_blocks * 512 >= 2**20
     channel.close()
 
 

@@ -262,11 +262,18 @@ def test_max_model_len_is_capped_with_a_warning(checkpoint: Path) -> None:
         make_llm(checkpoint).exit()
 
 
-def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path) -> None:
-    with make_llm(checkpoint, num_kvcache_blocks=-1, max_num_seqs=4) as llm:
+def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path, llm: LLM) -> None:
+    prompts = [[i] * 119 + [i + 1] for i in range(1, 10)]
+    want = [llm.generate([prompt], GREEDY, use_tqdm=False)[0]["token_ids"] for prompt in prompts]
+    with make_llm(checkpoint, num_kvcache_blocks=-1, max_num_seqs=4) as small:
         # As much as 4 sequences of 128 tokens can use, though a tenth of the memory would hold far more.
-        assert llm.stats()["num_free_blocks"] == 32
-        llm.generate([[1] * 100] * 9, GREEDY, use_tqdm=False)
+        assert small.stats()["num_free_blocks"] == 32
+        got = [output["token_ids"] for output in small.generate(prompts, GREEDY, use_tqdm=False)]
+        # All four at their longest fit into the blocks that the device has.
+        assert small.stats()["num_preemptions"] == 0
+        runner: Any = small._runner
+        assert runner.k_cache.shape[1:3] == runner.v_cache.shape[1:3] == (32, 16)
+    assert got == want
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=4)])

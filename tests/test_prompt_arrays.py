@@ -50,6 +50,52 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
     assert set(held) <= set(tiled)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_field_by_hand(padded: bool) -> None:
+    """Three chunks in blocks of 16: a middle part, a token that is stored already, and a prompt of two tiles."""
+    table = [[0] * 12, [9, 4, 7, *[0] * 9], [0] * 12, [3, 8, *[0] * 10], [*range(20, 32)], [0] * 12]
+    state = np.zeros((6, BLOCK_TABLE + 12), dtype=np.int32)
+    state[:, BLOCK_TABLE:] = table
+    long = list(range(500, 500 + QUERY_TILE + 2))
+    chunks = [
+        PromptChunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False),
+        PromptChunk(1, 47, array("i", [81]), store=False, samples=True),
+        PromptChunk(4, 0, array("i", long), store=True, samples=True),
+    ]
+    total = 5 + len(long)
+
+    def pad(value: int, count: int = 1) -> list[int]:
+        return [value] * (count if padded else 0)
+
+    want = {
+        "token_ids": [71, 72, 73, 74, 81, *long, *pad(0, 2)],
+        "positions": [14, 15, 16, 17, 47, *range(len(long)), *pad(0, 2)],
+        "kv_slots": [3 * 16 + 14, 3 * 16 + 15, 8 * 16, 8 * 16 + 1, -1, *range(320, 320 + len(long)), *pad(-1, 2)],
+        "slots": [3, 1, 4, *pad(5)],
+        "context_lens": [18, 48, len(long), *pad(1)],
+        "borders": [0, 4, 5, total, *pad(total)],
+        "sample_rows": [4, total - 1, 0, *pad(0)],
+        "sample_slots": [1, 4, 5, *pad(5)],
+        # As many tiles as such sizes can ever take; those whose first query has the longest context come first.
+        "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
+        "sample_tiles": [1, 2, -1, *pad(-1), 0, 1, 0, *pad(0)],
+    }
+    arrays = make_prompt_arrays(chunks, total + 2 * padded, 3 + padded, state, 5, 16)
+    assert {name: array.tolist() for name, array in arrays._asdict().items()} == want
+    assert all(array.dtype == np.int32 for array in arrays)
+
+
+def test_padding_alone_and_nothing_at_all() -> None:
+    state = np.zeros((3, BLOCK_TABLE + 2), dtype=np.int32)
+    arrays = make_prompt_arrays([], 4, 2, state, 2, 16)
+    assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
+        "token_ids": [0] * 4, "positions": [0] * 4, "kv_slots": [-1] * 4, "slots": [2, 2], "context_lens": [1, 1],
+        "borders": [0, 0, 0], "sample_rows": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
+        "sample_tiles": [-1, -1, 0, 0],
+    }  # fmt: skip
+    assert all(array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16))
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None:

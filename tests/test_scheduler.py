@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,38 +30,36 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
-@st.composite
-def scenarios(draw: st.DrawFn) -> dict[str, object]:
-    """Engine sizes, and what happens to it: requests (often of equal prefixes), steps, aborts, failures."""
-    block_size = draw(st.sampled_from([2, 3, 4]))
-    max_model_len = draw(st.integers(4, 24))
-    engine = {
-        "pipeline_depth": draw(st.sampled_from([0, 1])),
-        "block_size": block_size,
-        "num_blocks": draw(st.integers(2, 14)),
-        "max_num_seqs": draw(st.integers(1, 5)),
-        "max_num_batched_tokens": draw(st.integers(1, 16)),
-        "max_model_len": max_model_len,
-        "eos": frozenset(draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=8))),
-        "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
+# Built once: strategies made inside a composite are made anew for each example, which takes most of the test's time.
+SIZES = st.fixed_dictionaries(
+    {
+        "pipeline_depth": st.sampled_from([0, 1, 1]),
+        "block_size": st.sampled_from([2, 3, 4]),
+        "num_blocks": st.integers(2, 10),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_batched_tokens": st.integers(1, 16),
+        "max_model_len": st.integers(4, 24),
+        "eos": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=8),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
     }
-    prefix = st.sampled_from([[], [1] * 4, [1] * 8, [1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    tail = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-    prompt = st.builds(lambda a, b: (a + b)[:max_model_len], prefix, tail)
-    event = st.one_of(
-        st.tuples(st.just("add"), prompt, st.integers(1, 12)),
-        st.tuples(st.just("add"), prompt, st.integers(1, 12)),
-        st.tuples(st.just("step"), st.integers(1, 6)),
-        st.tuples(st.just("abort"), st.integers(0, 20)),
-        st.tuples(st.sampled_from(["fail_launch", "fail_result"])),
-    )
-    return {"engine": engine, "events": draw(st.lists(event, min_size=1, max_size=25))}
+)
+PROMPT = st.tuples(
+    st.sampled_from([[], [1] * 4, [1] * 8, [1, 2, 3, 4, 5, 6, 7, 8, 9]]),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+)
+ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 12))
+STEP = st.tuples(st.just("step"), st.integers(1, 6))
+ABORT = st.tuples(st.just("abort"), st.integers(0, 20))
+FAIL = st.tuples(st.sampled_from(["fail_launch", "fail_result"]))
+EVENT = st.one_of(ADD, ADD, ADD, STEP, STEP, ABORT, FAIL)
+# Requests (often of equal prefixes), steps, aborts, failures; with fewer of them hardly a sequence is preempted.
+EVENTS = st.lists(EVENT, min_size=8, max_size=25)
 
 
-@settings(max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios())
-def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
-    engine, runner = make_engine(**scenario["engine"])
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(SIZES, EVENTS)
+def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[Any, ...]]) -> None:
+    engine, runner = make_engine(**sizes)
     wanted: dict[int, list[int]] = {}
     outputs: dict[int, RequestOutput] = {}
 
@@ -69,6 +68,9 @@ def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
         try:
             yield
         except StepError as error:
+            # Whatever else went wrong in a step, an assertion of the mock's too, is no failure that was asked for.
+            if str(error.__cause__) not in ("launch failed", "step failed"):
+                raise
             for request_id in error.request_ids:
                 del wanted[request_id]
         check_engine(engine)
@@ -77,17 +79,16 @@ def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
         with failing():
             outputs.update(engine.step().finished)
 
-    for kind, *arguments in scenario["events"]:
+    for kind, *arguments in events:
         if kind == "add":
-            prompt, max_tokens = arguments
+            (prefix, tail), max_tokens = arguments
+            prompt = (prefix + tail)[: sizes["max_model_len"]]
             try:
                 request_id = engine.add_request(prompt, greedy(max_tokens))
             except ValueError:
                 assert len(prompt) + max_tokens - 1 > runner.num_kvcache_blocks * runner.block_size
                 continue
-            wanted[request_id] = complete(
-                prompt, max_tokens, scenario["engine"]["eos"], scenario["engine"]["max_model_len"]
-            )
+            wanted[request_id] = complete(prompt, max_tokens, sizes["eos"], sizes["max_model_len"])
         elif kind == "step":
             for _ in range(arguments[0]):
                 step()
@@ -107,8 +108,10 @@ def test_no_block_lost_no_token_wrong(scenario: dict) -> None:
     assert engine.is_finished(), "some request never finishes"
     assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
     assert engine.block_manager.num_used_blocks == 0
+    for batch in runner.batches:
+        assert len(batch.decode_slots) + batch.num_prompt_tokens <= sizes["max_num_batched_tokens"]
     for output in outputs.values():
-        stopped = output["token_ids"][-1] in scenario["engine"]["eos"]
+        stopped = output["token_ids"][-1] in sizes["eos"]
         assert output["finish_reason"] == ("stop" if stopped else "length")
 
 

@@ -1,0 +1,111 @@
+"""What a config means: published ones, YaRN, and the tokens that end a text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.layers.rotary_embedding import cos_sin_table
+from nanovllm.model_config import ModelConfig, YarnConfig
+
+# As transformers 4.x wrote them.
+QWEN3_06B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+QWEN25_7B_1M: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 1010000, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000.0, "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.47.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+
+
+def read(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_folder(str(folder))
+
+
+def test_qwen3_06b(tmp_path: Path) -> None:
+    assert read(tmp_path, QWEN3_06B, {"eos_token_id": [151645, 151643]}) == ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_layers=28,
+        num_heads=16, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6, yarn=None, qkv_bias=False,
+        qk_norm=True, tie_word_embeddings=True, max_position=40960, initializer_range=0.02, dtype="bfloat16",
+        eos_token_ids=frozenset([151643, 151645]),
+    )  # fmt: skip
+
+
+def test_qwen25_7b_instruct_1m(tmp_path: Path) -> None:
+    """It names a sliding window and does not use it; its head size is the quotient of two others."""
+    assert read(tmp_path, QWEN25_7B_1M, {"eos_token_id": [151645, 151643]}) == ModelConfig(
+        architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28,
+        num_heads=28, num_kv_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e7, yarn=None, qkv_bias=True,
+        qk_norm=False, tie_word_embeddings=False, max_position=1010000, initializer_range=0.02, dtype="bfloat16",
+        eos_token_ids=frozenset([151643, 151645]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("factor", "original", "max_position"),
+    # As the model card says; then one whose product is less than the model has without.
+    [(4.0, 32768, 131072), (2.0, 8192, 40960)],
+)
+def test_yarn_lengthens_a_model_and_never_shortens_it(factor: float, original: int, max_position: int) -> None:
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    hf = Qwen3Config(max_position_embeddings=40960, rope_theta=1000000, rope_scaling=rope)
+    config = ModelConfig.from_hf(hf)
+    assert config.yarn == YarnConfig(factor, original) and config.max_position == max_position
+
+
+@pytest.mark.parametrize(
+    ("factor", "changes"),
+    [
+        (None, {}),
+        (1.0, {}),
+        (4.0, {}),
+        (4.0, {"attention_factor": 1.7}),
+        (4.0, {"beta_fast": 8.0}),
+        (4.0, {"beta_slow": 3.0}),
+    ],
+)
+def test_rotary_table_is_transformers(factor: float | None, changes: dict[str, float]) -> None:
+    scaling = factor and {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 512, **changes}
+    length = int(512 * (factor or 1))
+    hf = Qwen3Config(head_dim=64, max_position_embeddings=length, rope_theta=10000.0, rope_scaling=scaling or None)
+    config = ModelConfig.from_hf(hf)
+    positions = torch.arange(2000)
+    cos, sin = Qwen3RotaryEmbedding(hf)(torch.zeros(1), positions[None])
+    table = cos_sin_table(64, 2000, config.rope_theta, config.yarn, torch.device("cpu"))
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=1e-5, atol=2e-4)
+
+
+def test_the_tokenizers_eos_ends_a_text_though_no_config_names_it(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "copy"))
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    with LLM(folder, device="cpu", max_model_len=512, kvcache_block_size=32, num_kvcache_blocks=16) as llm:
+        assert llm.model_config.eos_token_ids == frozenset()
+        prompt = llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "introduce yourself"}], tokenize=False, add_generation_prompt=True
+        )
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)
+        assert output["finish_reason"] == "stop" and output["token_ids"][-1] == llm.tokenizer.eos_token_id

@@ -17,7 +17,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.reduction import DupFd
+from multiprocessing import reduction
 from typing import Any
 
 _LINE = 8
@@ -48,7 +48,8 @@ class Channel:
             self._map(os.dup(file.fileno()), num_readers, capacity)
 
     def __getstate__(self) -> tuple[Any, int, int]:
-        return DupFd(self._descriptor), self._num_readers, self._capacity
+        # Which Windows has not, where this file is imported too.
+        return reduction.DupFd(self._descriptor), self._num_readers, self._capacity
 
     def __setstate__(self, state: tuple[Any, int, int]) -> None:
         descriptor, num_readers, capacity = state

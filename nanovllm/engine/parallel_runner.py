@@ -36,7 +36,8 @@ class ParallelRunner:
 
     Raises:
         ValueError: more ranks than the model's KV heads or the GPUs, or what `ModelRunner` refuses.
-        RuntimeError: this process has an engine of several ranks already, the processor is no x86, or a rank failed.
+        RuntimeError: this process has an engine of several ranks already, the system is Windows, the processor is no
+            x86, or a rank failed.
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int) -> None:
@@ -48,6 +49,8 @@ class ParallelRunner:
                 f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
                 "engine of several ranks (exit it first), or the program's own"
             )
+        if platform.system() == "Windows":
+            raise RuntimeError(f"tensor_parallel_size={size} needs Linux or macOS, not Windows")
         if platform.machine() not in ("x86_64", "AMD64"):
             raise RuntimeError(
                 f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "

@@ -27,7 +27,10 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else 2
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "all_devices" in item.keywords and "all_devices" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="takes long: pytest -m all_devices"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

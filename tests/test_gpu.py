@@ -263,6 +263,23 @@ def test_dummy_weights_of_a_published_shape(tmp_path: Path) -> None:
     assert len({tuple(output["token_ids"]) for output in outputs}) > 90
 
 
+def test_sdpa_does_without_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+tokens, params = [], [SamplingParams(temperature=t, max_tokens=40, ignore_eos=True, seed=1) for t in (0, 1)]
+for settings in ({"device": "cuda", "attention_backend": "sdpa"}, {"device": "cpu"}):
+    with LLM(BUNDLED_MODEL, dtype="float32", num_kvcache_blocks=9, **settings) as llm:
+        tokens.append([output["token_ids"] for output in llm.generate(["1 + 1 =", "sort 3 1 2"], params)])
+print(tokens[0] == tokens[1])
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout == "True\n", done.stdout + done.stderr
+
+
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="cuda:99"):
         resolve_device("cuda:99")

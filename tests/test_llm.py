@@ -228,7 +228,7 @@ def test_numpy_numbers_are_numbers(llm: LLM) -> None:
         ({"dtype": "float8"}, "dtype must be one of"),
         ({"device": "tpu"}, "device must be"),
         ({"attention_backend": "magic"}, "attention_backend must be one of"),
-        ({"attention_backend": "triton", "device": "cpu"}, "needs a CUDA device"),
+        ({"attention_backend": "triton", "device": "cpu"}, "need a CUDA device, not 'cpu'"),
         ({"load_format": "gguf"}, "load_format must be one of"),
         ({"seed": -1}, "seed"),
         ({"seed": 1.5}, "seed must be an integer"),

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.kernels._triton import triton_obstacle
 
 
 def make_backend(
@@ -29,15 +30,19 @@ def make_backend(
         head_dim: elements of a head.
 
     Raises:
-        ValueError: the backend cannot run on this device, with this dtype or this block size, or is not installed.
+        ValueError: the backend, or the Triton kernels of all but "sdpa", cannot run on this device, with this dtype or
+            this block size, or are not installed.
     """
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "sdpa"
-    if name == "sdpa":
+    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaBackend(block_size)
-    if device.type != "cuda":
-        raise ValueError(f"attention_backend={name!r} needs a CUDA device, not {device.type!r}: use 'sdpa'")
-    if name == "triton":
+    obstacle = triton_obstacle(device)
+    if obstacle is not None:
+        # With flash-attn, too, all but attention are kernels of ours.
+        raise ValueError(
+            f"attention_backend={name!r} takes Triton kernels on {device.type!r}, but {obstacle}: take 'sdpa', which "
+            "is plain torch and slower, or device='cpu'"
+        )
+    if name in ("auto", "triton"):
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
         return TritonBackend(device, dtype, block_size, num_heads, num_kv_heads, head_dim)

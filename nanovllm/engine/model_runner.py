@@ -19,6 +19,7 @@ from nanovllm.engine.cuda_graph import Ladder, StepGraphs, decode_ladder, mixed_
 from nanovllm.engine.input_buffers import InputBuffers, StagedStep, StepInputs, StepShape
 from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
 from nanovllm.engine.step_results import StepHandle, StepResults
+from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
@@ -60,7 +61,7 @@ class ModelRunner:
         self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
-        if self.is_cuda:
+        if uses_triton(self.device):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.

@@ -39,7 +39,8 @@ def start_ranks(config: Config) -> Iterator[Ranks | None]:
 
     Raises:
         ValueError: more ranks than GPUs.
-        RuntimeError: this process has an engine of several ranks already, or the processor is no x86.
+        RuntimeError: this process has an engine of several ranks already, the system is Windows, or the processor is no
+            x86.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -51,6 +52,8 @@ def start_ranks(config: Config) -> Iterator[Ranks | None]:
             f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
             "engine of several ranks (exit it first), or the program's own"
         )
+    if platform.system() == "Windows":
+        raise RuntimeError(f"tensor_parallel_size={size} needs Linux or macOS, not Windows")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise RuntimeError(
             f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "

@@ -1,6 +1,6 @@
 """Triton where it is installed; elsewhere what lets the kernels' files be imported.
 
-Triton exists on Linux alone, and its kernels are launched for CUDA tensors alone, which no other platform here has.
+Its kernels are launched for tensors on devices for which `triton_obstacle` finds nothing; all others get plain torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ class NotCompiledError(Exception):
     """A kernel is not in Triton's cache."""
 
 
-if find_spec("triton") is not None:
+HAS_TRITON = find_spec("triton") is not None
+_LEAST_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs with bfloat16 and asynchronous copies (Ampere)."""
+
+if HAS_TRITON:
     triton, tl = import_module("triton"), import_module("triton.language")
     _cuda = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = _cuda.gdc_wait, _cuda.gdc_launch_dependents
@@ -98,6 +102,28 @@ else:
 
 
 @cache
+def triton_obstacle(device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot run on a device, or None if they can."""
+    if device.type != "cuda":
+        return f"they need a CUDA device, not {device.type!r}"
+    if torch.version.hip is not None:
+        # Its GPUs report capabilities, too: an MI250 Hopper's.
+        return f"they need an NVIDIA GPU, and this PyTorch is built for ROCm {torch.version.hip}"
+    if not HAS_TRITON:
+        return "Triton is not installed (pip install triton, on Linux)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+        return f"they need compute capability {least} or more, and {device} has {found}"
+    return None
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether ops on a device's tensors are Triton kernels; their plain torch forms otherwise."""
+    return triton_obstacle(device) is None
+
+
+@cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel with a `PDL` flag: programmatic dependent launch where the device has it (Hopper).
 
@@ -124,11 +150,12 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has Hopper's matrix instructions, which no later one has."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether kernels with Hopper's matrix instructions, which no later GPU has, can run on the device."""
+    return uses_triton(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 __all__ = [
+    "HAS_TRITON",
     "INTERPRETED",
     "NotCompiledError",
     "compiled_only",
@@ -142,4 +169,6 @@ __all__ = [
     "tl",
     "to_compile",
     "triton",
+    "triton_obstacle",
+    "uses_triton",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
 from nanovllm.kernels.online_softmax import fold_outputs
 
 _BLOCK = 16
@@ -122,7 +122,7 @@ def split_contexts(
         prefix_lens: [num_seqs or more] int32; tokens at the start of each context, fewer than it has, that are left
             out, as if the rest were all of it.
     """
-    function = split_contexts_triton if context_lens.is_cuda else split_contexts_ref
+    function = split_contexts_triton if uses_triton(context_lens.device) else split_contexts_ref
     return function(context_lens, tile, shares, prefix_lens)
 
 

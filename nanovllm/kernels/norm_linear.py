@@ -25,6 +25,7 @@ from nanovllm.kernels._triton import (
     pdl_options,
     tl,
     triton,
+    uses_triton,
 )
 from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
@@ -141,10 +142,10 @@ def norm_linear(
     Returns:
         The result, and `x + residual`, which may be x itself.
     """
-    num_rows = x.shape[-2]
-    if x.is_cuda and num_rows == 1:
+    num_rows, has_kernels = x.shape[-2], uses_triton(x.device)
+    if has_kernels and num_rows == 1:
         return norm_linear_triton(x, weight, bias, norm, residual, gated)
-    skinny = x.is_cuda and num_rows <= MAX_SKINNY_ROWS and x.element_size() == 2
+    skinny = has_kernels and num_rows <= MAX_SKINNY_ROWS and x.element_size() == 2
     if skinny and one_shot_pays(x, weight, norm is not None, gated):
         from nanovllm.kernels.one_shot_linear import one_shot_linear  # noqa: PLC0415
 
@@ -183,7 +184,7 @@ def linear_into(
         What `norm_linear` takes as x and residual: the sum and None, or the product, [num_rows, out_features] or in
         parts, and the residual that it is still to be added to.
     """
-    if not x.is_cuda or x.element_size() != 2 or len(x) <= MAX_SKINNY_ROWS:
+    if not uses_triton(x.device) or x.element_size() != 2 or len(x) <= MAX_SKINNY_ROWS:
         return norm_linear(x, weight)[0], residual
     if is_hopper(x.device):
         from nanovllm.kernels import hopper_batch_linear as batch  # noqa: PLC0415

@@ -12,8 +12,21 @@ from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
 QUERY_TILE = 128
 """Tokens of one tile of queries: one program's work for one head."""
+NUM_WARPS = 8
+"""With 4, a thread spills 480 to 960 bytes on all GPUs but Hopper's. On those with 99 KiB of shared memory, where one
+program fills a multiprocessor, 8 are twice as many warps at work."""
+_FLOAT32_ROWS = 64
+"""Float32 has no matrix instructions: 128 rows spill 1700 bytes."""
 UNALIGNED = ["block_tables_ptr", "context_lens_ptr", "borders_ptr", "tiles_ptr"]
 """Pointers into larger tensors, whose alignment depends on the step's sizes."""
+
+
+@jit
+def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
+    """The number of this program's rows within its sequence, in units of a part of a tile."""
+    # Volatile, so that it is read whenever it is asked for, and not kept in registers.
+    tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1) // PARTS, volatile=True)
+    return tile * PARTS + tl.program_id(1) % PARTS
 
 
 @jit(do_not_specialize=["table_size", "num_tiles"], unaligned=UNALIGNED)
@@ -21,11 +34,11 @@ def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, context_lens_ptr, borders_ptr, tiles_ptr, scale,
     q_stride, table_stride, table_size, num_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    seq = tl.load(tiles_ptr + tl.program_id(1))
-    tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
+    seq = tl.load(tiles_ptr + tl.program_id(1) // PARTS)
+    tile = _own_tile(tiles_ptr, num_tiles, PARTS)
     known_seq = tl.maximum(seq, 0)
     q_start = tl.load(borders_ptr + known_seq)
     q_len = tl.load(borders_ptr + known_seq + 1) - q_start
@@ -33,7 +46,8 @@ def _prefill_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if seq >= 0:
+    # A part of the last tile may have no rows.
+    if seq >= 0 and tile * BLOCK_M < q_len:
         q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         first_position = context_len - q_len
         dims = tl.arange(0, HEAD_DIM)
@@ -61,10 +75,13 @@ def _prefill_kernel(
                 KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
         out = acc / row_sum[:, None]
+        # Found out again, because the products above need all registers.
+        q_index = _own_tile(tiles_ptr, num_tiles, PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_rows = (q_start + q_index).to(tl.int64)
         tl.store(
             out_ptr + q_rows[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + dims[None, :],
             out.to(out_ptr.dtype.element_ty),
-            mask=q_mask,
+            mask=(q_index < q_len)[:, None],
         )
 
 
@@ -84,11 +101,13 @@ def prefill_attention_triton(
     _, block_size, num_kv_heads, _ = k_cache.shape
     num_tiles = len(tiles) // 2
     wide = query.element_size() == 4
-    _prefill_kernel[(num_heads, num_tiles)](
+    block_m = _FLOAT32_ROWS if wide else QUERY_TILE
+    parts = QUERY_TILE // block_m
+    _prefill_kernel[(num_heads, num_tiles * parts)](
         query, k_cache, v_cache, out, block_tables, context_lens, borders, tiles, scale * LOG2E,
         query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_M=QUERY_TILE, BLOCK_N=16 if wide else 64, num_warps=4, num_stages=1 if wide else 3,
+        PARTS=parts, BLOCK_M=block_m, BLOCK_N=16 if wide else 64, num_warps=NUM_WARPS, num_stages=1 if wide else 3,
         **pdl_options(query.device),
     )  # fmt: skip
 

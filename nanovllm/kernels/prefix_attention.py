@@ -16,6 +16,8 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_o
 from nanovllm.kernels.fast_math import log2
 from nanovllm.kernels.online_softmax import LOG2E, attend_tile
 
+_FLOAT32_WARPS = 16
+"""Float32 has no matrix instructions: with 4 warps, a thread spills up to 1700 bytes, and with 8 up to 490."""
 _QUERY_ROWS = 64
 """Query heads of one item, those that pad a group to a power of two included."""
 
@@ -141,6 +143,6 @@ def prefix_attention(
         query, k_cache, v_cache, plan.partial, plan.lse, shared.items, shared.members, block_tables, scale * LOG2E,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_POW2=triton.next_power_of_2(group), ROWS=plan.rows_per_item,
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=16 if wide else 64, num_warps=4,
-        num_stages=1 if wide else 3, **pdl_options(query.device),
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=16 if wide else 64,
+        num_warps=_FLOAT32_WARPS if wide else 4, num_stages=1 if wide else 3, **pdl_options(query.device),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from nanovllm.kernels._triton import (
     pdl_options,
     tl,
     triton,
+    uses_triton,
 )
 from nanovllm.kernels.fast_math import rsqrt
 
@@ -153,7 +154,7 @@ def qkv_rope_store(
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
     """
-    form = qkv_rope_store_triton if qkv.is_cuda else qkv_rope_store_ref
+    form = qkv_rope_store_triton if uses_triton(qkv.device) else qkv_rope_store_ref
     return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
 from nanovllm.kernels.fast_math import rsqrt
 
 
@@ -77,4 +77,4 @@ def rms_norm(
     Returns:
         The normalised rows, and `x + residual`, which is x itself if there is nothing to add.
     """
-    return (rms_norm_triton if x.is_cuda else rms_norm_ref)(x, weight, eps, residual)
+    return (rms_norm_triton if uses_triton(x.device) else rms_norm_ref)(x, weight, eps, residual)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
 from nanovllm.model_shard import Share
 
 _MASK32 = 0xFFFFFFFF
@@ -251,4 +251,5 @@ def sample(
         The scores of the tokens' groups, [num_rows] float32, and the tokens, [num_rows] int64. Scores of different
         shares compare.
     """
-    return (sample_triton if logits.is_cuda else sample_ref)(logits, temperatures, seeds, output_index, vocab)
+    form = sample_triton if uses_triton(logits.device) else sample_ref
+    return form(logits, temperatures, seeds, output_index, vocab)

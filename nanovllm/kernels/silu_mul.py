@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -51,4 +51,4 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Returns:
         [num_rows, size].
     """
-    return (silu_mul_triton if gate_up.is_cuda else silu_mul_ref)(gate_up)
+    return (silu_mul_triton if uses_triton(gate_up.device) else silu_mul_ref)(gate_up)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
 
 LAST_TOKEN, NUM_COMPUTED, NUM_PROMPT, TEMPERATURE, SEED, BLOCK_TABLE = 0, 1, 2, 3, 4, 6
 """Columns of the slot state: newest token, tokens computed, tokens of the prompt, temperature (a float32's bits), seed
@@ -117,7 +117,8 @@ def gather_decode_rows(state: torch.Tensor, slots: torch.Tensor, block_size: int
         slots: [num_rows] int32.
         block_size: tokens of a cache block.
     """
-    return (gather_decode_rows_triton if state.is_cuda else gather_decode_rows_ref)(state, slots, block_size)
+    form = gather_decode_rows_triton if uses_triton(state.device) else gather_decode_rows_ref
+    return form(state, slots, block_size)
 
 
 def scatter_tokens_ref(
@@ -172,5 +173,5 @@ def scatter_tokens(
         num_decodes: how many of the rows are decode rows.
         sampled: [at least num_rows] int64; its first entries become the tokens.
     """
-    form = scatter_tokens_triton if state.is_cuda else scatter_tokens_ref
+    form = scatter_tokens_triton if uses_triton(state.device) else scatter_tokens_ref
     form(state, slots, token_ids, num_decodes, sampled)

@@ -43,6 +43,9 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
 
 def cpu_cache_budget() -> int:
     """Bytes for caches in host memory: a tenth of what is free, at most 1 GiB."""
+    # Windows has no such call.
+    if not hasattr(os, "sysconf"):
+        return _CPU_MEMORY_LIMIT
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)

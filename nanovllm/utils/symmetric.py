@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, _symmetric_memory  # type: ignore[attr-defined]
 
+from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.agree import agree
 from nanovllm.kernels.mailbox import Mailboxes
 from nanovllm.kernels.reduce_norm import fits, reduce_norm
@@ -105,7 +106,7 @@ def connect(rank: int, size: int, device: torch.device, store: Store, max_candid
     if rank == 0:
         first = device.index
         mailboxes = (
-            device.type == "cuda"
+            uses_triton(device)
             and not SymmetricCommunicator.used_in_this_process
             and all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(first, first + size), 2))
         )

@@ -1,0 +1,155 @@
+"""Compiles what an engine's start would, for a GPU that is not there: `python -m tests.fake_device 80 0.6B bfloat16`.
+
+Tensors are fake, so that the runner, the model and the dispatchers go their own way, and so is the driver that tells
+Triton what to compile for. Prints a list of kernels as JSON: their names, how many bytes of shared memory they take,
+how many a thread spills (by ptxas), and whether they loop.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextvars import copy_context
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import Qwen3Config
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from nanovllm.config import Config
+from nanovllm.engine import model_runner
+from nanovllm.engine.input_buffers import Staging
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels._triton import to_compile
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import make_model
+
+SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
+"""Of a block, at most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+SIZES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+}
+_ALIGNED = 256
+
+
+class Properties(NamedTuple):
+    """What is asked of a device."""
+
+    shared_memory_per_block_optin: int
+    multi_processor_count: int = 128
+
+
+class Driver:
+    """Triton's, as far as it takes to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """Index a fake tensor; torch's own way asks for the device where torch is built without CUDA."""
+    dim = 0
+    for item in index if isinstance(index, tuple) else (index,):
+        if isinstance(item, int):
+            x = x.select(dim, item)
+            continue
+        if isinstance(item, slice):
+            x = torch.ops.aten.slice(x, dim, item.start, item.stop, item.step or 1)
+        else:
+            x = x.index_select(dim, item)
+        dim += 1
+    return x
+
+
+def init_staging(staging: Staging, capacity: int, device: torch.device) -> None:
+    staging._device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+
+
+def send(staging: Staging, parts: list[np.ndarray]) -> list[torch.Tensor]:
+    lengths = [len(part) for part in parts]
+    return list(staging._device_buffer[: sum(lengths)].split(lengths))
+
+
+def load_model(runner: ModelRunner, folder: str, max_model_len: int) -> Any:
+    torch.set_default_dtype(runner.dtype)
+    with torch.device(runner.device):
+        model = make_model(runner.model_config, runner.communicator)
+    model.init_rope(max_model_len, runner.device)
+    return model
+
+
+def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
+    """Make a runner on the fake device; returns what compiles each kernel of its start."""
+    kernels: dict[Any, Callable[[], Any]] = {}
+
+    def record(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
+        context = copy_context()
+        context.run(to_compile.set, kernels)
+        for run in runs:
+            context.run(run)
+
+    version = int(capability[:-1]), int(capability[-1])
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "get_device_capability", lambda device: version),
+        (torch.cuda, "get_device_properties", lambda device: Properties(1024 * SHARED_KIB[capability])),
+        (FakeTensor, "data_ptr", lambda x: _ALIGNED + x.storage_offset() * x.element_size()),
+        (FakeTensor, "__getitem__", getitem),
+        (FakeTensor, "__setitem__", lambda x, index, value: None),
+        (Staging, "__init__", init_staging),
+        (Staging, "send", send),
+        (ModelRunner, "_load_model", load_model),
+        (ModelRunner, "_free_memory", lambda runner: 0),
+        (ModelRunner, "_device_guard", lambda runner: nullcontext()),
+        (model_runner, "compiler_ready", lambda device: None),
+        (model_runner, "compile_ahead", record),
+    ]
+    shape = Qwen3Config(**SIZES[size], num_hidden_layers=2, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    shape.architectures = ["Qwen3ForCausalLM"]
+    config = Config("none", device="cuda:0", dtype=dtype, num_kvcache_blocks=1, enforce_eager=True)
+    with ExitStack() as stack:
+        for target, name, value in replaced:
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(FakeTensorMode())
+        ModelRunner(config, ModelConfig.from_hf(shape), "none", max_model_len=config.max_model_len)
+    return list(kernels.values())
+
+
+def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
+    log = io.StringIO()
+    with redirect_stdout(log):
+        kernel = compiles()
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+    loops = re.search(r"scf\.(for|while)", kernel.asm["ttgir"]) is not None
+    return {"name": kernel.name, "shared_bytes": kernel.metadata.shared, "spilled_bytes": int(spilled), "loops": loops}
+
+
+def main() -> None:
+    capability, size, dtype = sys.argv[1:]
+    driver.set_active(Driver(int(capability)))
+    knobs.nvidia.dump_ptxas_log = True
+    print(json.dumps([compiled(compiles) for compiles in start(capability, size, dtype)]))
+
+
+if __name__ == "__main__":
+    main()

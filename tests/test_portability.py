@@ -1,0 +1,54 @@
+"""Every kernel of an engine's start, compiled for GPUs that are not there.
+
+Each must fit into the device's shared memory, and no loop may spill its registers. Two starts are always tested;
+`pytest tests/test_portability.py -m all_devices` tests the others, which take a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_device import SHARED_KIB
+
+ROOT = Path(__file__).parents[1]
+MAX_SPILLED_BYTES = 64
+SOME = [("90", "0.6B", "bfloat16"), ("86", "8B", "float16")]
+DEVICES = [capability for capability in SHARED_KIB if capability != "75"]
+ALL = [*product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"])]
+
+
+def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # What is in the cache is not compiled, and then ptxas says nothing.
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.fake_device", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=270, check=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dtype"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.all_devices) for case in ALL if case not in SOME)],
+)
+def test_kernels_fit_the_device(capability: str, size: str, dtype: str, tmp_path: Path) -> None:
+    done = start(tmp_path, capability, size, dtype)
+    assert done.returncode == 0, done.stderr
+    kernels: list[dict[str, Any]] = json.loads(done.stdout)
+    is_hopper = capability == "90" and dtype != "float32"
+    needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
+    assert needed | {"_prefix_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
+        assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
+
+
+def test_a_device_that_they_do_not_fit_is_refused(tmp_path: Path) -> None:
+    done = start(tmp_path, "75", "0.6B", "float16")
+    assert "ValueError" in done.stderr and "cuda:0 has 7.5" in done.stderr

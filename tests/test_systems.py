@@ -1,0 +1,141 @@
+"""Where the Triton kernels cannot run: what is refused, and what does without them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from nanovllm import LLM, kernels
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.attention import make_backend
+from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.engine import model_runner
+from nanovllm.kernels import _triton
+from nanovllm.kernels.norm_linear import linear_into, norm_linear
+from nanovllm.utils import symmetric
+from nanovllm.utils.device import cpu_cache_budget
+
+CUDA = torch.device("cuda", 0)
+ELSEWHERE = ("norm_linear_ref", "reduce_norm_ref")
+"""Ops that are asked about otherwise: in parts, and by `connect`."""
+# What Windows, macOS, or either of them has not. Triton and torch, which have ways of their own, are imported before.
+PROGRAM = """
+import multiprocessing.reduction, os, select, signal, sys
+sys.modules["triton"] = None
+import torch
+from transformers import AutoConfig, AutoTokenizer
+folder = sys.argv[1]
+AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+os_calls = "fork getppid sched_getaffinity sched_yield sysconf sysconf_names WNOHANG"
+for module, names in [(os, os_calls), (signal, "pthread_sigmask SIGKILL SIGCHLD"), (select, "poll epoll"),
+                      (multiprocessing.reduction, "DupFd")]:
+    for name in names.split():
+        delattr(module, name)
+from nanovllm import LLM, SamplingParams
+with LLM(folder, device="cpu") as llm:
+    (output,) = llm.generate(["1 + 1 ="], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+print(len(output["token_ids"]))
+"""
+
+
+@pytest.fixture(params=["old", "ROCm", "no Triton"])
+def obstacle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A CUDA device, as torch calls it, that the kernels are not for; yields a part of what is wrong with it."""
+    capability, hip, has_triton, message = {
+        "old": ((7, 5), None, True, "they need compute capability 8.0 or more, and cuda:0 has 7.5"),
+        "ROCm": ((9, 0), "6.4", True, "they need an NVIDIA GPU, and this PyTorch is built for ROCm 6.4"),
+        "no Triton": ((9, 0), None, False, "Triton is not installed"),
+    }[request.param]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(_triton, "HAS_TRITON", has_triton)
+    _forget_devices()
+    yield message
+    _forget_devices()
+
+
+def _forget_devices() -> None:
+    _triton.triton_obstacle.cache_clear()
+    _triton.is_hopper.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "flash_attn"])
+def test_a_device_that_no_kernel_is_for_is_refused_before_weights_are_loaded(
+    obstacle: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A message of its own, and no other ValueError of this engine's.
+    monkeypatch.setattr(model_runner, "make_model", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(model_runner, "compiler_ready", Mock(side_effect=AssertionError))
+    with pytest.raises(ValueError, match=f"attention_backend='{backend}' .*{obstacle}.*: take 'sdpa'.*device='cpu'"):
+        LLM(BUNDLED_MODEL, attention_backend=backend)
+
+
+def test_sdpa_takes_every_op_in_plain_torch(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(make_backend("sdpa", CUDA, torch.float16, 256, 4, 2, 64), SdpaBackend)
+    assert not _triton.is_hopper(CUDA)
+    ops = 0
+    for info in pkgutil.iter_modules(kernels.__path__):
+        # Gluon's are imported where there is a GPU for them.
+        if info.name.startswith(("_gluon", "hopper", "decode_token", "tile_ring", "warp_attention")):
+            continue
+        module = importlib.import_module(f"nanovllm.kernels.{info.name}")
+        for ref in [name for name in vars(module) if name.endswith("_ref")]:
+            if getattr(module, ref).__module__ != module.__name__ or ref in ELSEWHERE:
+                continue
+            op = getattr(module, ref.removesuffix("_ref"))
+            plain = Mock()
+            monkeypatch.setattr(module, ref, plain)
+            needed = [p for p in inspect.signature(op).parameters.values() if p.default is p.empty]
+            op(*[SimpleNamespace(device=CUDA)] * len(needed))
+            assert plain.called, ref
+            ops += 1
+    assert ops == 7
+
+
+@pytest.mark.parametrize("rows", [1, 8, 300])
+def test_products_without_kernels(obstacle: str, rows: int) -> None:
+    shapes = (rows, 64), (128, 64), (64, 64), (64,)
+    with FakeTensorMode():
+        x, gate_up, down, norm = (torch.empty(shape, dtype=torch.float16, device=CUDA) for shape in shapes)
+        out, total = norm_linear(x, gate_up, norm=(norm, 1e-6), residual=x, gated=True)
+        assert out.shape == x.shape and total.shape == x.shape
+        assert linear_into(x, down, x)[0].shape == x.shape
+
+
+def test_ranks_without_kernels_of_ours(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(symmetric, "DistributedCommunicator", Mock(return_value="NCCL"))
+    monkeypatch.setattr(symmetric.SymmetricCommunicator, "__init__", Mock(side_effect=AssertionError))
+    assert str(symmetric.connect(0, 2, CUDA, HashStore(), 8)) == "NCCL"
+
+
+def test_systems_that_lack_triton_and_calls_of_linux() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, BUNDLED_MODEL], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "8\n", done.stdout + done.stderr
+
+
+def test_memory_that_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sysconf")
+    assert cpu_cache_budget() == 2**30
+
+
+def test_ranks_are_not_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    with pytest.raises(RuntimeError, match="tensor_parallel_size=2 needs Linux or macOS, not Windows"):
+        LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)

@@ -30,6 +30,5 @@ def main() -> None:
         print(f"\nPrompt: {prompt!r}\nCompletion: {output['text']!r}")
 
 
-# An engine of several GPUs starts processes that import this file: without the guard they would run it too.
 if __name__ == "__main__":
     main()

@@ -280,6 +280,23 @@ print(tokens[0] == tokens[1])
     assert done.stdout == "True\n", done.stdout + done.stderr
 
 
+def test_steps_are_in_order_whichever_stream_is_current(folder: Path) -> None:
+    batch = prompts((40, 3, 100), seed=8)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(streams[0]), make_llm(folder) as llm:
+        want = [output["token_ids"] for output in llm.generate(batch, greedy(20), use_tqdm=False)]
+        ids = [llm.add_request(prompt, greedy(20)) for prompt in batch]
+        outputs: dict[int, Any] = {}
+        for step in range(100):
+            if llm.is_finished():
+                break
+            # What is queued on the current stream keeps it busy, and the next step has the other one.
+            with torch.cuda.stream(streams[step % 2]):
+                torch.cuda._sleep(10**7)
+                outputs.update(llm.step().finished)
+    assert [outputs[i]["token_ids"] for i in ids] == want
+
+
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="cuda:99"):
         resolve_device("cuda:99")

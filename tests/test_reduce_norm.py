@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 
+from nanovllm.kernels import mailbox
 from nanovllm.kernels.agree import agree, pack_candidates, unpack_tokens
 from nanovllm.kernels.mailbox import Mailboxes
 from nanovllm.kernels.reduce_norm import fits, reduce_norm, reduce_norm_ref
@@ -162,6 +163,7 @@ def test_all_ranks_take_what_rank_0_chooses(
     monkeypatch.setattr(symmetric, "SymmetricCommunicator", Mailboxed)
     monkeypatch.setattr(symmetric, "DistributedCommunicator", Plain)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
+    monkeypatch.setattr(symmetric, "uses_triton", lambda device: device.type == "cuda")
     store: Any = HashStore()
     first: Any = connect(0, 2, torch.device(device), store, 8)
     # A rank's own process is fresh, and might choose otherwise.
@@ -171,3 +173,15 @@ def test_all_ranks_take_what_rank_0_chooses(
     assert second.args[:2] == (1, 2)
     if device != "cpu" and not used:
         assert set(asked) <= {(1, 2), (2, 1)} and asked
+
+
+def test_what_goes_to_another_gpu_needs_no_atomics() -> None:
+    """GPUs behind PCIe map each other's memory, but many know no atomics there."""
+    for name in ("mailbox", "reduce_norm", "agree"):
+        assert "tl.atomic" not in (Path(mailbox.__file__).parent / f"{name}.py").read_text()
+
+
+def test_the_host_is_not_asked_within_the_time_that_ranks_wait_for_each_other() -> None:
+    """A read of the host's memory takes microseconds of the bus, and a thousand programs may wait at once."""
+    # A read of a mailbox takes at least 0.1 us.
+    assert mailbox.ABORT_CHECK_SPINS * 1e-7 > 0.01

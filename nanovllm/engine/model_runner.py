@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -61,6 +61,12 @@ class ModelRunner:
         self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
+        with self._device_guard():
+            self._set_up(folder, max_model_len)
+
+    def _set_up(self, folder: str, max_model_len: int) -> None:
+        """Load the model, compile the kernels, size the cache, and capture the largest graph."""
+        config, model_config = self.config, self.model_config
         if uses_triton(self.device):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
@@ -94,7 +100,7 @@ class ModelRunner:
         self.num_kvcache_blocks = self._num_blocks(free_before)
         self._bind_cache(self.num_kvcache_blocks)
         if self.ladder.shapes and not config.enforce_eager:
-            with torch.inference_mode(), self._device_guard():
+            with torch.inference_mode():
                 self.graphs = StepGraphs()
                 largest = self.ladder.shapes[-1]
                 # The others fit into its memory.
@@ -116,7 +122,7 @@ class ModelRunner:
     def check(self) -> None:
         """Raise if something that was launched has failed; waits for nothing."""
         if self.is_cuda:
-            torch.cuda.current_stream(self.device).query()
+            self._stream.query()
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the device is lost."""
@@ -124,8 +130,15 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def _device_guard(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device, whatever its arguments'."""
-        return torch.cuda.device(self.device) if self.is_cuda else nullcontext()
+        """Make the device and one stream of it current: Triton launches there, whatever its arguments' device.
+
+        Steps are ordered by their stream, and the caller's may change between two of them.
+        """
+        return torch.cuda.stream(self._stream) if self.is_cuda else nullcontext()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.default_stream(self.device)
 
     def _run(self, batch: ScheduledBatch) -> StepShape:
         """Queue one step; returns the sizes that it was padded to."""

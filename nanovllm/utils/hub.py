@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
 _CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
 
@@ -24,10 +27,6 @@ def resolve_model(model: str, revision: str | None, weights: bool = True) -> str
         return path
     if not model or os.path.exists(path) or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
         raise ValueError(f"model folder {model!r} does not exist, or is no folder")
-    # Ranks other than 0 do without it.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-
     try:
         patterns = _CONFIG_FILES + (_WEIGHT_FILES if weights else [])
         return snapshot_download(model, revision=revision, allow_patterns=patterns)

@@ -156,11 +156,13 @@ def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> No
         return launch(batch)
 
     runner.launch = launch_and_signal
+    started = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="closed"):
             llm.generate([[1, 2]], greedy(9), use_tqdm=False)
     finally:
         signal.signal(signal.SIGUSR1, previous)
+    assert time.monotonic() - started < 5
     assert llm._runner is None
 
 

@@ -61,21 +61,21 @@ class ModelRunner:
         self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
-        with self._device_guard():
-            self._set_up(folder, max_model_len)
-
-    def _set_up(self, folder: str, max_model_len: int) -> None:
-        """Load the model, compile the kernels, size the cache, and capture the largest graph."""
-        config, model_config = self.config, self.model_config
         if uses_triton(self.device):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         self.block_size = config.kvcache_block_size
-        shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
-        heads = shard.heads.size, shard.kv_heads.size, model_config.head_dim
+        self.model_shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
+        heads = self.model_shard.heads.size, self.model_shard.kv_heads.size, model_config.head_dim
         self.backend = make_backend(config.attention_backend, self.device, self.dtype, self.block_size, *heads)
+        with self._device_guard():
+            self._set_up(folder, max_model_len)
+
+    def _set_up(self, folder: str, max_model_len: int) -> None:
+        """Load the model, compile the kernels, size the cache, and capture the largest graph."""
+        config, num_kv_heads = self.config, self.model_shard.kv_heads.size
         free_before = self._free_memory()
         self.model = self._load_model(folder, max_model_len)
         self.sampler = Sampler(self.model.shard.vocab, self.communicator)
@@ -85,7 +85,7 @@ class ModelRunner:
         self.max_prefix_items = max_prefix_items if config.enable_prefix_caching else 0
         prefix_sizes = self.max_prefix_items, self.backend.rows_per_prefix_item
         # Steps of either way have graphs of their own, which all ranks capture together.
-        whole_contexts_pay = partial(self.backend.whole_contexts_pay, self.communicator.least(heads[1]))
+        whole_contexts_pay = partial(self.backend.whole_contexts_pay, self.communicator.least(num_kv_heads))
         self.buffers = InputBuffers(
             config.max_num_running, self.max_blocks, self.block_size, config.max_num_batched_tokens, *prefix_sizes,
             whole_contexts_pay, self.device,

@@ -343,19 +343,19 @@ def test_a_script_needs_neither_a_guard_nor_exit_nor_an_end_of_its_threads(tmp_p
     import sys, threading, time
     from nanovllm import LLM, SamplingParams
     llm = LLM({BUNDLED_MODEL!r}, device="cpu", tensor_parallel_size=2, max_model_len=512)
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
     print(len(llm.generate([[1, 2]], params, use_tqdm=False)[0]["token_ids"]))
     work = lambda: llm.generate([[1, 2]] * 2000, params, use_tqdm=False)
-    # What it says of its own end is not the point.
-    threading.excepthook = lambda hook: print(hook.exc_value)
+    # A daemon thread that prints while the interpreter ends can end it by itself.
+    threading.excepthook = lambda hook: None
     threading.Thread(target=work, daemon=True).start()
-    while llm.stats()["num_output_tokens"] < 200:
+    while llm.stats()["num_output_tokens"] < 40:
         time.sleep(0.01)
     sys.exit(3)
     """
     done = start(tmp_path, script)
     out, err = done.communicate(timeout=60)
-    assert (out, err, done.returncode) in [("100\n", "", 3), ("100\nthe engine is closed\n", "", 3)]
+    assert (out, err, done.returncode) == ("20\n", "", 3)
 
 
 def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(

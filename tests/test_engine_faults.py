@@ -172,6 +172,8 @@ import sys, threading, time
 from nanovllm import LLM, SamplingParams
 llm = LLM({BUNDLED_MODEL!r}, device="cpu", max_model_len=512)
 work = lambda: llm.generate([[1, 2, 3]] * 64, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+# A daemon thread that prints while the interpreter ends can end it by itself.
+threading.excepthook = lambda hook: None
 threading.Thread(target=work, daemon=True).start()
 while llm.stats()["num_output_tokens"] < 100:
     time.sleep(0.01)

@@ -384,6 +384,11 @@ def test_whoever_watches_is_told_of_a_rank_that_fails() -> None:
             ranks.check()
     finally:
         ranks.stop()
+    # A second time it leaves what others have opened meanwhile alone.
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
+    ranks.stop()
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_a_long_traceback_arrives_in_its_last_part(folder: Path) -> None:

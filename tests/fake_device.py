@@ -101,7 +101,7 @@ def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
     """Make a runner on the fake device; returns what compiles each kernel of its start."""
     kernels: dict[Any, Callable[[], Any]] = {}
 
-    def record(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
+    def record(device: torch.device, runs: Iterable[Callable[[], None]], *shared: object) -> None:
         context = copy_context()
         context.run(to_compile.set, kernels)
         for run in runs:

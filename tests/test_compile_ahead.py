@@ -6,10 +6,20 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+
+from nanovllm import LLM, llm
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import Config
+from nanovllm.engine import rank
+from nanovllm.kernels.compile_ahead import _shared_out
 
 PROGRAM = """
     import os
@@ -156,6 +166,7 @@ PROGRAM = """
         def make_ir(source, *args):
             note("parsed", source.fn.__name__)
             note("thread", threading.current_thread().name)
+            warnings.warn("an error in the engine, but nowhere else")
             return parse(source, *args)
 
         return make_ir
@@ -243,7 +254,7 @@ PROGRAM = """
     # Each is compiled once, by one of the processes, and so is its launcher; and loaded once, here.
     assert soon(lambda: threading.active_count() == 1)
     descriptors = open_descriptors()
-    ahead._COMPILES_LAUNCHERS = module._COMPILES_LAUNCHERS = True
+    module._COMPILES_LAUNCHERS = True
     os.fork = warned
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -260,7 +271,7 @@ PROGRAM = """
     assert open_descriptors() == descriptors
 
     # What processes do not do for being killed, or for standing still, is done here.
-    os.fork, module._PATIENCE_SECONDS = fork, 0.4
+    os.fork, module._PATIENCE_SECONDS = fork, 0.2
     for number, (name, does) in enumerate([("_work", stop), ("_work", stand_still), ("_serve", stand_still)]):
         setattr(module, name, does)
         start([late(number)])
@@ -399,3 +410,55 @@ def test_kernels_are_compiled_and_loaded_once_and_not_launched(tmp_path: Path) -
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout == "passed\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_begin_with_their_own_kernels_and_end_with_the_others(size: int) -> None:
+    jobs = list(range(10))
+    orders = [_shared_out(jobs, rank, size) for rank in range(size)]
+    assert all(sorted(order) == jobs for order in orders)
+    # Those that take long, which come first, are among the first of some rank; an equal share of each is all.
+    assert {order[0] for order in orders} == set(range(size))
+    shares = [order[: len(range(rank, 10, size))] for rank, order in enumerate(orders)]
+    assert sorted(job for share in shares for job in share) == jobs and all(share == sorted(share) for share in shares)
+    # What others do last is taken from them first.
+    if size == 2:
+        assert orders == [[0, 2, 4, 6, 8, 9, 7, 5, 3, 1], [1, 3, 5, 7, 9, 8, 6, 4, 2, 0]]
+
+
+def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = MagicMock()
+
+    @contextmanager
+    def start_ranks(config: Config) -> Iterator[None]:
+        order.start_ranks()
+        yield
+
+    def make_runner(*args: object, compilers: object, **settings: object) -> None:
+        assert compilers is order.Compilers.return_value.__enter__.return_value
+        raise KeyError("the runner's own")
+
+    order.Compilers.return_value.__exit__.return_value = False
+    monkeypatch.setattr(llm, "Compilers", order.Compilers)
+    monkeypatch.setattr(llm, "start_ranks", start_ranks)
+    monkeypatch.setattr(llm, "ModelRunner", make_runner)
+    with pytest.raises(KeyError, match="the runner's own"):
+        LLM(BUNDLED_MODEL, device="cpu")
+    names = [name for name, _, _ in order.mock_calls]
+    assert order.mock_calls[0] == call.Compilers("cpu") and names.index("start_ranks") < len(names) - 1
+    assert names[-1] == "Compilers().__exit__"
+
+
+def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = MagicMock()
+    for name in ("Compilers", "Connection", "Channel", "ModelRunner", "connect", "find_store", "threading"):
+        monkeypatch.setattr(rank, name, getattr(order, name))
+    # It would end this process.
+    monkeypatch.setattr(rank, "os", SimpleNamespace())
+    plan = rank.RankPlan(Config("none", device="cpu"), MagicMock(), "none", 1, 0)
+    order.Channel.return_value.receive.side_effect = [plan, None]
+    rank.run_rank(1, 2, 0, 0, 0)
+    names = [name for name, _, _ in order.mock_calls]
+    assert names.index("Compilers") < names.index("threading.Thread")
+    assert order.ModelRunner.call_args.kwargs["compilers"] is order.Compilers.return_value
+    assert names.index("ModelRunner") < names.index("Compilers().__exit__") < names.index("ModelRunner().exit")

@@ -131,6 +131,8 @@ def _fork(runs: Callable[[], None]) -> int:
         try:
             # What the engine holds is not finalised here, nor do its handlers of signals run.
             gc.disable()
+            # The engine, which looks for the same kernels, gives the same warnings.
+            warnings.simplefilter("ignore")
             # It does not outlive the process that forked it.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)

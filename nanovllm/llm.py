@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.parallel_runner import ParallelRunner, start_ranks
+from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -42,7 +43,8 @@ class LLM(LLMEngine):
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
         config = Config(os.fspath(model), **kwargs)
-        with start_ranks(config) as ranks:
+        # The compilers come first: what follows begins CUDA, and threads.
+        with Compilers(config.device) as compilers, start_ranks(config) as ranks:
             folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
             self.model_config = model_config = ModelConfig.from_folder(folder, config.trust_remote_code)
             max_model_len = min(config.max_model_len, model_config.max_position)
@@ -52,7 +54,7 @@ class LLM(LLMEngine):
                 )
             tokenizer = _load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
-            runner = make_runner(config, model_config, folder, max_model_len=max_model_len)
+            runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
         tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
         super().__init__(
             config,

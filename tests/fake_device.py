@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -29,7 +30,8 @@ from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.input_buffers import Staging
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels._triton import to_compile
+from nanovllm.kernels._triton import compiled_only, to_compile
+from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 
@@ -101,12 +103,16 @@ def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
     """Make a runner on the fake device; returns what compiles each kernel of its start."""
     kernels: dict[Any, Callable[[], Any]] = {}
 
-    def record(device: torch.device, runs: Iterable[Callable[[], None]]) -> None:
+    def record(
+        device: torch.device, runs: Iterable[Callable[[], None]], compilers: Compilers | None, rank: int, size: int
+    ) -> None:
+        assert (compilers, rank, size) == (given, 0, 1)
         context = copy_context()
         context.run(to_compile.set, kernels)
         for run in runs:
             context.run(run)
 
+    given = Compilers("cpu")
     version = int(capability[:-1]), int(capability[-1])
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
@@ -131,14 +137,18 @@ def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
         for target, name, value in replaced:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(FakeTensorMode())
-        ModelRunner(config, ModelConfig.from_hf(shape), "none", max_model_len=config.max_model_len)
+        ModelRunner(config, ModelConfig.from_hf(shape), "none", max_model_len=config.max_model_len, compilers=given)
     return list(kernels.values())
 
 
 def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
     log = io.StringIO()
     with redirect_stdout(log):
-        kernel = compiles()
+        # As it reaches another process, which compiles it into Triton's cache.
+        kernel = pickle.loads(pickle.dumps(compiles))()
+    context = copy_context()
+    context.run(compiled_only.set, True)
+    assert context.run(compiles).hash == kernel.hash, kernel.name
     (spilled,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     loops = re.search(r"scf\.(for|while)", kernel.asm["ttgir"]) is not None
     return {"name": kernel.name, "shared_bytes": kernel.metadata.shared, "spilled_bytes": int(spilled), "loops": loops}

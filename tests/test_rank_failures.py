@@ -25,6 +25,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.rank import RankPlan
 from nanovllm.engine.ranks import RankError, Ranks
 from nanovllm.engine.step_results import StepHandle
+from nanovllm.kernels.compilers import Compilers
 from nanovllm.outputs import StepError
 from tests.rank_processes import rank_pids
 
@@ -202,6 +203,7 @@ def test_killed_while_it_starts(folder: Path) -> None:
 
 def test_killed_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make_runner(*args: Any, **kwargs: Any) -> ModelRunner:
+        assert isinstance(kwargs["compilers"], Compilers)
         kill(1)
         return ModelRunner(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
 from nanovllm.engine.step_results import StepHandle, StepResults
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
+from nanovllm.kernels.compilers import Compilers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -42,6 +43,7 @@ class ModelRunner:
         folder: where its weights are.
         max_model_len: most tokens of one sequence.
         communicator: joins this rank with the others that share the model; None if it has the model to itself.
+        compilers: processes that compile kernels; None leaves it to threads.
 
     Raises:
         ValueError: a device, dtype or backend that cannot be had, or weights that do not fit the config.
@@ -55,6 +57,7 @@ class ModelRunner:
         *,
         max_model_len: int,
         communicator: Communicator | None = None,
+        compilers: Compilers | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -96,7 +99,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.graphs: StepGraphs | None = None
         self.ladder = self._make_ladder()
-        self._compile_kernels()
+        self._compile_kernels(compilers)
         self.num_kvcache_blocks = self._num_blocks(free_before)
         self._bind_cache(self.num_kvcache_blocks)
         if self.ladder.shapes and not config.enforce_eager:
@@ -188,7 +191,7 @@ class ModelRunner:
                 shapes += mixed_ladder(config.max_num_running, config.max_num_batched_tokens, shares)
         return Ladder(shapes, self.backend.supports_whole_contexts)
 
-    def _compile_kernels(self) -> None:
+    def _compile_kernels(self, compilers: Compilers | None) -> None:
         """Compile, all at once, the kernels that steps take."""
         if not self.ladder.shapes:
             return
@@ -199,7 +202,8 @@ class ModelRunner:
             # Two layers launch what all of them do.
             model = self.model.model
             layers, model.layers = model.layers, model.layers[:2]
-            compile_ahead(self.device, [partial(self._run_without_kernels, shape) for shape in shapes])
+            runs = [partial(self._run_without_kernels, shape) for shape in shapes]
+            compile_ahead(self.device, runs, compilers, self.communicator.rank, self.communicator.size)
             model.layers = layers
 
     def _run_without_kernels(self, shape: StepShape) -> None:

@@ -20,6 +20,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.rank import READY, STARTED, RankPlan
 from nanovllm.engine.ranks import RankError, Ranks
 from nanovllm.engine.step_results import StepHandle
+from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_shard import shard_of
 from nanovllm.utils.communicator import Communicator, open_store
@@ -72,7 +73,7 @@ class ParallelRunner:
 
     Args:
         ranks: the processes beside this one, from `start_ranks`.
-        config, model_config, folder, max_model_len: see `ModelRunner`.
+        config, model_config, folder, max_model_len, compilers: see `ModelRunner`.
 
     Raises:
         ValueError: more ranks than the model's KV heads, or what `ModelRunner` refuses.
@@ -80,7 +81,14 @@ class ParallelRunner:
     """
 
     def __init__(
-        self, ranks: Ranks, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int
+        self,
+        ranks: Ranks,
+        config: Config,
+        model_config: ModelConfig,
+        folder: str,
+        *,
+        max_model_len: int,
+        compilers: Compilers | None = None,
     ) -> None:
         size = ranks.size
         shard_of(model_config, 0, size)
@@ -97,7 +105,12 @@ class ParallelRunner:
             # On GPUs nothing else would notice a rank's end while this thread waits for the device.
             self._ranks.watch(communicator.interrupt)
             self._runner = runner = ModelRunner(
-                config, model_config, folder, max_model_len=max_model_len, communicator=communicator
+                config,
+                model_config,
+                folder,
+                max_model_len=max_model_len,
+                communicator=communicator,
+                compilers=compilers,
             )
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth

@@ -21,6 +21,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.communicator import find_store
 from nanovllm.utils.device import resolve_device
@@ -59,9 +60,11 @@ def run_rank(rank: int, size: int, parent: int, channel_descriptor: int, reports
         reports_descriptor: of the pipe to rank 0.
     """
     reports = Connection(reports_descriptor, readable=False)
+    # Before there are threads.
+    compilers = Compilers()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
-        _serve(rank, size, Channel(size - 1, descriptor=channel_descriptor), reports)
+        _serve(rank, size, Channel(size - 1, descriptor=channel_descriptor), reports, compilers)
     except BaseException:
         # Where rank 0 is gone there is nobody to tell.
         with suppress(OSError):
@@ -70,7 +73,7 @@ def run_rank(rank: int, size: int, parent: int, channel_descriptor: int, reports
         os._exit(1)
 
 
-def _serve(rank: int, size: int, channel: Channel, reports: Connection) -> None:
+def _serve(rank: int, size: int, channel: Channel, reports: Connection, compilers: Compilers) -> None:
     plan: RankPlan = channel.receive(rank - 1)
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     device = resolve_device(plan.config.device, rank, size)
@@ -81,9 +84,15 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection) -> None:
     # From here on the others may wait for this rank, and not look at reports.
     reports.send(STARTED)
     communicator = connect(rank, size, device, store, 2 * plan.config.max_num_running)
-    runner = ModelRunner(
-        plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
-    )
+    with compilers:
+        runner = ModelRunner(
+            plan.config,
+            plan.model_config,
+            plan.folder,
+            max_model_len=plan.max_model_len,
+            communicator=communicator,
+            compilers=compilers,
+        )
     reports.send(READY)
     decode_slots: list[int] = []
     # While it waits, it asks the device whether the last step has failed.

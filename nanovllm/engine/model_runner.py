@@ -74,9 +74,9 @@ class ModelRunner:
         heads = self.model_shard.heads.size, self.model_shard.kv_heads.size, model_config.head_dim
         self.backend = make_backend(config.attention_backend, self.device, self.dtype, self.block_size, *heads)
         with self._device_guard():
-            self._set_up(folder, max_model_len)
+            self._set_up(folder, max_model_len, compilers)
 
-    def _set_up(self, folder: str, max_model_len: int) -> None:
+    def _set_up(self, folder: str, max_model_len: int, compilers: Compilers | None) -> None:
         """Load the model, compile the kernels, size the cache, and capture the largest graph."""
         config, num_kv_heads = self.config, self.model_shard.kv_heads.size
         free_before = self._free_memory()

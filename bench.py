@@ -141,9 +141,13 @@ def floor_seconds(work: Workload, model: ModelConfig, ceilings: Ceilings, max_nu
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure the read bandwidth (a sum over a large tensor) and the matmul rate, the best of several tries."""
+    """Measure the read bandwidth (a sum over a large tensor) and the matmul rate, the best of several tries.
+
+    Beside an engine, which leaves some of the GPU's memory.
+    """
     cuda = device.type == "cuda"
-    data = torch.ones((4 if cuda else 1) * 2**28, device=device, dtype=torch.float32)
+    num_bytes = min(2**32, torch.cuda.mem_get_info(device)[0] // 2) if cuda else 2**30
+    data = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
     side = 8192 if cuda else 1024
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
@@ -308,15 +312,16 @@ def main() -> None:
     """Measure the machine, run the workloads, print the table and the JSON."""
     options = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ceilings = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    model_name = f"Qwen3-{options.shape} (random weights)" if options.model is None else options.model
-    print(f"{model_name} on {name}, torch {torch.__version__}")
-    print(f"read {ceilings.read_bandwidth / 1e12:.3f} TB/s, matmul {ceilings.matmul_rate / 1e12:.2f} TFLOP/s")
-    torch.cuda.empty_cache()
     names = WORKLOADS if options.workload == "all" else (options.workload,)
     first, *others = options.tensor_parallel_size
+    model_name = f"Qwen3-{options.shape} (random weights)" if options.model is None else options.model
+    # Before anything begins CUDA, as in a program of its own: an engine's start depends on that.
     with make_llm(options, first) as llm:
+        ceilings = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        torch.cuda.empty_cache()
+        name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        print(f"{model_name} on {name}, torch {torch.__version__}")
+        print(f"read {ceilings.read_bandwidth / 1e12:.3f} TB/s, matmul {ceilings.matmul_rate / 1e12:.2f} TFLOP/s")
         results = measure_all(llm, names, ceilings, options)
     for size in others:
         results += measure_apart(size)

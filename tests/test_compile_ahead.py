@@ -40,6 +40,8 @@ PROGRAM = """
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime import driver
 
+    # As in a terminal: a shell that starts the tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parent, launched, loaded = os.getpid(), [], []
 
     class Launcher:

@@ -17,26 +17,18 @@ import pytest
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.messages import StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 from tests.mock_runner import check_engine, complete, make_engine
+from tests.test_scheduler import run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def run(engine: LLMEngine) -> dict[int, RequestOutput]:
-    outputs: dict[int, RequestOutput] = {}
-    while not engine.is_finished():
-        outputs.update(engine.step().finished)
-        check_engine(engine)
-    return outputs
 
 
 @pytest.fixture

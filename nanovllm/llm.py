@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from nanovllm.config import Config
+from nanovllm.engine.driver import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.parallel_runner import ParallelRunner, start_ranks
@@ -93,8 +94,12 @@ class LLM(LLMEngine):
             raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_each(sampling_params, len(requests))
-        with self._drive():
+        call = Call()
+        try:
+            self._begin(call)
             return self._run(self._inputs.process(requests, params), params, use_tqdm)
+        finally:
+            self._driver.end(call, self._close)
 
     def _run(self, token_ids: list[array[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they are done; on any exception drop them."""
@@ -117,7 +122,7 @@ class LLM(LLMEngine):
         started, num_tokens = time.perf_counter(), self.scheduler.stats.num_output_tokens
         with _progress_bar(len(ids), use_tqdm) as bar:
             while len(outputs) < len(ids):
-                if self.is_finished():
+                if self.scheduler.is_finished() and not (self._in_flight or self._inbox):
                     raise RuntimeError("requests of this generate were aborted by somebody else")
                 self._run_step()
                 done = self._unclaimed.claim(ids)

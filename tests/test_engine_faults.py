@@ -21,6 +21,7 @@ from nanovllm.engine.messages import StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
+from nanovllm.utils.interrupt import deferred_signals
 from tests.mock_runner import check_engine, complete, make_engine
 from tests.test_scheduler import run
 
@@ -115,6 +116,120 @@ def test_two_threads_at_once_are_right_or_refused(llm: LLM) -> None:
     refused = [result for result in results if isinstance(result, str)]
     assert all("already running" in message for message in refused) and len(refused) <= 10
     assert [result for result in results if not isinstance(result, str)] == [want] * (20 - len(refused))
+
+
+@DEPTHS
+def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
+    launch = runner.launch
+
+    def slow_launch(batch: Any) -> Any:
+        handle = launch(batch)
+        result = handle.result
+
+        def slow_result() -> StepOutput:
+            time.sleep(0.002)
+            return result()
+
+        handle.result = slow_result  # type: ignore[method-assign]
+        return handle
+
+    runner.launch = slow_launch  # type: ignore[method-assign]
+    kept = engine.add_request([1, 2, 3], greedy(100))
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            engine.abort([engine.add_request([4], greedy(50))])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    outputs: dict[int, RequestOutput] = {}
+    try:
+        while kept not in outputs:
+            outputs.update(engine.step().finished)
+    finally:
+        over.set()
+        thread.join()
+    assert outputs[kept]["token_ids"] == complete([1, 2, 3], 100, frozenset(), 128)
+    engine.abort([kept])
+    run(engine)
+    with pytest.raises(ValueError, match=r"request id must be an integer >= 0, not \{\}"):
+        engine.abort([{}])  # type: ignore[list-item]
+    assert engine.is_finished()
+
+
+def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
+    runner: Any = llm._runner
+    launch = runner.launch
+    other = llm.add_request([9, 8, 7], greedy(1))
+
+    def aborting_launch(batch: Any) -> Any:
+        handle = launch(batch)
+        llm.scheduler.abort([seq_id for seq_id in batch.sampled_seq_ids if seq_id != other])
+        return handle
+
+    runner.launch = aborting_launch
+    # Another caller's result is still to be claimed.
+    with pytest.raises(RuntimeError, match="aborted by somebody else"):
+        llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
+    runner.launch = launch
+    assert list(run(llm)) == [other]
+
+
+def test_a_generate_ends_with_the_error_of_a_plan_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_schedule() -> None:
+        raise MemoryError("no plan")
+
+    monkeypatch.setattr(llm.scheduler, "schedule", failing_schedule)
+    with pytest.raises(StepError, match="no plan"):
+        llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
+    assert llm.is_finished()
+
+
+def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
+    engine, runner = make_engine(pipeline_depth=1)
+    first, second = engine.add_request([1, 2], greedy(2)), engine.add_request([3, 4], greedy(9))
+    launch = runner.launch
+
+    def lost() -> None:
+        raise RuntimeError("device lost")
+
+    def failing_launch(batch: Any) -> Any:
+        if len(runner.batches) == 2:
+            runner.synchronize = lost  # type: ignore[method-assign]
+            raise RuntimeError("launch failed")
+        return launch(batch)
+
+    runner.launch = failing_launch  # type: ignore[method-assign]
+    with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
+        for _ in range(3):
+            engine.step()
+    assert caught.value.request_ids == [second]
+    assert [request_id for request_id, _ in engine.step().finished] == [first]
+    assert engine.is_finished()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()
+
+
+def test_signals_that_were_held_back_all_act() -> None:
+    seen: list[int] = []
+
+    def leave(number: int, frame: object) -> None:
+        seen.append(number)
+        raise SystemExit(number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit), deferred_signals():
+            for number in before:
+                signal.raise_signal(number)
+            assert not seen
+        assert seen == list(before)
+        assert all(signal.getsignal(number) is leave for number in before)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
@@ -227,6 +342,10 @@ def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pyt
     assert llm.step() == ([], 0, 0)
 
 
+class Panic(BaseException):
+    """As the tokenizers library raises it."""
+
+
 class Tokenizer:
     """Decodes token ids, but not these."""
 
@@ -235,7 +354,7 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
         if token_ids == self.bad:
-            raise OverflowError("no such text")
+            raise Panic("no such text")
         return str(token_ids)
 
 
@@ -255,7 +374,7 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
             failures.append(error)
     assert {i: output["text"] for i, output in outputs.items()} == {ids[0]: str(want[0]), ids[2]: str(want[2])}
     assert [failure.request_ids for failure in failures] == [[ids[1]]]
-    assert isinstance(failures[0].__cause__, OverflowError)
+    assert isinstance(failures[0].__cause__, Panic)
 
 
 @DEPTHS

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine import parallel_runner
+from nanovllm.engine import ranks as ranks_module
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.rank import RankPlan
 from nanovllm.engine.ranks import RankError, Ranks
@@ -303,6 +304,9 @@ def test_the_ranks_end_with_a_rank_0_that_is_killed(tmp_path: Path) -> None:
 def test_a_forked_process_leaves_the_engine_alone(folder: Path, tmp_path: Path) -> None:
     script = f"""
     import os, sys
+    from pathlib import Path
+    # As some programs do, though Python takes no notice of it.
+    sys.path.append(Path("elsewhere"))
     from nanovllm import LLM, SamplingParams
     llm = LLM({str(folder)!r}, device="cpu", tensor_parallel_size=2, max_model_len=128)
     for call_exit in (False, True):
@@ -373,6 +377,23 @@ def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
     threading.Thread(target=stop_soon).start()
     with pytest.raises(RankError, match="rank 1 is not started after 0 s"):
         make_llm(folder)
+
+
+def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_rank, previous = ranks_module._start, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted_start(*args: Any) -> Any:
+        rank = start_rank(*args)
+        signal.raise_signal(signal.SIGINT)
+        return rank
+
+    monkeypatch.setattr(ranks_module, "_start", interrupted_start)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Ranks(3)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert not rank_pids()
 
 
 def test_whoever_watches_is_told_of_a_rank_that_fails() -> None:

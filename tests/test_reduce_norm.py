@@ -183,5 +183,5 @@ def test_what_goes_to_another_gpu_needs_no_atomics() -> None:
 
 def test_the_host_is_not_asked_within_the_time_that_ranks_wait_for_each_other() -> None:
     """A read of the host's memory takes microseconds of the bus, and a thousand programs may wait at once."""
-    # A read of a mailbox takes at least 0.1 us.
-    assert mailbox.ABORT_CHECK_SPINS * 1e-7 > 0.01
+    # A read of a mailbox takes at least 0.1 us; ranks wait for each other for up to some hundreds of microseconds.
+    assert mailbox.ABORT_CHECK_SPINS * 1e-7 > 0.003

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from threading import Lock, get_ident
 from typing import Protocol
 from weakref import WeakSet
@@ -15,40 +15,51 @@ _EXIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 
 
+class Call:
+    """One call that wants to drive an engine; a `brief` one does no step, so others wait for it."""
+
+    def __init__(self, brief: bool = False) -> None:
+        self.thread = get_ident()
+        self.brief = brief
+
+
 class Driver:
     """Admits one call at a time, and closes the engine between two calls.
 
     A second call is refused, not kept waiting: a lock would make a signal handler wait for the very call that it
-    interrupts.
+    interrupts. A call begins within a `try` whose `finally` ends it, so that no exception leaves it in place.
     """
 
     def __init__(self) -> None:
         self.closing = False
         self._mutex = Lock()
-        self._current: list[int] | None = None
+        self._current: Call | None = None
         self._pid = os.getpid()
 
-    @contextmanager
-    def drive(self, close: Callable[[], None]) -> Iterator[bool]:
-        """Drive the engine inside the `with` block, if nobody else does; yields whether that is so.
+    def begin(self, call: Call) -> bool:
+        """Let a call drive the engine, if no other does; returns whether it does now."""
+        while True:
+            with self._mutex:
+                current = self._current = self._current or call
+            if current is call:
+                return True
+            if not current.brief or current.thread == call.thread:
+                return False
+            time.sleep(0)
+
+    def end(self, call: Call, close: Callable[[], None]) -> None:
+        """End a call, which may never have begun.
 
         Args:
-            close: closes the engine, or does nothing if it is closed; called at the end of the block once somebody has
-                asked for it.
+            call: what `begin` was given.
+            close: closes the engine, or does nothing if it is closed; called if somebody has asked for it meanwhile.
         """
-        me = [get_ident()]
-        # In this form an exception between any two instructions leaves no driver behind.
-        try:
-            with self._mutex:
-                self._current = self._current or me
-            yield self._current is me
-        finally:
-            if self._current is me:
-                try:
-                    if self.closing:
-                        close()
-                finally:
-                    self._current = None
+        if self._current is call:
+            try:
+                if self.closing:
+                    close()
+            finally:
+                self._current = None
 
     def close(self, close: Callable[[], None]) -> None:
         """Close the engine, once the call that drives it has ended its step.
@@ -60,13 +71,18 @@ class Driver:
             return
         self.closing = True
         deadline = time.monotonic() + _EXIT_SECONDS
-        while True:
-            with self.drive(close) as driving:
-                pass
+        driving = False
+        while not driving:
+            call = Call()
+            try:
+                driving = self.begin(call)
+            finally:
+                self.end(call, close)
             current = self._current
-            if driving or (current is not None and current[0] == get_ident()) or time.monotonic() > deadline:
+            if (current is not None and current.thread == call.thread) or time.monotonic() > deadline:
                 return
-            time.sleep(_POLL_SECONDS)
+            if not driving:
+                time.sleep(_POLL_SECONDS)
 
 
 class _HasExit(Protocol):
@@ -86,5 +102,7 @@ def exit_with_interpreter(engine: _HasExit) -> None:
 
 @atexit.register
 def _exit_engines() -> None:
-    for engine in list(_engines):
-        engine.exit()
+    with ExitStack() as stack:
+        # All of them, also behind one that fails.
+        for engine in list(_engines):
+            stack.callback(engine.exit)

@@ -13,15 +13,14 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Protocol
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.driver import Driver, exit_with_interpreter
+from nanovllm.engine.driver import Call, Driver, exit_with_interpreter
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.messages import ScheduledBatch, StepOutput
 from nanovllm.engine.scheduler import Scheduler
@@ -29,6 +28,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -122,23 +122,35 @@ class LLMEngine:
             StepError: the step failed; the requests in it are gone, the others stay queued.
             RuntimeError: the engine is closed, or is driven by another thread, or by a caller of this one.
         """
-        with self._drive():
+        call = Call()
+        try:
+            self._begin(call)
+            if self._runner is None and self._unclaimed:
+                # The device was lost with the step after the one that finished these.
+                return StepResult(self._unclaimed.take(), 0, 0)
             before = self.scheduler.stats.num_output_tokens
             num_prefill_tokens = self._run_step()
             num_output_tokens = self.scheduler.stats.num_output_tokens - before
             return StepResult(self._unclaimed.take(), num_prefill_tokens, num_output_tokens)
+        finally:
+            self._driver.end(call, self._close)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests, wherever they stand; ids of finished ones are ignored.
 
-        Returns with no step under way; or, while another thread drives the engine, at once, and that thread's next step
-        drops them.
+        Their blocks are free at once; while another thread drives the engine, with that thread's next step.
+
+        Raises:
+            ValueError: an id that is none.
         """
-        self._inbox.append(list(request_ids))
-        with self._drive(or_leave=True) as driving, deferred_signals():
-            if driving:
-                self._empty_inbox()
-                self._collect(0)
+        self._inbox.append([check_int("request id", request_id, 0) for request_id in request_ids])
+        call = Call(brief=True)
+        try:
+            with deferred_signals():
+                if self._driver.begin(call):
+                    self._empty_inbox()
+        finally:
+            self._driver.end(call, self._close)
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
@@ -165,23 +177,21 @@ class LLMEngine:
         if getattr(self, "_runner", None) is not None:
             self.exit()
 
-    @contextmanager
-    def _drive(self, or_leave: bool = False) -> Iterator[bool]:
-        """Be the one that drives the engine inside the `with` block; yields whether that is so.
+    def _begin(self, call: Call) -> None:
+        """Let a call drive the engine.
 
         Raises:
-            RuntimeError: somebody else is, and `or_leave` is false.
+            RuntimeError: another one does.
         """
-        with self._driver.drive(self._close) as driving:
-            if not driving and not or_leave:
-                raise RuntimeError("the engine is already running: a generate or step of it has not ended")
-            yield driving
+        if not self._driver.begin(call):
+            raise RuntimeError("the engine is already running: a generate or step of it has not ended")
 
     def _close(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            self._in_flight.clear()
-            runner.exit()
+        with deferred_signals():
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                self._in_flight.clear()
+                runner.exit()
 
     def _queue(self, token_ids: array[int], params: SamplingParams) -> int:
         self._require_open()
@@ -263,7 +273,8 @@ class LLMEngine:
         """Keep a finished request for its caller; one whose text cannot be decoded fails alone."""
         try:
             self._unclaimed.finished.append((seq.seq_id, self._output(seq)))
-        except Exception as error:
+        # A panic of the tokenizers library is no Exception.
+        except BaseException as error:
             message = f"the text of request {seq.seq_id} cannot be decoded: {error}"
             self._unclaimed.failures.append(StepError(message, [seq.seq_id], error))
 
@@ -271,8 +282,10 @@ class LLMEngine:
         """Abort requests, and what is kept for their caller."""
         self._inbox.append(list(request_ids))
         self._empty_inbox()
-        self._collect(0)
-        self._unclaimed.drop(request_ids)
+        try:
+            self._collect(0)
+        finally:
+            self._unclaimed.drop(request_ids)
 
     def _output(self, seq: Sequence) -> RequestOutput:
         token_ids = seq.completion_token_ids

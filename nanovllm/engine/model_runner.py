@@ -164,8 +164,9 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.close()
         del self.graphs, self.model, self.buffers, self._sampled, self._results, self.k_cache, self.v_cache
-        if self.is_cuda:
-            torch.cuda.empty_cache()
+        with self._device_guard():
+            if self.is_cuda:
+                torch.cuda.empty_cache()
 
     def _forward(self, staged: StagedStep) -> None:
         """Compute, sample, and leave the tokens in the slots and in `_sampled`."""

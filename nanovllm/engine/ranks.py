@@ -22,6 +22,7 @@ from multiprocessing.spawn import get_executable
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.messages import ScheduledBatch
 from nanovllm.engine.rank import STARTED, RankFailure, RankPlan
+from nanovllm.utils.interrupt import deferred_signals
 
 _PROGRAM = "import sys; sys.path[:] = {path}; from nanovllm.engine.rank import run_rank; run_rank({arguments})"
 _START_SECONDS = 300.0
@@ -96,8 +97,10 @@ class Ranks:
         self._stopping = threading.Event()
         self._stopped = False
         try:
-            for rank in range(1, size):
-                self._ranks.append(_start(rank, size, self._channel))
+            # A process that an interrupt kept from the list would be nobody's.
+            with deferred_signals():
+                for rank in range(1, size):
+                    self._ranks.append(_start(rank, size, self._channel))
         except BaseException:
             self.stop()
             raise
@@ -196,17 +199,19 @@ class Ranks:
 
     def stop(self) -> None:
         """End every rank at once, and give back what they were told and watched with; a second call does nothing."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self.unwatch()
-        for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.wait()
-            rank.reports.close()
-        self._ranks = []
-        self._channel.close()
+        with deferred_signals():
+            if self._stopped:
+                return
+            self._stopped = True
+            self._stopping.set()
+            for rank in self._ranks:
+                rank.process.kill()
+            self.unwatch()
+            for rank in self._ranks:
+                rank.process.wait()
+                rank.reports.close()
+            self._ranks = []
+            self._channel.close()
 
     def _send(self, message: object) -> None:
         self.check()
@@ -228,7 +233,9 @@ def _start(rank: int, size: int, channel: Channel) -> RankProcess:
     receiver, sender = Pipe(duplex=False)
     descriptors = channel.descriptor, sender.fileno()
     arguments = ", ".join(map(str, (rank, size, os.getpid(), *descriptors)))
-    program = _PROGRAM.format(path=sys.path, arguments=arguments)
+    # Python looks into strings alone.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    program = _PROGRAM.format(path=path, arguments=arguments)
     command = [os.fsdecode(get_executable()), "-c", program, f"nanovllm rank {rank}"]
     with _blocked_sigint(), sender:
         process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)

@@ -23,9 +23,13 @@ class Unclaimed:
         return finished
 
     def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
-        """Return, once, those of these requests that have finished; or raise the failure of one, which stays."""
+        """Return, once, those of these requests that have finished.
+
+        Raises:
+            StepError: one has failed, or a step that had no requests yet; it stays until `drop`.
+        """
         for failure in self.failures:
-            if not request_ids.isdisjoint(failure.request_ids):
+            if not (failure.request_ids and request_ids.isdisjoint(failure.request_ids)):
                 raise failure
         done = {request_id: output for request_id, output in self.finished if request_id in request_ids}
         if done:

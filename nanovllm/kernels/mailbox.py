@@ -21,8 +21,8 @@ from nanovllm.kernels._triton import INTERPRETED, jit, tl
 
 # Triton's interpreter knows no instructions of the GPU's.
 _INTERPRETED = tl.constexpr(INTERPRETED)
-ABORT_CHECK_SPINS = 2**17
-"""Reads of a mailbox between two looks at the abort flag, which is in the host's memory: tens of milliseconds.
+ABORT_CHECK_SPINS = 2**15
+"""Reads of a mailbox between two looks at the abort flag, which is in the host's memory: some ten milliseconds.
 
 A thousand programs that look at once take the bus some 9 ms. With 1024 reads between looks, ranks with uneven shards,
 which wait for each other for a quarter of a millisecond a layer, took 2.5 times as long for prompts.

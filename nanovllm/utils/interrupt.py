@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -20,14 +21,35 @@ def deferred_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     held: list[int] = []
-    for number in handlers:
-        signal.signal(number, lambda received, frame: held.append(received))
+    handlers: dict[int, Any] = {}
     try:
+        for number in _SIGNALS:
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda received, frame: held.append(received))
         yield
     finally:
-        for number, handler in handlers.items():
+        try:
+            _restore(handlers)
+        finally:
+            _raise(held)
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    """Set handlers, every one of them, whatever one does that is called meanwhile."""
+    if handlers:
+        number, handler = handlers.popitem()
+        try:
             signal.signal(number, handler)
-        for received in held:
-            signal.raise_signal(received)
+        finally:
+            _restore(handlers)
+
+
+def _raise(numbers: list[int]) -> None:
+    """Raise signals, every one of them, whatever the handler of one does."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers.pop(0))
+        finally:
+            _raise(numbers)

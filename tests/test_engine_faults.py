@@ -1,12 +1,8 @@
-"""Threads, signals and exceptions at bad moments: nothing is corrupted, and no request vanishes without a word."""
+"""Signals and exceptions at bad moments: nothing is corrupted, and no request vanishes without a word."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +11,6 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.messages import StepOutput
 from nanovllm.engine.scheduler import Scheduler
@@ -36,127 +31,6 @@ def greedy(max_tokens: int) -> SamplingParams:
 def llm(checkpoint: Path) -> Iterator[LLM]:
     with LLM(checkpoint, device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
         yield llm
-
-
-class Background:
-    """A `generate` in a thread of its own, held in the middle of its third step until `go_on`."""
-
-    def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.outputs: list[RequestOutput] = []
-        self.error: BaseException | None = None
-        self._go_on = threading.Event()
-        in_step = threading.Event()
-        runner: Any = llm._runner
-        launch, calls = runner.launch, []
-
-        def held_launch(batch: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 3:
-                in_step.set()
-                assert self._go_on.wait(30)
-            return launch(batch)
-
-        def work() -> None:
-            try:
-                self.outputs = llm.generate(prompts, params, use_tqdm=False)
-            except BaseException as error:
-                self.error = error
-
-        runner.launch = held_launch
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-        assert in_step.wait(30)
-
-    def go_on(self) -> None:
-        self._go_on.set()
-
-    def join(self) -> None:
-        self.go_on()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-
-def test_a_second_thread_does_not_disturb_the_one_that_generates(llm: LLM) -> None:
-    prompts = [[1, 2, 3], [4] * 40]
-    want = [output["token_ids"] for output in llm.generate(prompts, greedy(12), use_tqdm=False)]
-    first = Background(llm, prompts, greedy(12))
-    queued = len(llm._inbox)
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.generate([[5, 6]], greedy(4), use_tqdm=False)
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.step()
-    assert len(llm._inbox) == queued, "nothing is queued"
-    kept, dropped = llm.add_request([7, 8], greedy(5)), llm.add_request([9], greedy(5))
-    llm.abort([dropped])
-    first.join()
-    assert first.error is None
-    assert [output["token_ids"] for output in first.outputs] == want
-    assert [len(output["token_ids"]) for output in run(llm).values()] == [5]
-    assert llm.stats()["num_used_blocks"] == 0
-    assert kept < dropped
-
-
-def test_two_threads_at_once_are_right_or_refused(llm: LLM) -> None:
-    prompts = [[i] * (5 + i) for i in range(6)]
-    want = [output["token_ids"] for output in llm.generate(prompts, greedy(6), use_tqdm=False)]
-    results: list[Any] = []
-
-    def work() -> None:
-        try:
-            results.append([output["token_ids"] for output in llm.generate(prompts, greedy(6), use_tqdm=False)])
-        except RuntimeError as error:
-            results.append(str(error))
-
-    for _ in range(10):
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    refused = [result for result in results if isinstance(result, str)]
-    assert all("already running" in message for message in refused) and len(refused) <= 10
-    assert [result for result in results if not isinstance(result, str)] == [want] * (20 - len(refused))
-
-
-@DEPTHS
-def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
-    launch = runner.launch
-
-    def slow_launch(batch: Any) -> Any:
-        handle = launch(batch)
-        result = handle.result
-
-        def slow_result() -> StepOutput:
-            time.sleep(0.002)
-            return result()
-
-        handle.result = slow_result  # type: ignore[method-assign]
-        return handle
-
-    runner.launch = slow_launch  # type: ignore[method-assign]
-    kept = engine.add_request([1, 2, 3], greedy(100))
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.is_set():
-            engine.abort([engine.add_request([4], greedy(50))])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    outputs: dict[int, RequestOutput] = {}
-    try:
-        while kept not in outputs:
-            outputs.update(engine.step().finished)
-    finally:
-        over.set()
-        thread.join()
-    assert outputs[kept]["token_ids"] == complete([1, 2, 3], 100, frozenset(), 128)
-    engine.abort([kept])
-    run(engine)
-    with pytest.raises(ValueError, match=r"request id must be an integer >= 0, not \{\}"):
-        engine.abort([{}])  # type: ignore[list-item]
-    assert engine.is_finished()
 
 
 def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
@@ -230,66 +104,6 @@ def test_signals_that_were_held_back_all_act() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
-    first = Background(llm, [[1, 2, 3]], greedy(100))
-    threading.Timer(0.2, first.go_on).start()
-    started = time.monotonic()
-    llm.exit()
-    assert time.monotonic() - started < 10
-    llm.exit()
-    first.join()
-    assert isinstance(first.error, RuntimeError) and "closed" in str(first.error)
-    assert llm._runner is None
-
-
-def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.driver._EXIT_SECONDS", 0.1)
-    first = Background(llm, [[1, 2, 3]], greedy(100))
-    llm.exit()
-    assert llm._runner is not None
-    first.join()
-    assert llm._runner is None, "the step that was waited for closes the engine"
-
-
-def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> None:
-    runner: Any = llm._runner
-    launch = runner.launch
-    previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
-
-    def launch_and_signal(batch: Any) -> Any:
-        signal.raise_signal(signal.SIGUSR1)
-        return launch(batch)
-
-    runner.launch = launch_and_signal
-    started = time.monotonic()
-    try:
-        with pytest.raises(RuntimeError, match="closed"):
-            llm.generate([[1, 2]], greedy(9), use_tqdm=False)
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert time.monotonic() - started < 5
-    assert llm._runner is None
-
-
-def test_the_process_of_a_daemon_thread_that_generates_ends_with_its_own_code() -> None:
-    script = f"""
-import sys, threading, time
-from nanovllm import LLM, SamplingParams
-llm = LLM({BUNDLED_MODEL!r}, device="cpu", max_model_len=512)
-work = lambda: llm.generate([[1, 2, 3]] * 64, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
-# A daemon thread that prints while the interpreter ends can end it by itself.
-threading.excepthook = lambda hook: None
-threading.Thread(target=work, daemon=True).start()
-while llm.stats()["num_output_tokens"] < 100:
-    time.sleep(0.01)
-sys.exit(3)
-"""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "terminate called" not in done.stderr
 
 
 @DEPTHS

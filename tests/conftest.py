@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM
 
 # Its assertions hold under `python -O` too, as those of tests do.
 pytest.register_assert_rewrite("tests.mock_runner")
@@ -75,6 +77,13 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         return folder
 
     return make
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    """An engine of that model on the CPU, for one test."""
+    with LLM(checkpoint, device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

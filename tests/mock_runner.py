@@ -10,6 +10,7 @@ import zlib
 from array import array
 from dataclasses import dataclass
 
+from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.messages import ScheduledBatch, StepOutput
@@ -143,6 +144,11 @@ def make_engine(
         config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, tokenizer=None
     )
     return engine, runner
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Always so many tokens."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def check_engine(engine: LLMEngine) -> None:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StepError
+from nanovllm import LLM, StepError
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.messages import StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.interrupt import deferred_signals
-from tests.mock_runner import check_engine, complete, make_engine
+from tests.mock_runner import check_engine, complete, greedy, make_engine
 from tests.test_scheduler import run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-@pytest.fixture
-def llm(checkpoint: Path) -> Iterator[LLM]:
-    with LLM(checkpoint, device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
-        yield llm
 
 
 def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:

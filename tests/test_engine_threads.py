@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine.messages import StepOutput
 from nanovllm.outputs import RequestOutput
-from tests.mock_runner import complete, make_engine
+from tests.mock_runner import complete, greedy, make_engine
 from tests.test_scheduler import run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-@pytest.fixture
-def llm(checkpoint: Path) -> Iterator[LLM]:
-    with LLM(checkpoint, device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
-        yield llm
 
 
 class Background:

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from array import array
+from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,22 +17,24 @@ from transformers import AutoTokenizer
 from nanovllm.config import Config
 from nanovllm.engine.driver import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.parallel_runner import ParallelRunner, start_ranks
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import refuse_remote_code
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 Self = TypeVar("Self", bound="LLM")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
-class LLM(LLMEngine):
-    """A language model, ready to generate.
+class LLM:
+    """A language model, ready to generate: an `LLMEngine` behind a tokenizer.
 
     Args:
         model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
@@ -43,7 +46,7 @@ class LLM(LLMEngine):
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
-        config = Config(os.fspath(model), **kwargs)
+        self.config = config = Config(os.fspath(model), **kwargs)
         # The compilers come first: what follows begins CUDA, and threads.
         with Compilers(config.device) as compilers, start_ranks(config) as ranks:
             folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
@@ -53,18 +56,21 @@ class LLM(LLMEngine):
                 warnings.warn(
                     f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
                 )
-            tokenizer = _load_tokenizer(folder, config.trust_remote_code)
+            self.tokenizer = _load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
-        tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
-        super().__init__(
+        tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
+        self.llm_engine = LLMEngine(
             config,
             runner,
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos]),
-            tokenizer=tokenizer,
         )
+        self._input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits)
+        self._output_processor = OutputProcessor(self.tokenizer)
+        # Kept until `step` returns them: a signal may come before that.
+        self._finished: list[tuple[int, RequestOutput]] = []
 
     def generate(
         self,
@@ -89,46 +95,78 @@ class LLM(LLMEngine):
                 (by another thread, meanwhile, too).
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
         """
-        self._require_open()
+        self.llm_engine.require_open()
         if not isinstance(prompts, (str, list, tuple)):
             raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_each(sampling_params, len(requests))
         call = Call()
         try:
-            self._begin(call)
-            return self._run(self._inputs.process(requests, params), params, use_tqdm)
+            self.llm_engine.begin(call)
+            return self._run(self._input_processor.process(requests, params), params, use_tqdm)
         finally:
-            self._driver.end(call, self._close)
+            self.llm_engine.end(call)
+
+    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
+        """Queue a request and return its id; see `LLMEngine.add_request`."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        (token_ids,) = self._input_processor.process([prompt], [params])
+        return self.llm_engine.enqueue(token_ids, params)
+
+    def step(self) -> StepResult:
+        """Do one step of the engine; see `LLMEngine.step`. A request whose text cannot be decoded fails alone."""
+        with deferred_signals():
+            result = self.llm_engine.step()
+            for request_id, output in result.finished:
+                try:
+                    self._finished.append((request_id, self._output_processor.finish(request_id, output)))
+                except StepError as error:
+                    self.llm_engine.keep_failure(error)
+        finished, self._finished = self._finished, []
+        num_output_tokens = sum(map(len, result.new_token_ids.values()))
+        return StepResult(finished, result.new_token_ids, result.num_prefill_tokens, num_output_tokens)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drop requests; see `LLMEngine.abort`."""
+        self.llm_engine.abort(request_ids)
+
+    def is_finished(self) -> bool:
+        """Whether no request is left, and every result has been returned."""
+        return self.llm_engine.is_finished() and not self._finished
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the engine began, and the blocks in use now."""
+        return self.llm_engine.stats()
+
+    def exit(self) -> None:
+        """Free the device; see `LLMEngine.exit`."""
+        self.llm_engine.exit()
 
     def _run(self, token_ids: list[array[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they are done; on any exception drop them."""
-        ids: list[int] = []
+        engine, ids = self.llm_engine, []
         try:
             # A signal between a request and its id would leave it behind.
             with deferred_signals():
                 for tokens, param in zip(token_ids, params, strict=True):
-                    ids.append(self._queue(tokens, param))
+                    ids.append(engine.enqueue(tokens, param))
             outputs = self._step_until_done(set(ids), use_tqdm)
         except BaseException:
-            with deferred_signals():
-                self._drop(set(ids))
+            engine.drop(set(ids))
             raise
         return [outputs[request_id] for request_id in ids]
 
     def _step_until_done(self, ids: set[int], use_tqdm: bool) -> dict[int, RequestOutput]:
         """Return the outputs of requests `ids`; what finishes besides is kept for its callers."""
-        outputs: dict[int, RequestOutput] = {}
-        started, num_tokens = time.perf_counter(), self.scheduler.stats.num_output_tokens
+        engine, outputs = self.llm_engine, dict[int, RequestOutput]()
+        started, num_tokens = time.perf_counter(), engine.scheduler.stats.num_output_tokens
         with _progress_bar(len(ids), use_tqdm) as bar:
             while len(outputs) < len(ids):
-                if self.scheduler.is_finished() and not (self._in_flight or self._inbox):
-                    raise RuntimeError("requests of this generate were aborted by somebody else")
-                self._run_step()
-                done = self._unclaimed.claim(ids)
+                engine.run_step()
+                done = engine.claim(ids)
                 if done:
-                    outputs.update(done)
-                    rate = (self.scheduler.stats.num_output_tokens - num_tokens) / (time.perf_counter() - started)
+                    outputs.update((i, self._output_processor.finish(i, output)) for i, output in done.items())
+                    rate = (engine.scheduler.stats.num_output_tokens - num_tokens) / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
                     bar.update(len(done))
         return outputs

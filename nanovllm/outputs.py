@@ -1,26 +1,44 @@
-"""What an engine returns."""
+"""What an engine and an `LLM` return."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypedDict
 
 
-class RequestOutput(TypedDict):
-    """A finished request: its text without special tokens, its tokens, why it ended, and what the cache saved."""
+class TokenOutput(TypedDict):
+    """A finished request: its tokens (with the EOS that stopped it), why it ended, and what the prefix cache saved."""
 
-    text: str
     token_ids: list[int]
     finish_reason: str
     num_cached_tokens: int
 
 
-class StepResult(NamedTuple):
-    """What a step finished, by request id, how many tokens it prefilled, and how many it got out.
+class RequestOutput(TokenOutput):
+    """The same with its text, without special tokens."""
 
-    Prefilled are tokens of prompts that were not in the prefix cache, and those that preempted requests compute again.
+    text: str
+
+
+class EngineStepResult(NamedTuple):
+    """One step of an engine.
+
+    Attributes:
+        finished: finished requests by id, also those of earlier steps that nobody has had yet.
+        new_token_ids: tokens that this step added to each request, by id.
+        num_prefill_tokens: prompt tokens that were computed: those not in the prefix cache, and those that preempted
+            requests compute again.
     """
 
+    finished: list[tuple[int, TokenOutput]]
+    new_token_ids: dict[int, list[int]]
+    num_prefill_tokens: int
+
+
+class StepResult(NamedTuple):
+    """The same with texts; `num_output_tokens` is how many new tokens there are."""
+
     finished: list[tuple[int, RequestOutput]]
+    new_token_ids: dict[int, list[int]]
     num_prefill_tokens: int
     num_output_tokens: int
 

@@ -27,13 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from nanovllm.config import Config
-from nanovllm.engine import model_runner
-from nanovllm.engine.input_buffers import Staging
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels._triton import compiled_only, to_compile
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
+from nanovllm.runner import model_runner
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.staging import Staging
 
 SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
 """Of a block, at most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import ScheduledBatch, StepOutput
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -64,8 +64,8 @@ class MockRunner:
             self.fail_launch = False
             raise RuntimeError("launch failed")
         self.batches.append(batch)
-        for join in batch.joins:
-            self.tables[join.slot] = list(join.block_table)
+        for request in batch.new_requests:
+            self.tables[request.slot] = list(request.block_table)
         for new in batch.new_blocks:
             assert new.index == len(self.tables[new.slot])
             self.tables[new.slot].append(new.block_id)
@@ -140,9 +140,7 @@ def make_engine(
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth)
-    engine = LLMEngine(
-        config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, tokenizer=None
-    )
+    engine = LLMEngine(config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos)
     return engine, runner
 
 
@@ -154,9 +152,10 @@ def greedy(max_tokens: int) -> SamplingParams:
 def check_engine(engine: LLMEngine) -> None:
     """Assert what must hold between any two steps."""
     engine.block_manager.check_integrity(engine.scheduler.sequences)
-    running, waiting = list(engine.scheduler.running.values()), list(engine.scheduler.waiting.values())
-    order = [seq.seq_id for seq in running + waiting]
+    running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
+    order = [seq.sort_key for seq in running + sorted(waiting, key=lambda seq: seq.sort_key)]
     assert order == sorted(order)
+    assert engine.scheduler.waiting.first() is min(waiting, key=lambda seq: seq.sort_key, default=None)
     manager = engine.block_manager
     for seq in waiting:
         if manager._num_gained < seq.fits_from:

@@ -15,8 +15,8 @@ from typing import Any, TypedDict
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.input_buffers import StepShape
-from nanovllm.engine.parallel_runner import ParallelRunner
+from nanovllm.runner.batch import StepShape
+from nanovllm.workers.parallel_runner import ParallelRunner
 
 
 @dataclass
@@ -41,15 +41,15 @@ class Result(TypedDict):
 def run(plan: Plan, settings: dict[str, Any]) -> Result:
     """Make an engine, generate, and end it."""
     with LLM(plan.folder, **settings) as llm:
-        assert isinstance(llm._runner, ParallelRunner) and llm._runner._runner is not None
-        runner = llm._runner._runner
+        assert isinstance(llm.llm_engine._runner, ParallelRunner) and llm.llm_engine._runner._runner is not None
+        runner = llm.llm_engine._runner._runner
         result: Result = {"communicator": type(runner.communicator).__name__, "rounds": [], "logits": None}
         if plan.logits:
             sampler = runner.sampler
             # Decode rows, all of them padding, come first.
-            rung = runner.ladder.fit(StepShape(0, sum(map(len, plan.prompts)), len(plan.prompts)))
-            assert rung is not None
-            rows = slice(rung.num_decodes, rung.num_decodes + len(plan.prompts))
+            size = runner.capture_sizes.fit(StepShape(0, sum(map(len, plan.prompts)), len(plan.prompts)))
+            assert size is not None
+            rows = slice(size.num_decodes, size.num_decodes + len(plan.prompts))
 
             def recorder(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
                 if result["logits"] is None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.engine.cuda_graph import Ladder, decode_ladder, mixed_ladder
-from nanovllm.engine.input_buffers import StepShape
-from nanovllm.kernels import norm_linear, rms_norm
+from nanovllm.kernels import rms_norm
 from nanovllm.kernels._triton import is_hopper
-from nanovllm.kernels.skinny_linear import MAX_SKINNY_ROWS
+from nanovllm.kernels.linear import norm_linear
+from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
+from nanovllm.runner.batch import StepShape
+from nanovllm.runner.cuda_graph import CaptureSizes, decode_sizes, mixed_sizes
 from tests.test_kernels import BATCHES, DTYPES, GPU, check_error, empty_is_nan, needs_hopper, randn
 
 
@@ -52,7 +53,7 @@ def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_
      ((64, 32), True, 1)],
 )  # fmt: skip
 def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gated: bool, parts: int) -> None:
-    from nanovllm.kernels.hopper_batch_linear import batch_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear.hopper_batch_linear import batch_linear  # noqa: PLC0415
 
     in_features, out_features = size
     weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
@@ -106,13 +107,13 @@ def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gate
 def test_the_kernel_pays_with_small_weights(
     rows: int, in_features: int, out_features: int, gated: bool, parts: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
 
     monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
     weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
     x = torch.empty(rows, in_features, dtype=torch.bfloat16)
-    assert hopper_batch_linear.pays(x, weight, gated, parts) == pays
-    assert not hopper_batch_linear.pays(x.float(), weight.float(), gated, parts)
+    assert hopper_batch_linear.should_use(x, weight, gated, parts) == pays
+    assert not hopper_batch_linear.should_use(x.float(), weight.float(), gated, parts)
 
 
 def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
@@ -128,10 +129,10 @@ def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("max_num_seqs", [8, 64, 130, 256, 512])
 def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
 
     monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
-    ladder = Ladder([*decode_ladder(max_num_seqs, True), *mixed_ladder(max_num_seqs, 16384, True)], True)
+    capture_sizes = CaptureSizes([*decode_sizes(max_num_seqs, True), *mixed_sizes(max_num_seqs, 16384, True)], True)
 
     def taken(shapes: list[StepShape]) -> set[Any]:
         found = set()
@@ -143,17 +144,17 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
             in_features, out_features, gated, parts = size
             x = torch.empty(num_rows, in_features, dtype=torch.bfloat16, device="meta")
             weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16, device="meta")
-            if hopper_batch_linear.pays(x, weight, gated, parts):
+            if hopper_batch_linear.should_use(x, weight, gated, parts):
                 found.add((size, hopper_batch_linear._find_tile(x, out_features, gated, parts)))
         return found
 
-    assert taken(ladder.samples()) == taken(ladder.shapes) != set()
+    assert taken(capture_sizes.samples()) == taken(capture_sizes.shapes) != set()
 
 
 def hopper_parts_pay(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
 
-    return hopper_batch_linear.pays(x, weight, parts=hopper_batch_linear.PARTS)
+    return hopper_batch_linear.should_use(x, weight, parts=hopper_batch_linear.PARTS)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 128, 256, 300])
@@ -185,7 +186,7 @@ def test_a_branch_and_the_norm_behind_it(rows: int, dtype: torch.dtype, size: tu
 
 @needs_hopper
 def test_norm_linear_takes_the_kernel_with_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels import hopper_batch_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
 
     calls: list[tuple[Any, ...]] = []
     kernel = hopper_batch_linear.batch_linear

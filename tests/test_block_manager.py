@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence
 def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
     """Admit a prompt, as if it were then computed in whole."""
     seq = Sequence(0, tokens, SamplingParams(), 0)
-    assert manager.admit(seq)
+    assert manager.allocate(seq)
     seq.num_computed_tokens = len(tokens)
     manager.begin_step()
     manager.register(seq)
@@ -28,7 +28,7 @@ def cached(manager: BlockManager, tokens: list[int]) -> int:
 def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
     manager = BlockManager(3, 2)
     prompt = [1, 2, 3, 4, 5, 6]
-    manager.release(hold(manager, prompt))
+    manager.free(hold(manager, prompt))
     for left in (3, 2, 1):
         assert cached(manager, prompt) == left
         hold(manager, [50 + left])
@@ -40,9 +40,9 @@ def test_the_least_recently_used_goes_first() -> None:
     prompts = [[1, 1], [2, 2], [3, 3]]
     held = [hold(manager, prompt) for prompt in prompts]
     for i in (1, 0, 2):
-        manager.release(held[i])
+        manager.free(held[i])
     # Used again, so no longer the oldest.
-    manager.release(hold(manager, prompts[1]))
+    manager.free(hold(manager, prompts[1]))
     hold(manager, [9, 9])
     assert [cached(manager, prompt) for prompt in prompts] == [0, 1, 1]
     hold(manager, [8, 8])
@@ -51,8 +51,8 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def test_what_cannot_be_found_again_is_reused_before_what_can() -> None:
     manager = BlockManager(2, 2)
-    manager.release(hold(manager, [1, 2]))
-    manager.release(hold(manager, [7]))
+    manager.free(hold(manager, [1, 2]))
+    manager.free(hold(manager, [7]))
     hold(manager, [8])
     assert cached(manager, [1, 2]) == 1
 
@@ -86,7 +86,7 @@ def test_a_block_is_its_tokens_behind_its_parent() -> None:
     # Both sequences compute [9, 9] themselves; what one computes behind it is found behind the other's.
     seqs = [Sequence(i, [9, 9, 8, 8][: 2 * i + 2], SamplingParams(), 0) for i in range(2)]
     for seq in seqs:
-        assert manager.admit(seq)
+        assert manager.allocate(seq)
     manager.begin_step()
     for seq in seqs:
         seq.num_computed_tokens = len(seq.token_ids)
@@ -97,7 +97,7 @@ def test_a_block_is_its_tokens_behind_its_parent() -> None:
 def test_what_follows_an_evicted_block_is_not_found_behind_another_in_its_place() -> None:
     manager = BlockManager(3, 2)
     # The head is evicted before the tail, as it can be where another sequence holds a copy of the head.
-    manager.release(hold(manager, [1, 1, 5, 5]))
+    manager.free(hold(manager, [1, 1, 5, 5]))
     head = next(block for block in manager.blocks if block.key is not None and block.key[0] == 0)
     manager._free.move_to_end(head.block_id, last=False)
     manager._free.move_to_end(2)
@@ -117,39 +117,39 @@ def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypa
     monkeypatch.setattr(BlockManager, "_match_prefix", counted_match)
     waiting = Sequence(9, [9] * 8, SamplingParams(), 0)
     for _ in range(10):
-        assert not manager.admit(waiting)
+        assert not manager.allocate(waiting)
     assert len(matches) == 1
     # It needs four blocks, and one is free.
     for seq in held[:3]:
-        assert not manager.admit(waiting)
-        manager.release(seq)
+        assert not manager.allocate(waiting)
+        manager.free(seq)
     assert len(matches) == 1
-    assert manager.admit(waiting) and len(matches) == 2
+    assert manager.allocate(waiting) and len(matches) == 2
 
 
 def test_a_block_that_another_registers_lets_a_sequence_fit() -> None:
     manager = BlockManager(4, 2)
     seq = Sequence(0, [1, 1, 2, 2, 3, 3], SamplingParams(), 0)
-    assert manager.admit(seq)
+    assert manager.allocate(seq)
     waiting = Sequence(1, [1, 1, 2, 2, 3, 4], SamplingParams(), 0)
     for num_computed in (2, 4):
-        assert not manager.admit(waiting)
+        assert not manager.allocate(waiting)
         seq.num_computed_tokens = num_computed
         manager.begin_step()
         manager.register(seq)
-    assert manager.admit(waiting)
+    assert manager.allocate(waiting)
 
 
 def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() -> None:
     manager = BlockManager(4, 2)
     good = hold(manager, [1, 1])
     bad = Sequence(1, [2, 2, 3, 3], SamplingParams(), 0)
-    assert manager.admit(bad)
+    assert manager.allocate(bad)
     bad.num_computed_tokens = 4
     manager.begin_step()
     manager.register(bad)
-    manager.release(good)
-    manager.release(bad)
+    manager.free(good)
+    manager.free(bad)
     manager.rollback()
     manager.check_integrity([])
     hold(manager, [5, 5, 6, 6, 7])
@@ -160,12 +160,12 @@ def test_blocks_of_a_step_stand_or_fall_with_it() -> None:
     manager = BlockManager(4, 2)
     first, second = (Sequence(i, [i, i], SamplingParams(), 0) for i in (1, 2))
     for seq in (first, second):
-        assert manager.admit(seq)
+        assert manager.allocate(seq)
         seq.num_computed_tokens = 2
         manager.begin_step()
         manager.register(seq)
     manager.confirm_step()
-    manager.release(second)
+    manager.free(second)
     manager.rollback()
     assert cached(manager, [1, 1]) == 1
     assert cached(manager, [2, 2]) == 0

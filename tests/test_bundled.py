@@ -54,6 +54,6 @@ def test_layout_and_size(llm: LLM) -> None:
     folder = Path(BUNDLED_MODEL)
     assert (folder / "model.safetensors").stat().st_size < 12e6
     assert len(json.loads((folder / "generation_config.json").read_text())["eos_token_id"]) == 2
-    assert llm.vocab_size >= 300
+    assert llm.model_config.vocab_size >= 300
     text = "Any text: 日本語, ümläute, 12345\n\t<tag> 🙂"
     assert llm.tokenizer.decode(llm.tokenizer.encode(text)) == text

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.channel import Channel
-from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
+from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.workers.channel import Channel
 
 # Several processes each, on as many cores as there are.
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -55,7 +55,7 @@ def test_many_messages_to_three_readers(capacity: int) -> None:
 def test_a_batch_comes_out_as_it_went_in() -> None:
     channel = Channel(1)
     batch = ScheduledBatch(
-        joins=[SlotJoin(3, [1, 2], 30, 0.5, 2**64 - 1)],
+        new_requests=[NewRequest(3, [1, 2], 30, 0.5, 2**64 - 1)],
         decode_slots=[0, 7],
         chunks=[PromptChunk(3, 0, array("i", range(100000, 100030)), True, True)],
     )

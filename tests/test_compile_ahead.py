@@ -18,8 +18,8 @@ import torch
 from nanovllm import LLM, llm
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
-from nanovllm.engine import rank
 from nanovllm.kernels.compile_ahead import _shared_out
+from nanovllm.workers import worker as rank
 
 PROGRAM = """
     import multiprocessing
@@ -98,19 +98,19 @@ PROGRAM = """
     from nanovllm.kernels._triton import jit, tl
     from nanovllm.kernels.compile_ahead import compile_ahead
     from nanovllm.kernels.compilers import Compilers
-    from nanovllm.kernels.hopper_attention import hopper_prefill_attention
-    from nanovllm.kernels.hopper_batch_linear import batch_linear
-    from nanovllm.kernels.hopper_decode import hopper_decode_attention, plan_hopper_decode
-    from nanovllm.kernels.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
-    from nanovllm.kernels.prefix_attention import SharedPrefixes
+    from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention
+    from nanovllm.kernels.linear.hopper_batch_linear import batch_linear
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode
+    from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
+    from nanovllm.kernels.attention.cascade_attention import CascadeGroups
     from nanovllm.kernels.rms_norm import rms_norm_triton
-    from nanovllm.kernels.silu_mul import silu_mul_triton
+    from nanovllm.kernels.silu_and_mul import silu_and_mul_triton
 
     x, device = torch.zeros(4, 64), torch.device("cpu")
     half = torch.zeros(256, 128, dtype=torch.bfloat16)
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
     whole = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 1)
-    shared = SharedPrefixes(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
+    shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
     behind = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 2, shared)
     runs = [
         partial(hopper_gated_linear, half, half, 132),
@@ -127,13 +127,13 @@ PROGRAM = """
             ints[0], cache.view(1, 256, 1, 128), cache.view(1, 256, 1, 128), ints[0], 132,
         ),
         partial(rms_norm_triton, x, x[0], 1e-6, x),
-        partial(silu_mul_triton, x),
-        partial(silu_mul_triton, half),
+        partial(silu_and_mul_triton, x),
+        partial(silu_and_mul_triton, half),
     ]
     kernels = [
         "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
-        "_hopper_decode_kernel", "_prefix_kernel", "_hopper_decode_kernel", "_merge_splits_kernel", "_qkv_kernel",
-        "_rms_norm_kernel", "_silu_mul_kernel", "_silu_mul_kernel",
+        "_hopper_decode_kernel", "_cascade_kernel", "_hopper_decode_kernel", "_merge_splits_kernel", "_qkv_kernel",
+        "_rms_norm_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel",
     ]
 
     def start(runs, rank=0, size=1):
@@ -496,9 +496,9 @@ def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch
         monkeypatch.setattr(rank, name, getattr(order, name))
     # It would end this process.
     monkeypatch.setattr(rank, "os", SimpleNamespace())
-    plan = rank.RankPlan(Config("none", device="cpu"), MagicMock(), "none", 1, 0)
+    plan = rank.WorkerPlan(Config("none", device="cpu"), MagicMock(), "none", 1, 0)
     order.Channel.return_value.receive.side_effect = [plan, None]
-    rank.run_rank(1, 2, 0, 0, 0)
+    rank.run_worker(1, 2, 0, 0, 0)
     names = [name for name, _, _ in order.mock_calls]
     assert names.index("Compilers") < names.index("threading.Thread")
     assert order.ModelRunner.call_args.kwargs["compilers"] is order.Compilers.return_value

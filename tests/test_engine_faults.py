@@ -11,10 +11,11 @@ import pytest
 
 from nanovllm import LLM, StepError
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.messages import StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.messages import StepOutput
+from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
 from tests.mock_runner import check_engine, complete, greedy, make_engine
 from tests.test_scheduler import run
@@ -23,13 +24,13 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
-    runner: Any = llm._runner
+    runner: Any = llm.llm_engine._runner
     launch = runner.launch
     other = llm.add_request([9, 8, 7], greedy(1))
 
     def aborting_launch(batch: Any) -> Any:
         handle = launch(batch)
-        llm.scheduler.abort([seq_id for seq_id in batch.sampled_seq_ids if seq_id != other])
+        llm.llm_engine.scheduler.abort([seq_id for seq_id in batch.sampled_seq_ids if seq_id != other])
         return handle
 
     runner.launch = aborting_launch
@@ -44,7 +45,7 @@ def test_a_generate_ends_with_the_error_of_a_plan_that_fails(llm: LLM, monkeypat
     def failing_schedule() -> None:
         raise MemoryError("no plan")
 
-    monkeypatch.setattr(llm.scheduler, "schedule", failing_schedule)
+    monkeypatch.setattr(llm.llm_engine.scheduler, "schedule", failing_schedule)
     with pytest.raises(StepError, match="no plan"):
         llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
     assert llm.is_finished()
@@ -100,12 +101,12 @@ def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, dep
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with LLM(checkpoint, device="cpu", max_model_len=128, num_kvcache_blocks=2) as llm:
-            runner: Any = llm._runner
+            runner: Any = llm.llm_engine._runner
             runner.pipeline_depth = depth
             launch = runner.launch
 
             def failing_launch(batch: Any) -> Any:
-                if llm.scheduler.stats.num_steps == 3:
+                if llm.llm_engine.scheduler.stats.num_steps == 3:
                     signal.raise_signal(signal.SIGINT)
                     raise MemoryError("no room")
                 return launch(batch)
@@ -126,15 +127,15 @@ def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, dep
 
 
 def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = LLM._queue
+    enqueue = llm.llm_engine.enqueue
 
-    def interrupted_queue(self: LLM, *args: Any) -> int:
-        request_id = queue(self, *args)
+    def interrupted_enqueue(*args: Any) -> int:
+        request_id = enqueue(*args)
         if request_id == 2:
             signal.raise_signal(signal.SIGINT)
         return request_id
 
-    monkeypatch.setattr(LLM, "_queue", interrupted_queue)
+    monkeypatch.setattr(llm.llm_engine, "enqueue", interrupted_enqueue)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -142,7 +143,7 @@ def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pyt
     finally:
         signal.signal(signal.SIGINT, previous)
     assert llm.is_finished()
-    assert llm.step() == ([], 0, 0)
+    assert llm.step() == ([], {}, 0, 0)
 
 
 class Panic(BaseException):
@@ -165,14 +166,15 @@ class Tokenizer:
 def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
     prompts = [[1, 2], [3, 4], [5, 6]]
     want = [complete(prompt, 4, frozenset(), 128) for prompt in prompts]
-    engine, _ = make_engine(pipeline_depth=depth)
-    engine.tokenizer = Tokenizer(want[1])
-    ids = [engine.add_request(prompt, greedy(4)) for prompt in prompts]
+    llm = LLM.__new__(LLM)
+    llm.llm_engine, _ = make_engine(pipeline_depth=depth)
+    llm._output_processor, llm._finished = OutputProcessor(Tokenizer(want[1])), []
+    ids = [llm.llm_engine.add_request(prompt, greedy(4)) for prompt in prompts]
     outputs: dict[int, RequestOutput] = {}
     failures: list[StepError] = []
-    while not engine.is_finished():
+    while not llm.is_finished():
         try:
-            outputs.update(engine.step().finished)
+            outputs.update(llm.step().finished)
         except StepError as error:
             failures.append(error)
     assert {i: output["text"] for i, output in outputs.items()} == {ids[0]: str(want[0]), ids[2]: str(want[2])}

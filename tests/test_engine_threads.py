@@ -15,8 +15,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.messages import StepOutput
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.messages import StepOutput
 from tests.mock_runner import complete, greedy, make_engine
 from tests.test_scheduler import run
 
@@ -31,7 +31,7 @@ class Background:
         self.error: BaseException | None = None
         self._go_on = threading.Event()
         in_step = threading.Event()
-        runner: Any = llm._runner
+        runner: Any = llm.llm_engine._runner
         launch, calls = runner.launch, []
 
         def held_launch(batch: Any) -> Any:
@@ -65,12 +65,12 @@ def test_a_second_thread_does_not_disturb_the_one_that_generates(llm: LLM) -> No
     prompts = [[1, 2, 3], [4] * 40]
     want = [output["token_ids"] for output in llm.generate(prompts, greedy(12), use_tqdm=False)]
     first = Background(llm, prompts, greedy(12))
-    queued = len(llm._inbox)
+    queued = len(llm.llm_engine._inbox)
     with pytest.raises(RuntimeError, match="already running"):
         llm.generate([[5, 6]], greedy(4), use_tqdm=False)
     with pytest.raises(RuntimeError, match="already running"):
         llm.step()
-    assert len(llm._inbox) == queued, "nothing is queued"
+    assert len(llm.llm_engine._inbox) == queued, "nothing is queued"
     kept, dropped = llm.add_request([7, 8], greedy(5)), llm.add_request([9], greedy(5))
     llm.abort([dropped])
     first.join()
@@ -129,7 +129,7 @@ def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -
 
     thread = threading.Thread(target=work)
     thread.start()
-    outputs: dict[int, RequestOutput] = {}
+    outputs: dict[int, Any] = {}
     try:
         while kept not in outputs:
             outputs.update(engine.step().finished)
@@ -173,20 +173,20 @@ def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
     llm.exit()
     first.join()
     assert isinstance(first.error, RuntimeError) and "closed" in str(first.error)
-    assert llm._runner is None
+    assert llm.llm_engine._runner is None
 
 
 def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.engine.driver._EXIT_SECONDS", 0.1)
     first = Background(llm, [[1, 2, 3]], greedy(100))
     llm.exit()
-    assert llm._runner is not None
+    assert llm.llm_engine._runner is not None
     first.join()
-    assert llm._runner is None, "the step that was waited for closes the engine"
+    assert llm.llm_engine._runner is None, "the step that was waited for closes the engine"
 
 
 def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> None:
-    runner: Any = llm._runner
+    runner: Any = llm.llm_engine._runner
     launch = runner.launch
     previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
 
@@ -202,7 +202,7 @@ def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> No
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert time.monotonic() - started < 5
-    assert llm._runner is None
+    assert llm.llm_engine._runner is None
 
 
 def test_the_process_of_a_daemon_thread_that_generates_ends_with_its_own_code() -> None:

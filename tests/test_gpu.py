@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import shared_prefix
-from nanovllm.engine.cuda_graph import Ladder
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
-from nanovllm.kernels.slot_state import scatter_tokens_triton
+from nanovllm.kernels.slot_state import SlotTensors, scatter_tokens_triton
 from nanovllm.model_config import ModelConfig
+from nanovllm.runner import cascade_plan as shared_prefix
+from nanovllm.runner.batch import PreparedStep
+from nanovllm.runner.cuda_graph import CaptureSizes
+from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 
@@ -69,9 +72,19 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
+def apart(prepare: Callable[[ScheduledBatch], PreparedStep]) -> Callable[[ScheduledBatch], PreparedStep]:
+    """Have every batch sampled apart from its forward pass."""
+
+    def prepare_apart(batch: ScheduledBatch) -> PreparedStep:
+        batch.sample_apart = True
+        return prepare(batch)
+
+    return prepare_apart
+
+
 def runner_of(llm: LLM) -> ModelRunner:
-    assert isinstance(llm._runner, ModelRunner)
-    return llm._runner
+    assert isinstance(llm.llm_engine._runner, ModelRunner)
+    return llm.llm_engine._runner
 
 
 def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
@@ -84,7 +97,7 @@ def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
 
     runner.sampler = sampler  # type: ignore[assignment]
     # No padding, so that rows are what was asked for.
-    runner.ladder = Ladder([])
+    runner.capture_sizes = CaptureSizes([])
     return recorded
 
 
@@ -93,7 +106,7 @@ def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Hopper's kernels take whatever they can, however few the rows."""
     if not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
 
     monkeypatch.setattr(hopper_linear, "pays", lambda *args: True)
 
@@ -138,7 +151,7 @@ def test_float32_and_bf16_tokens_agree_with_transformers(
     ) as llm:
         outputs = llm.generate(batch, greedy(40), use_tqdm=False)
         warm = llm.generate(batch, greedy(40), use_tqdm=False)
-        llm.block_manager.check_integrity([])
+        llm.llm_engine.block_manager.check_integrity([])
     rough = deepcopy(model).bfloat16()
     for prompt, output in zip(batch, outputs, strict=True):
         token_ids = torch.tensor([prompt], device="cuda")
@@ -176,7 +189,7 @@ def test_seeded_tokens_are_the_same_alone_and_in_a_batch(folder: Path, eager: bo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -> None:
-    """Both are padded to the same ladder; one prefix is shared by many, so that steps share it."""
+    """Both are padded to the same capture_sizes; one prefix is shared by many, so that steps share it."""
     (prefix,) = prompts((256,), seed=5)
     batch = [prefix + prompt for prompt in prompts((1, 3, 40) * 20, seed=6)] + prompts((1, 17, 300), seed=7)
     params = [SamplingParams(0.7 * (i % 2), max_tokens=20 + i % 9, ignore_eos=True, seed=i) for i in range(len(batch))]
@@ -184,10 +197,22 @@ def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -
     for eager in (False, True):
         with make_llm(folder, dtype=dtype, enforce_eager=eager, max_num_batched_tokens=1024) as llm:
             outputs = llm.generate(batch, params, use_tqdm=False)
-            assert runner_of(llm).buffers.prefixes._sent.any()
+            assert runner_of(llm).batch_builder.cascade._sent.any()
             assert (runner_of(llm).graphs is None) == eager
         tokens.append([output["token_ids"] for output in outputs])
     assert tokens[0] == tokens[1]
+
+
+def test_sampling_launched_apart_gives_the_same_tokens(folder: Path) -> None:
+    prompts, params = [[i + 1] * (5 + 9 * i) for i in range(12)], SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    with make_llm(folder) as llm:
+        want = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+        runner = runner_of(llm)
+        runner.prepare = apart(runner.prepare)  # type: ignore[method-assign, assignment]
+        for _ in range(3):
+            assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == want
+        graphs: Any = runner.graphs
+        assert {part for part, _ in graphs._graphs} == {"step", "forward"}
 
 
 def test_a_shared_prefix_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,11 +220,11 @@ def test_a_shared_prefix_changes_no_token(folder: Path, monkeypatch: pytest.Monk
     batch = [prefix + prompt for prompt in prompts((1, 3, 40) * 20, seed=6)]
     with make_llm(folder, dtype="float32") as llm:
         got = llm.generate(batch, greedy(20), use_tqdm=False)
-        assert runner_of(llm).buffers.prefixes._sent.any()
+        assert runner_of(llm).batch_builder.cascade._sent.any()
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 10**9)
     with make_llm(folder, dtype="float32") as llm:
         want = llm.generate(batch, greedy(20), use_tqdm=False)
-        assert not runner_of(llm).buffers.prefixes._sent.any()
+        assert not runner_of(llm).batch_builder.cascade._sent.any()
     assert got == want
 
 
@@ -213,7 +238,7 @@ def test_overlapped_steps_with_preemption_and_eos(make_checkpoint: MakeCheckpoin
     with make_llm(folder, dtype="float32", num_kvcache_blocks=40, kvcache_block_size=16, max_num_seqs=19) as llm:
         got = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
         assert llm.stats()["num_preemptions"] > 0
-        llm.block_manager.check_integrity([])
+        llm.llm_engine.block_manager.check_integrity([])
     assert got == want
     assert any(len(tokens) < 100 for tokens in want)
 
@@ -303,12 +328,12 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_what_is_compiled_ahead_is_not_launched() -> None:
-    def scatter(state: torch.Tensor) -> None:
+    def scatter(state: SlotTensors) -> None:
         slots, token_ids = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 7, device="cuda")
         scatter_tokens_triton(state, slots, token_ids, 1, torch.zeros_like(token_ids))
 
-    state = torch.zeros(2, 8, dtype=torch.int32, device="cuda")
+    state = SlotTensors(*(torch.zeros(2, 8, dtype=torch.int32, device="cuda")[:, i].contiguous() for i in range(6)))
     compile_ahead(torch.device("cuda", 0), [partial(scatter, state)] * 2)
-    assert not state.any()
+    assert not state.last_token.any() and not state.num_computed.any()
     scatter(state)
-    assert state[0, 0] == 7
+    assert state.last_token.tolist() == [7, 0] and state.num_computed.tolist() == [1, 0]

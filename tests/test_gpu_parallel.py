@@ -18,12 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.agree import agree
-from nanovllm.kernels.reduce_norm import reduce_norm
-from tests import mailbox_ranks
+from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
+from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
+from tests import symmetric_buffer_ranks
 from tests.conftest import MakeCheckpoint
 from tests.parallel_engine import Plan, Result
-from tests.test_reduce_norm import check_step
+from tests.test_all_reduce_rms_norm import check_step
 
 pytestmark = pytest.mark.gpu
 
@@ -52,17 +52,17 @@ def prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
-    num_ranks = mailbox_ranks.NUM_RANKS
+    num_ranks = symmetric_buffer_ranks.NUM_RANKS
     memory = torch.zeros(num_ranks, 2**18, dtype=torch.uint8, device="cuda")
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    ranks = [mailbox_ranks.make_boxes(rank, memory, abort) for rank in range(num_ranks)]
+    ranks = [symmetric_buffer_ranks.make_boxes(rank, memory, abort) for rank in range(num_ranks)]
     streams = [torch.cuda.Stream() for _ in ranks]
-    steps = mailbox_ranks.make_steps(dtype, "cuda")
+    steps = symmetric_buffer_ranks.make_steps(dtype, "cuda")
     # Loading a kernel's code and a stream's first memory wait for all that runs: now, while nobody waits for anybody.
     for boxes, stream in zip(ranks, streams, strict=True):
         with torch.cuda.stream(stream):
             for step in steps:
-                mailbox_ranks.run_step(boxes, step)
+                symmetric_buffer_ranks.run_step(boxes, step)
         torch.cuda.synchronize()
         boxes.step.zero_()
     memory.zero_()
@@ -72,25 +72,25 @@ def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
         results = []
         for boxes, stream in zip(ranks, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(mailbox_ranks.run_step(boxes, step))
+                results.append(symmetric_buffer_ranks.run_step(boxes, step))
         torch.cuda.synchronize()
         check_step(results, step)
 
 
 @pytest.mark.parametrize("call", range(4))
 def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
-    memory = torch.zeros(mailbox_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device="cuda")
+    memory = torch.zeros(symmetric_buffer_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device="cuda")
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    boxes = mailbox_ranks.make_boxes(0, memory, abort)
-    step = mailbox_ranks.make_steps(torch.bfloat16, "cuda")[0]
+    boxes = symmetric_buffer_ranks.make_boxes(0, memory, abort)
+    step = symmetric_buffer_ranks.make_steps(torch.bfloat16, "cuda")[0]
 
     def run() -> None:
         boxes.step.add_(1)
         if call == len(step.calls):
-            agree(step.scores[0], step.tokens[0], boxes)
+            all_reduce_argmax(step.scores[0], step.tokens[0], boxes)
         else:
             case = step.calls[call]
-            reduce_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
+            all_reduce_rms_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
         torch.cuda.synchronize()
 
     run()

@@ -69,7 +69,7 @@ def check(llm: LLM, reference: Reference, batch: list[list[int]]) -> list[int]:
     outputs = llm.generate(batch, PARAMS, use_tqdm=False)
     for prompt, output in zip(batch, outputs, strict=True):
         assert output["token_ids"] == reference.complete(tuple(prompt)), f"prompt of {len(prompt)} tokens"
-    llm.block_manager.check_integrity(llm.scheduler.sequences)
+    llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
     assert llm.stats()["num_used_blocks"] == 0
     return [output["num_cached_tokens"] for output in outputs]
 
@@ -148,5 +148,5 @@ def test_prefix_caching_off(model: tuple[Path, Reference]) -> None:
 
 
 def set_depth(llm: LLM, depth: int) -> None:
-    assert llm._runner is not None
-    llm._runner.pipeline_depth = depth
+    assert llm.llm_engine._runner is not None
+    llm.llm_engine._runner.pipeline_depth = depth

@@ -13,13 +13,13 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.attention import triton as triton_backend
-from nanovllm.attention.triton import whole_contexts_pay
-from nanovllm.engine import shared_prefix
-from nanovllm.engine.input_buffers import InputBuffers, StepShape
-from nanovllm.engine.messages import PromptChunk, ScheduledBatch, SlotJoin
-from nanovllm.kernels.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
-from nanovllm.kernels.prefix_attention import SharedPrefixes
+from nanovllm.attention.triton import should_use_single_split
+from nanovllm.kernels.attention.cascade_attention import CascadeGroups
+from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
+from nanovllm.runner import cascade_plan as shared_prefix
+from nanovllm.runner.batch import BatchBuilder, StepShape
+from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
@@ -51,13 +51,13 @@ def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.T
 
 def attend(
     shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
-    context_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: SharedPrefixes | None = None,
+    seq_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: CascadeGroups | None = None,
 ) -> None:  # fmt: skip
     """By as many shares; with 1 contexts are whole. Fills `out` with NaN, after the plan, which must be older."""
-    from nanovllm.kernels.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_hopper_decode(context_lens, num_heads, cache.shape[3], head_dim, shares, shared)
+    plan = plan_hopper_decode(seq_lens, num_heads, cache.shape[3], head_dim, shares, shared)
     prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
     for part in (*(plan.partial or ()), *prefix):
         part.fill_(float("nan"))
@@ -78,13 +78,13 @@ def test_stored_contexts(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int
 ) -> None:
     kv_heads, lens = 2, LENS * repeats
-    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     # Padding reads block 0 instead, which is as finite as all of an engine's.
     cache[:, 0] = cache[:, 0].nan_to_num()
-    slots = new_slots(tables, lens, block_size).masked_fill(context_lens == 1, -1)
+    slots = new_slots(tables, lens, block_size).masked_fill(seq_lens == 1, -1)
     out = torch.empty(len(lens), group * kv_heads, head_dim, dtype=dtype, device=DEVICE)
     query = randn(*out.shape, dtype=dtype)
-    attend(shares, query, cache, out, tables, context_lens, slots)
+    attend(shares, query, cache, out, tables, seq_lens, slots)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     assert out.isfinite().all()
@@ -103,15 +103,15 @@ def test_contexts_behind_shared_prefixes(
 ) -> None:  # fmt: skip
     """The result is that of the whole contexts."""
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
-    lens, cache, tables, context_lens, shared = case
+    lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.empty_like(query)
     slots = new_slots(tables, lens, block_size)
     # More outputs of a prefix than are loaded at once, and contexts behind one in splits of several tiles.
     assert max_items == 3 or block_size > 64 or shared.rows[2].max() == 7
-    of_prefixed = split_contexts_ref(context_lens, 64, shares, shared.rows[0]).of_seqs[shared.rows[0] > 0]
+    of_prefixed = split_contexts_ref(seq_lens, 64, shares, shared.rows[0]).of_seqs[shared.rows[0] > 0]
     assert (of_prefixed[:, 1].max() > 1) == (shares > 1)
-    attend(shares, query, cache, out, tables, context_lens, slots, shared=shared)
+    attend(shares, query, cache, out, tables, seq_lens, slots, shared=shared)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
@@ -129,20 +129,20 @@ def test_projected_tokens(
 ) -> None:
     """The new token's place holds NaN before; rows of padding, of one token, store nothing."""
     kv_heads, lens = 2, LENS * repeats
-    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     slots = new_slots(tables, lens, block_size)
     cache.flatten(1, 2)[:, slots.long()] = float("nan")
     norms = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)) if normed else None
     wide = (norms[0].float(), norms[1].float()) if norms is not None else None
     cos_sin = torch.rand(max(lens), head_dim, device=DEVICE)
     stored = slots.clone()
-    stored[context_lens == 1] = -1
+    stored[seq_lens == 1] = -1
     got = cache.clone()
     out = torch.empty(len(lens), group * kv_heads, head_dim, dtype=dtype, device=DEVICE)
     qkv = randn(len(lens), (group + 2) * kv_heads, head_dim, dtype=dtype)
-    attend(shares, qkv, got, out, tables, context_lens, stored, (norms, 1e-6, cos_sin))
+    attend(shares, qkv, got, out, tables, seq_lens, stored, (norms, 1e-6, cos_sin))
 
-    rope = (1e-6, cos_sin, context_lens - 1)
+    rope = (1e-6, cos_sin, seq_lens - 1)
     same_cache, exact_cache = cache.clone(), cache.float()
     same_query = qkv_rope_store_ref(qkv, norms, *rope, same_cache[0], same_cache[1], slots)
     exact_query = qkv_rope_store_ref(qkv.float(), wide, *rope, exact_cache[0], exact_cache[1], slots)
@@ -205,7 +205,7 @@ def test_merge_splits(dtype: torch.dtype) -> None:
 
 def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
     def pays(*lens: int, heads: int = 8) -> bool:
-        return whole_contexts_pay(heads, np.array(lens, dtype=np.int32))
+        return should_use_single_split(heads, np.array(lens, dtype=np.int32))
 
     assert pays() and not pays(1) and not pays(400) and not pays(30000, *[100] * 100)
     # As it was measured.
@@ -222,18 +222,18 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
         asked.append(lens.tolist())
         return len(lens) < 2
 
-    buffers = InputBuffers(3, 2, 16, 64, 0, 1, pay, torch.device("cpu"))
-    joins = [SlotJoin(slot, [slot, 3 + slot], 10 + slot, 0.0, 0) for slot in range(2)]
+    builder = BatchBuilder(3, 2, 16, 64, 0, 1, pay, torch.device("cpu"))
+    new_requests = [NewRequest(slot, [slot, 3 + slot], 10 + slot, 0.0, 0) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
-    batch = ScheduledBatch(joins=joins, chunks=chunks, sampled_seq_ids=[0, 1])
-    shape = buffers.shape_of(batch)
+    batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
+    shape = builder.shape_of(batch)
     assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
-    assert buffers.assemble(buffers.stage(batch, shape)).context.whole_contexts
+    assert builder.gather(builder.send(batch, shape)).metadata.single_split
     step = ScheduledBatch(decode_slots=[1, 0], sampled_seq_ids=[1, 0])
     for i in range(2):
-        shape = buffers.shape_of(step)
-        assert not shape.whole_contexts and asked[-1] == [12 + i, 11 + i]
-        assert not buffers.assemble(buffers.stage(step, shape)).context.whole_contexts
+        shape = builder.shape_of(step)
+        assert not shape.single_split and asked[-1] == [12 + i, 11 + i]
+        assert not builder.gather(builder.send(step, shape)).metadata.single_split
 
 
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,17 +244,19 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
         asked.append(lens.tolist())
         return True
 
-    buffers = InputBuffers(4, 3, 16, 128, 8, 2, pay, torch.device("cpu"))
+    builder = BatchBuilder(4, 3, 16, 128, 8, 2, pay, torch.device("cpu"))
     # Two rows have two blocks in common, and the third none with them.
-    joins = [SlotJoin(slot, [*blocks, 5 + slot], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])]
+    new_requests = [
+        NewRequest(slot, [*blocks, 5 + slot], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
+    ]
     chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
-    batch = ScheduledBatch(joins=joins, chunks=chunks, sampled_seq_ids=[0, 1, 2])
-    buffers.stage(batch, buffers.shape_of(batch))
+    batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
+    builder.send(batch, builder.shape_of(batch))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
         step = ScheduledBatch(decode_slots=slots, sampled_seq_ids=slots)
-        shape = buffers.shape_of(step)
-        buffers.stage(step, shape)
-        assert shape.shares_prefixes == (len(slots) == 3) and shape.whole_contexts and asked[-1] == lens
+        shape = builder.shape_of(step)
+        builder.send(step, shape)
+        assert shape.uses_cascade == (len(slots) == 3) and shape.single_split and asked[-1] == lens
 
 
 @pytest.mark.gpu
@@ -264,7 +266,7 @@ def test_the_engine_takes_both_ways(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
     """A long context among short ones is not attended to whole until it ends; then tokens are as with all split."""
-    from nanovllm.kernels import hopper_decode  # noqa: PLC0415
+    from nanovllm.kernels.attention import hopper_decode  # noqa: PLC0415
 
     folder: Path = make_checkpoint(**(SHAPE | {"num_key_value_heads": 1, "max_position_embeddings": 4096}))
     batch = prompts((2000, 5, 64, 100, 120), seed=8)
@@ -273,9 +275,9 @@ def test_the_engine_takes_both_ways(
     calls: list[int] = []
     kernel = hopper_decode.hopper_decode_attention
 
-    def counted_rule(num_kv_heads: int, context_lens: np.ndarray) -> bool:
-        pays = whole_contexts_pay(num_kv_heads, context_lens)
-        taken.extend([pays] if len(context_lens) else [])
+    def counted_rule(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
+        pays = should_use_single_split(num_kv_heads, seq_lens)
+        taken.extend([pays] if len(seq_lens) else [])
         return pays
 
     def counted(x: torch.Tensor, *args: Any) -> None:
@@ -286,7 +288,7 @@ def test_the_engine_takes_both_ways(
     monkeypatch.setattr(hopper_decode, "hopper_decode_attention", counted)
     tokens = []
     for rule in (counted_rule, lambda *args: False):
-        monkeypatch.setattr(triton_backend, "whole_contexts_pay", rule)
+        monkeypatch.setattr(triton_backend, "should_use_single_split", rule)
         with make_llm(folder, max_model_len=2100, enforce_eager=eager) as llm:
             calls.clear()
             tokens.append([output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)])

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm.engine import shared_prefix
-from nanovllm.engine.shared_prefix import plan_shared_prefixes
-from nanovllm.kernels import norm_linear, qkv_rope_store, rms_norm, sampling, silu_mul, skinny_linear, slot_state
+from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_state
 from nanovllm.kernels._triton import device_limits, is_hopper
-from nanovllm.kernels.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention, prefill_attention_triton
-from nanovllm.kernels.prefix_attention import SharedPrefixes, rows_per_item
+from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
+from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.attention.prefill_attention import prefill_attention, prefill_attention_triton
+from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.linear import norm_linear, skinny_linear
+from nanovllm.runner import cascade_plan as shared_prefix
+from nanovllm.runner.cascade_plan import plan_cascade_groups
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -69,10 +72,10 @@ def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * (3072 if GPU else 112), dtype=dtype)
-    exact = silu_mul.silu_mul_ref(gate_up.float())
+    exact = silu_and_mul.silu_and_mul_ref(gate_up.float())
     gate, up = gate_up.chunk(2, dim=-1)
-    check_error(silu_mul.silu_mul_triton(gate_up), torch.nn.functional.silu(gate) * up, exact)
-    check_error(silu_mul.silu_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(silu_and_mul.silu_and_mul_triton(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(silu_and_mul.silu_and_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
 
 
 @pytest.mark.parametrize("tokens", BATCHES)
@@ -167,7 +170,7 @@ ONE_SHOT_BYTES = 192 * 1024
 @pytest.mark.parametrize("parts", LINEARS)
 @pytest.mark.parametrize("size", [(48, 66), (896, 1152), (1024, 3072), (1024, 4096), (2048, 4096), (3072, 1024)])
 def test_one_shot_linear(rows: int, dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
-    from nanovllm.kernels.one_shot_linear import one_shot_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear.one_shot_linear import one_shot_linear  # noqa: PLC0415
 
     in_features, out_features = size
     if parts["norm"] or parts["gated"]:
@@ -197,10 +200,10 @@ def test_one_shot_pays_where_its_programs_fit_at_once(
 ) -> None:
     weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (132, 232448))
-    assert skinny_linear.one_shot_pays(weight[:16], weight, normed, gated) == pays
-    assert not skinny_linear.one_shot_pays(weight[:17], weight, normed, gated)
+    assert skinny_linear.should_use_one_shot(weight[:16], weight, normed, gated) == pays
+    assert not skinny_linear.should_use_one_shot(weight[:17], weight, normed, gated)
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (0, 0))
-    assert not skinny_linear.one_shot_pays(weight[:16], weight, normed, gated)
+    assert not skinny_linear.should_use_one_shot(weight[:16], weight, normed, gated)
 
 
 needs_hopper = pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
@@ -221,7 +224,7 @@ def empty_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("size", [(64, 128), (1024, 3072), (320, 1664)])
 def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
-    from nanovllm.kernels.hopper_linear import hopper_gated_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear  # noqa: PLC0415
 
     in_features, out_features = size
     weight = randn(2 * out_features, in_features, dtype=dtype) * in_features**-0.5
@@ -242,7 +245,7 @@ def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int
 def test_hopper_qkv_rope_store(
     tokens: int, dtype: torch.dtype, num_heads: int, kv_heads: int, num_programs: int
 ) -> None:
-    from nanovllm.kernels.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
+    from nanovllm.kernels.linear.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
 
     head_dim, hidden_size, block_size, max_position = 128, 320, 16, 64
     weight = randn((num_heads + 2 * kv_heads) * head_dim, hidden_size, dtype=dtype) * hidden_size**-0.5
@@ -272,7 +275,7 @@ def test_hopper_qkv_rope_store(
 
 @needs_hopper
 def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
 
     calls = []
     kernel = hopper_linear.hopper_gated_linear
@@ -361,8 +364,15 @@ def test_sampling_gives_a_token_whatever_the_logits() -> None:
 @pytest.mark.parametrize("max_blocks", [7, 150])
 def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: int) -> None:
     num_slots, block_size = 300, 16
-    state = torch.randint(0, 1000, (num_slots + 1, 6 + max_blocks), dtype=torch.int32, device=DEVICE)
-    state[:, slot_state.NUM_COMPUTED] = torch.randint(0, max_blocks * block_size, (num_slots + 1,), device=DEVICE)
+
+    def numbers(most: int, *width: int) -> torch.Tensor:
+        return torch.randint(0, most, (num_slots + 1, *width), dtype=torch.int32, device=DEVICE)
+
+    state = slot_state.SlotTensors(
+        last_token=numbers(1000), num_computed=numbers(max_blocks * block_size), num_prompt=numbers(1000),
+        temperature=torch.rand(num_slots + 1, device=DEVICE), seed=numbers(2**31 - 1, 2),
+        block_tables=numbers(1000, max_blocks),
+    )  # fmt: skip
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
     if rows > 1:
         slots[-2:] = num_slots
@@ -370,21 +380,26 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     want = slot_state.gather_decode_rows_ref(state, slots, block_size)
     for name, tensor in vars(want).items():
         assert torch.equal(getattr(got, name), tensor), name
-    assert torch.equal(want.columns, state[slots.long(), : slot_state.BLOCK_TABLE])
-    assert torch.equal(want.block_tables, state[slots.long(), slot_state.BLOCK_TABLE :])
+    index = slots.long()
+    assert torch.equal(want.temperatures, state.temperature[index]) and torch.equal(want.seeds, state.seed[index])
+    assert torch.equal(want.output_index, state.num_computed[index] + 1 - state.num_prompt[index])
+    assert torch.equal(want.block_tables, state.block_tables[index])
+    blocks = state.block_tables[index, want.positions // block_size]
+    assert torch.equal(want.slot_mapping[slots < num_slots], (blocks * 16 + want.positions % 16)[slots < num_slots])
     live = slots < num_slots
-    assert ((want.kv_slots < 0) == ~live).all()
+    assert ((want.slot_mapping < 0) == ~live).all()
     token_ids = torch.randint(0, 1000, (rows,), device=DEVICE)
-    states = [state.clone(), state.clone()]
+    states = [deepcopy(state), deepcopy(state)]
     sampled = [torch.full((2 * rows,), -1, device=DEVICE) for _ in states]
     num_decodes = rows - rows // 2
     slot_state.scatter_tokens_triton(states[0], slots, token_ids, num_decodes, sampled[0])
     slot_state.scatter_tokens_ref(states[1], slots, token_ids, num_decodes, sampled[1])
-    assert torch.equal(states[0][:-1], states[1][:-1])
+    for name, tensor in vars(states[0]).items():
+        assert torch.equal(tensor[:-1], getattr(states[1], name)[:-1]), name
     for out in sampled:
         assert torch.equal(out[:rows], token_ids) and (out[rows:] == -1).all()
-    assert torch.equal(states[0][slots[live].long(), slot_state.LAST_TOKEN], token_ids[live].int())
-    counted = states[0][:, slot_state.NUM_COMPUTED] - state[:, slot_state.NUM_COMPUTED]
+    assert torch.equal(states[0].last_token[index[live]], token_ids[live].int())
+    counted = states[0].num_computed - state.num_computed
     assert counted.sum() == live[:num_decodes].sum() and counted[-1] == 0
 
 
@@ -465,13 +480,13 @@ def test_decode_attention(
 ) -> None:
     kv_heads = 2
     lens = [1, 2, 16, 17, 300, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
-    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(context_lens, programs, tile, group * kv_heads, kv_heads, head_dim)
+    plan = plan_decode(seq_lens, programs, tile, group * kv_heads, kv_heads, head_dim)
     plan.partial.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, context_lens, plan, head_dim**-0.5)
+    decode_attention(query, cache[0], cache[1], out, tables, seq_lens, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
@@ -479,22 +494,22 @@ def test_decode_attention(
 
 def with_shared_prefixes(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, block_size: int, dtype: torch.dtype, max_items: int
-) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, SharedPrefixes]:
+) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, CascadeGroups]:
     """Two groups of rows with common blocks, among rows of their own: lengths, then as `paged`, and the work."""
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(shared_prefix, "_MIN_PIECE", 32)
     shared_blocks = max(1, (448 if GPU else 160) // block_size)
     own_lens = [1, 300, 64, 70, 700, 65, 1200, 90] * 4 if GPU else [1, 2, 40, 70, 33, 5, 17, 90]
     lens = [shared_blocks * block_size + n for n in own_lens]
-    cache, tables, context_lens = paged(lens, block_size, 2, head_dim, dtype)
+    cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
     for members in (range(0, len(lens), 2), range(1, len(lens), 4)):
         tables[list(members), :shared_blocks] = tables[members[0], :shared_blocks].clone()
-    full = (context_lens.cpu().numpy() - 1) // block_size
-    work = plan_shared_prefixes(tables.cpu().numpy(), full, block_size, max_items, rows_per_item(group))
+    full = (seq_lens.cpu().numpy() - 1) // block_size
+    work = plan_cascade_groups(tables.cpu().numpy(), full, block_size, max_items, rows_per_item(group))
     assert work is not None
-    shared = SharedPrefixes(*(torch.from_numpy(array).to(DEVICE) for array in work))
+    shared = CascadeGroups(*(torch.from_numpy(array).to(DEVICE) for array in work))
     assert (shared.rows[0] > 0).sum() >= (len(lens) // 2 if max_items > 3 else 1)
-    return lens, cache, tables, context_lens, shared
+    return lens, cache, tables, seq_lens, shared
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES if GPU else [(16, 1, 16), (64, 7, 48)])
@@ -506,14 +521,14 @@ def test_decode_attention_over_shared_prefixes(
 ) -> None:  # fmt: skip
     """The result is that of the whole contexts."""
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
-    lens, cache, tables, context_lens, shared = case
+    lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(context_lens, programs, tile, group * 2, 2, head_dim, shared)
+    plan = plan_decode(seq_lens, programs, tile, group * 2, 2, head_dim, shared)
     assert plan.prefix is not None
     plan.prefix.partial.fill_(float("nan"))
     plan.prefix.lse.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, context_lens, plan, head_dim**-0.5)
+    decode_attention(query, cache[0], cache[1], out, tables, seq_lens, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
@@ -523,12 +538,12 @@ def hopper_prefill_by_three(query: torch.Tensor, k_cache: torch.Tensor, *others:
     """Hopper's form with so few programs that each goes through many tiles."""
     if not is_hopper(query.device):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels import hopper_attention  # noqa: PLC0415
+    from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
 
-    if not hopper_attention.takes(query, k_cache):
+    if not hopper_prefill.supports(query, k_cache):
         pytest.skip("not one of its shapes")
     args = (*others, 3)
-    hopper_attention.hopper_prefill_attention(query, k_cache, *args)
+    hopper_prefill.hopper_prefill_attention(query, k_cache, *args)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
@@ -540,14 +555,14 @@ def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: to
     kv_heads = 2
     pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(200, 210)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    cache, tables, context_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
-    borders = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    cu_seqlens_q = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
     work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))] + [(-1, 0)] * 3
     tiles = torch.tensor([work[i] for i in torch.randperm(len(work)).tolist()], dtype=torch.int32, device=DEVICE)
     tiles = tiles.T.flatten()
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    function(query, cache[0], cache[1], out, tables, context_lens, borders, tiles, head_dim**-0.5)
+    function(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, tiles, head_dim**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

@@ -47,6 +47,27 @@ def bundled() -> LLM:
     return make_llm(BUNDLED_MODEL, max_model_len=512, num_kvcache_blocks=200)
 
 
+def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
+    prompts, params = [[1, 2, 3], [4] * 20], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+    with make_llm(checkpoint) as fresh:
+        want = fresh.generate(prompts, params, use_tqdm=False)
+        runner: Any = fresh.llm_engine._runner
+        prepare, replay, parts = runner.prepare, runner._replay, []
+
+        def prepare_apart(batch: Any) -> Any:
+            batch.sample_apart = True
+            return prepare(batch)
+
+        def recorded_replay(step: Any, part: str, run: Any) -> Any:
+            parts.append(part)
+            return replay(step, part, run)
+
+        runner.prepare, runner._replay = prepare_apart, recorded_replay
+        again = fresh.generate(prompts, params, use_tqdm=False)
+    assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
+    assert set(parts) == {"forward"}
+
+
 def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:
     (output,) = bundled.generate("introduce yourself", GREEDY, use_tqdm=False)
     assert set(output) == {"text", "token_ids", "finish_reason", "num_cached_tokens"}
@@ -156,7 +177,7 @@ def test_request_over_the_cache(checkpoint: Path) -> None:
     with make_llm(checkpoint, num_kvcache_blocks=2) as llm:
         with pytest.raises(ValueError, match="over the cache's 32"):
             llm.generate([[1] * 40], GREEDY)
-        with pytest.raises(ValueError, match="need 33 places"):
+        with pytest.raises(ValueError, match="need 33 KV slots"):
             llm.generate([[1] * 26], GREEDY)
         (output,) = llm.generate([[1] * 25], GREEDY, use_tqdm=False)
         assert len(output["token_ids"]) == 8
@@ -256,7 +277,7 @@ def test_max_model_len_is_capped_with_a_warning(checkpoint: Path) -> None:
         pytest.warns(UserWarning, match="max_model_len=4096 is capped: the model has 1024"),
         LLM(checkpoint, device="cpu") as llm,
     ):
-        assert llm.max_model_len == 1024
+        assert llm.llm_engine.limits.max_model_len == 1024
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_llm(checkpoint).exit()
@@ -271,7 +292,7 @@ def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path, llm: LLM) -> No
         got = [output["token_ids"] for output in small.generate(prompts, GREEDY, use_tqdm=False)]
         # All four at their longest fit into the blocks that the device has.
         assert small.stats()["num_preemptions"] == 0
-        runner: Any = small._runner
+        runner: Any = small.llm_engine._runner
         assert runner.k_cache.shape[1:3] == runner.v_cache.shape[1:3] == (32, 16)
     assert got == want
 
@@ -323,12 +344,12 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int, ctrl_c: None) -> None:
     with make_llm(checkpoint) as llm:
-        runner: Any = llm._runner
+        runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
         launch, in_launch = runner.launch, []
 
         def interrupted_launch(batch: Any) -> Any:
-            if llm.scheduler.stats.num_steps == 3:
+            if llm.llm_engine.scheduler.stats.num_steps == 3:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.05)
                 in_launch.append("survived")
@@ -341,8 +362,8 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
             llm.generate([[1] * 20] * 30, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
         assert in_launch == ["survived"]
         assert signal.getsignal(signal.SIGINT) is handler
-        assert [seq.seq_id for seq in llm.scheduler.sequences] == [other]
-        llm.block_manager.check_integrity(llm.scheduler.sequences)
+        assert [seq.seq_id for seq in llm.llm_engine.scheduler.sequences] == [other]
+        llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
         assert llm.stats()["num_used_blocks"] == 1
         runner.launch = launch
         finished: dict[int, RequestOutput] = {}
@@ -356,7 +377,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
 @pytest.mark.parametrize("depth", [0, 1])
 def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_c: None) -> None:
     with make_llm(checkpoint) as llm:
-        runner: Any = llm._runner
+        runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
         launch = runner.launch
 
@@ -381,12 +402,12 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
 
 def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> None:
     with make_llm(checkpoint) as llm:
-        runner: Any = llm._runner
+        runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = 1
         launch = runner.launch
 
         def failing_launch(batch: Any) -> Any:
-            if llm.scheduler.stats.num_steps == 2:
+            if llm.llm_engine.scheduler.stats.num_steps == 2:
                 raise RuntimeError("no launch")
             return launch(batch)
 
@@ -400,23 +421,23 @@ def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> N
 
 def test_after_generate_no_step_is_under_way(make_checkpoint: MakeCheckpoint) -> None:
     with make_llm(make_checkpoint(eos_token_id=list(range(0, 320, 2)))) as llm:
-        runner: Any = llm._runner
+        runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = 1
         outputs = llm.generate([[i] for i in range(5)], SamplingParams(max_tokens=30), use_tqdm=False)
         assert {output["finish_reason"] for output in outputs} == {"stop"}
         assert llm.is_finished()
         before = llm.stats()["num_output_tokens"]
         assert before == sum(len(output["token_ids"]) for output in outputs)
-        assert llm.step() == ([], 0, 0)
+        assert llm.step() == ([], {}, 0, 0)
 
 
 def test_requests_aborted_by_somebody_else_do_not_hang_generate(llm: LLM) -> None:
-    runner: Any = llm._runner
+    runner: Any = llm.llm_engine._runner
     launch = runner.launch
 
     def aborting_launch(batch: Any) -> Any:
         handle = launch(batch)
-        llm.scheduler.abort(batch.sampled_seq_ids)
+        llm.llm_engine.scheduler.abort(batch.sampled_seq_ids)
         return handle
 
     runner.launch = aborting_launch
@@ -428,7 +449,7 @@ def test_requests_aborted_by_somebody_else_do_not_hang_generate(llm: LLM) -> Non
 
 
 def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
-    runner: Any = llm._runner
+    runner: Any = llm.llm_engine._runner
     launch, raised = runner.launch, []
 
     def launch_and_generate(batch: Any) -> Any:
@@ -448,7 +469,7 @@ def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) -> None:
     with make_llm(checkpoint) as llm:
-        runner: Any = llm._runner
+        runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
         model, calls = runner.model.forward, []
 
@@ -461,7 +482,7 @@ def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) ->
         prompts = [[i] * 40 for i in range(4)]
         want = llm.generate(prompts, GREEDY, use_tqdm=False)
         with make_llm(checkpoint) as fresh:
-            runner = fresh._runner
+            runner = fresh.llm_engine._runner
             runner.pipeline_depth = depth
             model = runner.model.forward
             runner.model.forward = failing
@@ -469,7 +490,7 @@ def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) ->
                 fresh.generate(prompts, GREEDY, use_tqdm=False)
             assert isinstance(caught.value.__cause__, MemoryError)
             assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
-            fresh.block_manager.check_integrity([])
+            fresh.llm_engine.block_manager.check_integrity([])
             got = fresh.generate(prompts, GREEDY, use_tqdm=False)
         assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
 
@@ -489,7 +510,7 @@ def test_exit_twice_and_use_after(checkpoint: Path) -> None:
 def test_del_frees_the_model(checkpoint: Path) -> None:
     llm = make_llm(checkpoint)
     llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    runner: Any = llm._runner
+    runner: Any = llm.llm_engine._runner
     freed = weakref.ref(runner.model.model.embed_tokens.weight)
     del runner, llm
     assert freed() is None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.utils import loader
+from nanovllm.models import loader
 from nanovllm.utils.hub import resolve_model
 
 PROMPTS = [[1, 2, 3], list(range(40))]

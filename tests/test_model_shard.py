@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from nanovllm.distributed.shard import ModelShard, Shard, shard_of
 from nanovllm.model_config import ModelConfig
-from nanovllm.model_shard import ModelShard, Share, shard_of
 
 MODEL = ModelConfig(
     architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36,
@@ -70,10 +70,10 @@ def test_one_rank_holds_all_without_padding() -> None:
 
 
 def test_a_share_is_whole_if_it_is_everything_and_no_more() -> None:
-    assert Share.whole(320).is_whole and Share(0, 320, 320).is_whole
+    assert Shard.whole(320).is_whole and Shard(0, 320, 320).is_whole
     # The first part, the last, all of it with padding, and padding alone.
     for start, stop in ((0, 192), (192, 320), (0, 384), (320, 640)):
-        assert not Share(start, stop, 320).is_whole
+        assert not Shard(start, stop, 320).is_whole
 
 
 def test_more_ranks_than_the_model_has_parts() -> None:

@@ -43,7 +43,7 @@ def test_kernels_fit_the_device(capability: str, size: str, dtype: str, tmp_path
     kernels: list[dict[str, Any]] = json.loads(done.stdout)
     is_hopper = capability == "90" and dtype != "float32"
     needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
-    assert needed | {"_prefix_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
+    assert needed | {"_cascade_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
         assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel

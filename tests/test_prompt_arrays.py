@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.messages import PromptChunk
-from nanovllm.engine.prompt_arrays import PromptArrays, make_prompt_arrays
-from nanovllm.kernels.prefill_attention import QUERY_TILE, prefill_attention, prefill_attention_triton
-from nanovllm.kernels.slot_state import BLOCK_TABLE
+from nanovllm.kernels.attention.prefill_attention import prefill_attention, prefill_attention_triton
+from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.runner.messages import PromptChunk
+from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from tests.test_kernels import DEVICE, GPU, paged, randn
 
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
 
-def rows_of(tiles: np.ndarray, borders: np.ndarray) -> list[range]:
+def rows_of(tiles: np.ndarray, cu_seqlens_q: np.ndarray) -> list[range]:
     """The rows of each tile that there is."""
     seqs, numbers = np.split(tiles, 2)
     assert (numbers[seqs < 0] == 0).all()
     found = []
     for seq, number in zip(seqs, numbers, strict=True):
         if seq >= 0:
-            start = borders[seq] + number * QUERY_TILE
-            found.append(range(start, min(start + QUERY_TILE, borders[seq + 1])))
+            start = cu_seqlens_q[seq] + number * QUERY_TILE
+            found.append(range(start, min(start + QUERY_TILE, cu_seqlens_q[seq + 1])))
     return found
 
 
@@ -41,11 +41,11 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
     state = np.zeros((len(chunks) + 1, 64), dtype=np.int32)
     arrays = make_prompt_arrays(chunks, num_tokens, num_chunks, state, len(chunks), 16)
     assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks)
-    tiled = rows_of(arrays.tiles, arrays.borders)
+    tiled = rows_of(arrays.tiles, arrays.cu_seqlens_q)
     assert sorted(row for rows in tiled for row in rows) == list(range(sum(LENS)))
     sampled_rows = arrays.sample_rows[: sum(samples)].tolist()
     assert sampled_rows == [n - 1 for n, sampled in zip(np.cumsum(LENS), samples, strict=True) if sampled]
-    held = rows_of(arrays.sample_tiles, arrays.borders)
+    held = rows_of(arrays.sample_tiles, arrays.cu_seqlens_q)
     assert len(held) == sum(samples) and all(row in rows for row, rows in zip(sampled_rows, held, strict=True))
     assert set(held) <= set(tiled)
 
@@ -54,8 +54,7 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
 def test_every_field_by_hand(padded: bool) -> None:
     """Three chunks in blocks of 16: a middle part, a token that is stored already, and a prompt of two tiles."""
     table = [[0] * 12, [9, 4, 7, *[0] * 9], [0] * 12, [3, 8, *[0] * 10], [*range(20, 32)], [0] * 12]
-    state = np.zeros((6, BLOCK_TABLE + 12), dtype=np.int32)
-    state[:, BLOCK_TABLE:] = table
+    state = np.array(table, dtype=np.int32)
     long = list(range(500, 500 + QUERY_TILE + 2))
     chunks = [
         PromptChunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False),
@@ -70,10 +69,10 @@ def test_every_field_by_hand(padded: bool) -> None:
     want = {
         "token_ids": [71, 72, 73, 74, 81, *long, *pad(0, 2)],
         "positions": [14, 15, 16, 17, 47, *range(len(long)), *pad(0, 2)],
-        "kv_slots": [3 * 16 + 14, 3 * 16 + 15, 8 * 16, 8 * 16 + 1, -1, *range(320, 320 + len(long)), *pad(-1, 2)],
+        "slot_mapping": [3 * 16 + 14, 3 * 16 + 15, 8 * 16, 8 * 16 + 1, -1, *range(320, 320 + len(long)), *pad(-1, 2)],
         "slots": [3, 1, 4, *pad(5)],
-        "context_lens": [18, 48, len(long), *pad(1)],
-        "borders": [0, 4, 5, total, *pad(total)],
+        "seq_lens": [18, 48, len(long), *pad(1)],
+        "cu_seqlens_q": [0, 4, 5, total, *pad(total)],
         "sample_rows": [4, total - 1, 0, *pad(0)],
         "sample_slots": [1, 4, 5, *pad(5)],
         # As many tiles as such sizes can ever take; those whose first query has the longest context come first.
@@ -86,11 +85,11 @@ def test_every_field_by_hand(padded: bool) -> None:
 
 
 def test_padding_alone_and_nothing_at_all() -> None:
-    state = np.zeros((3, BLOCK_TABLE + 2), dtype=np.int32)
+    state = np.zeros((3, 2), dtype=np.int32)
     arrays = make_prompt_arrays([], 4, 2, state, 2, 16)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
-        "token_ids": [0] * 4, "positions": [0] * 4, "kv_slots": [-1] * 4, "slots": [2, 2], "context_lens": [1, 1],
-        "borders": [0, 0, 0], "sample_rows": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
+        "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
+        "cu_seqlens_q": [0, 0, 0], "sample_rows": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
         "sample_tiles": [-1, -1, 0, 0],
     }  # fmt: skip
     assert all(array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16))
@@ -102,22 +101,22 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
     torch.manual_seed(0)
     lens, starts, samples = (QUERY_TILE + 2, 5, 40, 2 * QUERY_TILE), (20, 0, 33, 0), (True, False, True, True)
     ends = [start + n for start, n in zip(starts, lens, strict=True)]
-    cache, tables, context_lens = paged(ends, 128, 2, 64, dtype)
+    cache, tables, seq_lens = paged(ends, 128, 2, 64, dtype)
     chunks = [
         PromptChunk(slot, start, array("i", [0] * n), True, sampled)
         for slot, (start, n, sampled) in enumerate(zip(starts, lens, samples, strict=True))
     ]
-    host_state = np.zeros((len(lens) + 1, BLOCK_TABLE + tables.shape[1]), dtype=np.int32)
-    arrays = make_prompt_arrays(chunks, sum(lens), len(lens) + 2, host_state, len(lens), 128)
-    borders, tiles, sample_tiles = (
-        torch.from_numpy(part).to(DEVICE) for part in (arrays.borders, arrays.tiles, arrays.sample_tiles)
+    host_tables = np.zeros((len(lens) + 1, tables.shape[1]), dtype=np.int32)
+    arrays = make_prompt_arrays(chunks, sum(lens), len(lens) + 2, host_tables, len(lens), 128)
+    cu_seqlens_q, tiles, sample_tiles = (
+        torch.from_numpy(part).to(DEVICE) for part in (arrays.cu_seqlens_q, arrays.tiles, arrays.sample_tiles)
     )
     query = randn(sum(lens), 4, 64, dtype=dtype)
     outs = []
     for work in (tiles, sample_tiles):
         out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
         attend = prefill_attention if GPU else prefill_attention_triton
-        attend(query, cache[0], cache[1], out, tables, context_lens, borders, work, 0.125)
+        attend(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, work, 0.125)
         outs.append(out)
     everything, sampled_only = outs
     assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine import parallel_runner
-from nanovllm.engine import ranks as ranks_module
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.rank import RankPlan
-from nanovllm.engine.ranks import RankError, Ranks
-from nanovllm.engine.step_results import StepHandle
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.outputs import StepError
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_results import StepHandle
+from nanovllm.workers import parallel_runner
+from nanovllm.workers import processes as ranks_module
+from nanovllm.workers.processes import WorkerError, WorkerProcesses
+from nanovllm.workers.worker import WorkerPlan
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
@@ -78,8 +78,8 @@ def kill_when(owner: Any, name: str, rank: int, call: int) -> None:
 
 
 def parallel(llm: LLM) -> Any:
-    assert isinstance(llm._runner, parallel_runner.ParallelRunner)
-    return llm._runner
+    assert isinstance(llm.llm_engine._runner, parallel_runner.ParallelRunner)
+    return llm.llm_engine._runner
 
 
 def test_killed_in_decode_and_a_new_engine_in_the_same_process(folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_killed_in_decode_and_a_new_engine_in_the_same_process(folder: Path) -> 
     with pytest.raises(StepError, match=r"rank 2 was killed by SIGKILL.*the engine is closed") as caught:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert time.monotonic() - started < 5
-    assert isinstance(caught.value.__cause__, RankError)
+    assert isinstance(caught.value.__cause__, WorkerError)
     assert not rank_pids(), "the others have ended too"
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate(PROMPTS, GREEDY)
@@ -114,7 +114,7 @@ def test_killed_between_steps(folder: Path, depth: int) -> None:
         kill_when(parallel(llm), "launch", rank=1, call=3)
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert isinstance(caught.value.__cause__, RankError)
+        assert isinstance(caught.value.__cause__, WorkerError)
 
 
 def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -> None:
@@ -127,10 +127,10 @@ def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -
         handle = StepHandle(torch.zeros(1), 1, 1, Never())  # type: ignore[arg-type]
         threading.Timer(0.3, kill, (1,)).start()
         started = time.monotonic()
-        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
             runner.wait(handle)
         assert time.monotonic() - started < 5
-        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
             runner.wait(handle)
 
 
@@ -198,7 +198,7 @@ def test_killed_while_it_starts(folder: Path) -> None:
         kill(1)
 
     threading.Thread(target=kill_soon).start()
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         make_llm(folder)
 
 
@@ -209,14 +209,14 @@ def test_killed_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         return ModelRunner(*args, **kwargs)
 
     monkeypatch.setattr(parallel_runner, "ModelRunner", make_runner)
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         make_llm(folder)
 
 
 def test_an_exception_in_construction(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The others look for their weights where there are none.
-    monkeypatch.setattr(parallel_runner, "RankPlan", lambda *args: replace(RankPlan(*args), folder=str(tmp_path)))
-    with pytest.raises(RankError, match=r"(?s)rank 1 failed:\nTraceback.*in load_weights.*ValueError: no \*\.safet"):
+    monkeypatch.setattr(parallel_runner, "WorkerPlan", lambda *args: replace(WorkerPlan(*args), folder=str(tmp_path)))
+    with pytest.raises(WorkerError, match=r"(?s)rank 1 failed:\nTraceback.*in load_weights.*ValueError: no \*\.safet"):
         make_llm(folder)
 
 
@@ -367,7 +367,7 @@ def test_a_script_needs_neither_a_guard_nor_exit_nor_an_end_of_its_threads(tmp_p
 def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.ranks._START_SECONDS", 0.5)
+    monkeypatch.setattr("nanovllm.workers.processes._START_SECONDS", 0.5)
 
     def stop_soon() -> None:
         while not rank_pids():
@@ -375,7 +375,7 @@ def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
         os.kill(rank_pids()[1], signal.SIGSTOP)
 
     threading.Thread(target=stop_soon).start()
-    with pytest.raises(RankError, match="rank 1 is not started after 0 s"):
+    with pytest.raises(WorkerError, match="rank 1 is not started after 0 s"):
         make_llm(folder)
 
 
@@ -390,20 +390,20 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(ranks_module, "_start", interrupted_start)
     try:
         with pytest.raises(KeyboardInterrupt):
-            Ranks(3)
+            WorkerProcesses(3)
     finally:
         signal.signal(signal.SIGINT, previous)
     assert not rank_pids()
 
 
 def test_whoever_watches_is_told_of_a_rank_that_fails() -> None:
-    ranks, told = Ranks(3), threading.Event()
+    ranks, told = WorkerProcesses(3), threading.Event()
     try:
         ranks.watch(told.set)
         assert not told.wait(0.2)
         kill(2)
         assert told.wait(5)
-        with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+        with pytest.raises(WorkerError, match="rank 2 was killed by SIGKILL"):
             ranks.check()
     finally:
         ranks.stop()

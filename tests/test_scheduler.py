@@ -10,19 +10,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.outputs import StepError
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-def run(engine: LLMEngine) -> dict[int, RequestOutput]:
-    outputs: dict[int, RequestOutput] = {}
+def run(engine: LLMEngine | LLM) -> dict[int, Any]:
+    """Step until all requests are done; what the steps report as new tokens must join to the outputs."""
+    outputs: dict[int, Any] = {}
+    reported: dict[int, list[int]] = {}
     while not engine.is_finished():
-        outputs.update(engine.step().finished)
-        check_engine(engine)
+        result = engine.step()
+        for request_id, token_ids in result.new_token_ids.items():
+            reported.setdefault(request_id, []).extend(token_ids)
+        for request_id, output in result.finished:
+            # Steps of a `generate` before these may have begun it.
+            new = reported.get(request_id, [])
+            assert output["token_ids"][len(output["token_ids"]) - len(new) :] == new
+            outputs[request_id] = output
+        check_engine(engine.llm_engine if isinstance(engine, LLM) else engine)
     return outputs
 
 
@@ -61,7 +70,7 @@ EVENTS = st.lists(EVENT, min_size=8, max_size=25)
 def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[Any, ...]]) -> None:
     engine, runner = make_engine(**sizes)
     wanted: dict[int, list[int]] = {}
-    outputs: dict[int, RequestOutput] = {}
+    outputs: dict[int, Any] = {}
 
     @contextmanager
     def failing() -> Iterator[None]:
@@ -180,7 +189,7 @@ def test_decode_steps_with_the_same_members_send_nothing_new(depth: int) -> None
     engine.add_request([1] * 4, greedy(10))
     run(engine)
     for batch in runner.batches[1:]:
-        assert not batch.joins and not batch.new_blocks and not batch.chunks
+        assert not batch.new_requests and not batch.new_blocks and not batch.chunks
 
 
 @DEPTHS

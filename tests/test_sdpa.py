@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nanovllm.attention import sdpa
+from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.utils.context import Context
 from tests.test_kernels import DEVICE, DTYPES, check_error, dense_attention, paged, randn
 
 
@@ -19,20 +19,20 @@ def test_decode_rows_and_chunks(
 ) -> None:
     monkeypatch.setattr(sdpa, "_MAX_QUERIES", max_queries)
     torch.manual_seed(0)
-    # Decode rows of contexts that are padded to one length, then chunks: (queries, context).
+    # Decode rows of contexts that are padded to one length, then chunks: (queries, metadata).
     pairs = [(1, 1), (1, 33), (1, 17), (8, 8), (9, 40), (20, 30)]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    cache, tables, context_lens = paged(lens, 16, 2, 32, dtype)
+    cache, tables, seq_lens = paged(lens, 16, 2, 32, dtype)
     query = randn(sum(query_lens), 6, 32, dtype=dtype)
     nothing = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    context = Context(
-        num_decodes=3, kv_slots=nothing, block_tables=tables, context_lens=context_lens, cu_seqlens_q=nothing,
-        query_tiles=nothing, sample_tiles=nothing, context_lens_host=lens, query_lens_host=query_lens[3:],
+    metadata = AttentionMetadata(
+        num_decodes=3, slot_mapping=nothing, block_tables=tables, seq_lens=seq_lens, cu_seqlens_q=nothing,
+        query_tiles=nothing, sample_tiles=nothing, seq_lens_host=lens, query_lens_host=query_lens[3:],
     )  # fmt: skip
     backend = SdpaBackend(16)
-    context.plan = backend.plan(context)
-    assert len(context.plan) == most_pieces
-    out = backend.forward(query, cache[0], cache[1], context, 32**-0.5)
+    metadata.plan = backend.plan(metadata)
+    assert len(metadata.plan) == most_pieces
+    out = backend.forward(query, cache[0], cache[1], metadata, 32**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import Shard
 from nanovllm.kernels import sampling
-from nanovllm.kernels.agree import pack_candidates, unpack_tokens
+from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
 from nanovllm.model_config import ModelConfig
-from nanovllm.model_shard import Share
-from nanovllm.models import make_model
+from nanovllm.models import loader, make_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils import loader
-from nanovllm.utils.communicator import Communicator
 from tests.conftest import MakeCheckpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +74,7 @@ def test_the_ranks_parts_are_the_checkpoint(
             torch.testing.assert_close(joined(models, *loader._target(models[0], name)), weights.get_tensor(name))
             checked += 1
     assert checked == len(names) > 20
-    # The norms are everybody's; of the rest each rank has read about its share and no more.
+    # The norms are everybody's; of the rest each rank has read about its shard and no more.
     assert sum(sizes) < 1.02 * whole and max(sizes) < (1 / size + 0.2) * whole
 
 
@@ -99,32 +98,32 @@ def test_embeddings_of_the_ranks_add_up(checkpoint: Path) -> None:
     torch.testing.assert_close(total, whole.model.embed_tokens(tokens), rtol=0, atol=0)
 
 
-SHARES = [Share(0, 192, 320), Share(192, 384, 320)], [Share(i * 64, (i + 1) * 64, 130) for i in range(4)]
+SHARDS = [Shard(0, 192, 320), Shard(192, 384, 320)], [Shard(i * 64, (i + 1) * 64, 130) for i in range(4)]
 
 
-@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("form", [sampling.sample_ref, sampling.sample_triton])
-def test_the_best_of_the_shares_is_the_best_of_all(shares: list[Share], form: Any) -> None:
+def test_the_best_of_the_shards_is_the_best_of_all(shards: list[Shard], form: Any) -> None:
     torch.manual_seed(0)
-    rows, total = 9, shares[0].total
+    rows, total = 9, shards[0].total
     temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) > 3)
     seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
     index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     logits = 3 * torch.randn(rows, total, device=DEVICE)
-    # A tie across shares, and a row that is nothing but ties.
+    # A tie across shards, and a row that is nothing but ties.
     logits[0, [5, total - 1]] = 100.0
     logits[1] = 0.0
     logits[2] = torch.nan
     _, token = form(logits, temperatures, seeds, index)
     assert token[:3].tolist() == [5, 0, 0]
     keys = []
-    for share in shares:
+    for shard in shards:
         # What stands in the padding is never drawn.
-        part = torch.full((rows, share.size), 1e9, device=DEVICE)
-        part[:, : share.num_present] = logits[:, share.present]
-        keys.append(pack_candidates(*form(part, temperatures, seeds, index, share)))
-        if share.num_present:
-            num_groups, first = -(-share.num_present // sampling.GROUP), share.start // sampling.GROUP
+        part = torch.full((rows, shard.size), 1e9, device=DEVICE)
+        part[:, : shard.num_present] = logits[:, shard.present]
+        keys.append(pack_candidates(*form(part, temperatures, seeds, index, shard.start, shard.num_present)))
+        if shard.num_present:
+            num_groups, first = -(-shard.num_present // sampling.GROUP), shard.start // sampling.GROUP
             noise = sampling.group_noise(num_groups, seeds, index, first)
             assert torch.equal(noise, sampling.group_noise(total, seeds, index)[:, first : first + num_groups])
     assert torch.equal(unpack_tokens(torch.stack(keys).amax(0)), token)

@@ -20,14 +20,14 @@ from nanovllm import LLM, kernels
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.attention import make_backend
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.engine import model_runner
+from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
-from nanovllm.kernels.norm_linear import linear_into, norm_linear
-from nanovllm.utils import symmetric
+from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
+from nanovllm.runner import model_runner
 from nanovllm.utils.device import cpu_cache_budget
 
 CUDA = torch.device("cuda", 0)
-ELSEWHERE = ("norm_linear_ref", "reduce_norm_ref")
+ELSEWHERE = ("norm_linear_ref", "all_reduce_rms_norm_ref")
 """Ops that are asked about otherwise: in parts, and by `connect`."""
 # What Windows, macOS, or either of them has not. Triton and torch, which have ways of their own, are imported before.
 PROGRAM = """
@@ -88,11 +88,11 @@ def test_sdpa_takes_every_op_in_plain_torch(obstacle: str, monkeypatch: pytest.M
     assert isinstance(make_backend("sdpa", CUDA, torch.float16, 256, 4, 2, 64), SdpaBackend)
     assert not _triton.is_hopper(CUDA)
     ops = 0
-    for info in pkgutil.iter_modules(kernels.__path__):
+    for info in pkgutil.walk_packages(kernels.__path__, "nanovllm.kernels."):
         # Gluon's are imported where there is a GPU for them.
-        if info.name.startswith(("_gluon", "hopper", "decode_token", "tile_ring", "warp_attention")):
+        if info.name.rsplit(".", maxsplit=1)[-1].startswith(("_gluon", "hopper", "decode_token", "tile_ring", "warp")):
             continue
-        module = importlib.import_module(f"nanovllm.kernels.{info.name}")
+        module = importlib.import_module(info.name)
         for ref in [name for name in vars(module) if name.endswith("_ref")]:
             if getattr(module, ref).__module__ != module.__name__ or ref in ELSEWHERE:
                 continue

@@ -15,8 +15,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.utils import symmetric
-from nanovllm.utils.communicator import DistributedCommunicator
+from nanovllm.distributed import symmetric_communicator as symmetric
+from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
@@ -58,7 +58,7 @@ def everything(llm: LLM) -> list[list[tuple[list[int], int]]]:
     assert llm.stats()["num_preemptions"] > 0
     runs += [generate(llm, shared, greedy), generate(llm, shared, drawn)]
     assert sum(cached for _, cached in runs[2]) > 0 and sum(cached for _, cached in runs[3]) > 64
-    llm.block_manager.check_integrity([])
+    llm.llm_engine.block_manager.check_integrity([])
     return runs
 
 
@@ -68,9 +68,9 @@ def test_any_number_of_ranks_says_the_same(make_checkpoint: MakeCheckpoint, mode
     with LLM(folder, **TIGHT) as llm:
         want = everything(llm)
     with LLM(folder, tensor_parallel_size=size, **TIGHT) as llm:
-        assert len(rank_pids()) == size - 1 and llm._runner is not None
+        assert len(rank_pids()) == size - 1 and llm.llm_engine._runner is not None
         # As on GPUs, a step is launched before the one before it has been taken in.
-        llm._runner.pipeline_depth = size - 2
+        llm.llm_engine._runner.pipeline_depth = size - 2
         assert everything(llm) == want
     assert not rank_pids()
 
@@ -90,8 +90,8 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 class Roomy(DistributedCommunicator):
     """A rank with room for more blocks than the others."""
 
-    def least(self, value: int) -> int:
-        return super().least(value + 10**9)
+    def all_reduce_min(self, value: int) -> int:
+        return super().all_reduce_min(value + 10**9)
 
 
 def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.qkv_rope_store import NormWeights
-from nanovllm.utils.context import Context
 
 
 class AttentionBackend(ABC):
@@ -20,36 +20,41 @@ class AttentionBackend(ABC):
     supports_mixed_graph = False
     """Whether steps with prompt tokens can: sizes and work lists then come from tensors on the device alone."""
 
-    supports_whole_contexts = False
-    """Whether there are steps that it had better run with `Context.whole_contexts`."""
+    supports_single_split = False
+    """Whether there are steps that it had better run with `AttentionMetadata.single_split`."""
 
-    max_prefix_items = 0
+    max_cascade_items = 0
     """Most pieces of work on shared prefixes in one step; 0 if it makes no use of them."""
-    rows_per_prefix_item = 1
+    rows_per_cascade_item = 1
     """Most decode rows of such a piece."""
 
-    def whole_contexts_pay(self, num_kv_heads: int, context_lens: np.ndarray) -> bool:
+    def should_use_single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
         """Whether that pays in a step whose decode rows have contexts of these lengths, without what they share.
 
-        context_lens: [num_seqs], perhaps of none. num_kv_heads is some rank's: all ranks are asked the same, and so go
+        seq_lens: [num_seqs], perhaps of none. num_kv_heads is some rank's: all ranks are asked the same, and so go
         the same way.
         """
         return False
 
-    def plan(self, context: Context) -> Any:
-        """Prepare once a step what every layer's `forward` will want; lands in `context.plan`."""
+    def plan(self, metadata: AttentionMetadata) -> Any:
+        """Prepare once a step what every layer's `forward` will want; lands in `metadata.plan`."""
         return None
 
     @abstractmethod
     def forward(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
         """Attend.
 
         Args:
             query: [num_tokens, num_heads, head_dim]; the decode rows, then the chunks'.
             k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-            context: the step; rows beyond its sequences are padding, and they, as those in none of its tiles of
+            metadata: the step; rows beyond its sequences are padding, and they, as those in none of its tiles of
                 queries, may come out as anything.
             scale: factor of the scores before the softmax.
 
@@ -65,7 +70,7 @@ class AttentionBackend(ABC):
         cos_sin: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        context: Context,
+        metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor | None:
         """`qkv_rope_store` and `forward` at once; None, and nothing done, where there is no such form of the step."""

@@ -6,41 +6,46 @@ import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.utils.context import Context
+from nanovllm.attention.metadata import AttentionMetadata
 
 
 class FlashAttnBackend(AttentionBackend):
     """See the module."""
 
     def forward(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
         """See the base class."""
-        n = context.num_decodes
+        n = metadata.num_decodes
         out = torch.empty_like(query)
         if n:
             decoded = flash_attn_with_kvcache(
                 query[:n].unsqueeze(1),
                 k_cache,
                 v_cache,
-                cache_seqlens=context.context_lens[:n],
-                block_table=context.block_tables[:n],
+                cache_seqlens=metadata.seq_lens[:n],
+                block_table=metadata.block_tables[:n],
                 softmax_scale=scale,
                 causal=True,
             )
             out[:n] = decoded.squeeze(1)
-        if context.query_lens_host:
+        if metadata.query_lens_host:
             out[n:] = flash_attn_varlen_func(
                 query[n:],
                 k_cache,
                 v_cache,
-                cu_seqlens_q=context.cu_seqlens_q,
-                cu_seqlens_k=_offsets(context.context_lens[n:]),
-                max_seqlen_q=max(context.query_lens_host),
-                max_seqlen_k=max(context.context_lens_host[n:]),
+                cu_seqlens_q=metadata.cu_seqlens_q,
+                cu_seqlens_k=_offsets(metadata.seq_lens[n:]),
+                max_seqlen_q=max(metadata.query_lens_host),
+                max_seqlen_k=max(metadata.seq_lens_host[n:]),
                 softmax_scale=scale,
                 causal=True,
-                block_table=context.block_tables[n:],
+                block_table=metadata.block_tables[n:],
             )
         return out
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
-from nanovllm.kernels.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.prefill_attention import prefill_attention
-from nanovllm.kernels.prefix_attention import rows_per_item
+from nanovllm.kernels.attention.cascade_attention import rows_per_item
+from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.attention.prefill_attention import prefill_attention
 from nanovllm.kernels.qkv_rope_store import NormWeights
-from nanovllm.utils.context import Context
 
 # `decode_attention` shares up to this many contexts out more finely, for fewer programs. A step of 0.6B on an H200, in
 # ms, so and the other way: 1 context of 400 0.635 and 0.666, 4 0.828 and 0.847, 8 0.918 and 0.924, 16 1.04 and 1.07; 8
@@ -30,11 +30,11 @@ _PROGRAMS_FOR_BANDWIDTH = 80
 """So many programs of it read as fast as an H200 can."""
 _FREE_TOKENS = 190
 """So many a program reads while split contexts would be merged."""
-_PREFIX_PROGRAMS = 2
+_CASCADE_PROGRAMS = 2
 """Programs a multiprocessor that share the work on common prefixes."""
 
 
-def whole_contexts_pay(num_kv_heads: int, context_lens: np.ndarray) -> bool:
+def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
     """Whether `hopper_decode` had better leave contexts of these lengths, [num_seqs], whole.
 
     One program then reads a sequence's part of a KV head, so the longest context must not keep the device waiting. A
@@ -42,10 +42,10 @@ def whole_contexts_pay(num_kv_heads: int, context_lens: np.ndarray) -> bool:
     0.765 and 0.774, of 400 0.786 and 0.779; 8 of 400 0.804 and 0.831, of 1024 0.969 and 0.947, of 4096 1.834 and 1.609.
     A single short one would gain 1%, until it has grown, and is not worth two graphs.
     """
-    if len(context_lens) == 1:
+    if len(seq_lens) == 1:
         return False
-    evenly = int(context_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
-    return int(context_lens.max(initial=0)) <= evenly + _FREE_TOKENS
+    evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
+    return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
 
 
 class TritonBackend(AttentionBackend):
@@ -73,47 +73,52 @@ class TritonBackend(AttentionBackend):
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
         self.heads = num_heads, num_kv_heads, head_dim
-        self.max_prefix_items = _PREFIX_PROGRAMS * self.num_processors // num_kv_heads
-        self.rows_per_prefix_item = rows_per_item(num_heads // num_kv_heads)
+        self.max_cascade_items = _CASCADE_PROGRAMS * self.num_processors // num_kv_heads
+        self.rows_per_cascade_item = rows_per_item(num_heads // num_kv_heads)
         self._hopper_decode: Any = None
         if is_hopper(device):
-            from nanovllm.kernels import hopper_decode  # noqa: PLC0415
+            from nanovllm.kernels.attention import hopper_decode  # noqa: PLC0415
 
-            if hopper_decode.takes(dtype, num_heads, num_kv_heads, head_dim, block_size):
-                self._hopper_decode, self.supports_whole_contexts = hopper_decode, True
+            if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
+                self._hopper_decode, self.supports_single_split = hopper_decode, True
 
-    def whole_contexts_pay(self, num_kv_heads: int, context_lens: np.ndarray) -> bool:
+    def should_use_single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
         """See the base class."""
-        return self.supports_whole_contexts and whole_contexts_pay(num_kv_heads, context_lens)
+        return self.supports_single_split and should_use_single_split(num_kv_heads, seq_lens)
 
-    def plan(self, context: Context) -> Any:
+    def plan(self, metadata: AttentionMetadata) -> Any:
         """Plan how programs share the decode rows' contexts."""
-        if not context.num_decodes:
+        if not metadata.num_decodes:
             return None
-        lens = context.context_lens[: context.num_decodes]
+        lens = metadata.seq_lens[: metadata.num_decodes]
         if self._hopper_decode is not None:
-            shares = 1 if context.whole_contexts else self._shares(context.num_decodes)
-            return self._hopper_decode.plan_hopper_decode(lens, *self.heads, shares, context.shared_prefixes)
-        few = context.num_decodes <= FEW_SEQS
+            shares = 1 if metadata.single_split else self._shares(metadata.num_decodes)
+            return self._hopper_decode.plan_hopper_decode(lens, *self.heads, shares, metadata.cascade)
+        few = metadata.num_decodes <= FEW_SEQS
         tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
         tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
-        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, context.shared_prefixes)
+        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, metadata.cascade)
 
     def forward(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
         """See the base class."""
-        n = context.num_decodes
+        n = metadata.num_decodes
         out = torch.empty_like(query)
-        tables, lens = context.block_tables, context.context_lens
+        tables, lens = metadata.block_tables, metadata.seq_lens
         decodes = query[:n], k_cache, v_cache, out[:n], tables[:n]
         if n and self._hopper_decode is not None:
-            self._hopper_decode.hopper_decode_attention(*decodes, context.kv_slots[:n], context.plan, scale)
+            self._hopper_decode.hopper_decode_attention(*decodes, metadata.slot_mapping[:n], metadata.plan, scale)
         elif n:
-            decode_attention(*decodes, lens[:n], context.plan, scale)
-        if len(context.query_tiles):
-            borders, tiles = context.cu_seqlens_q, context.query_tiles
-            prefill_attention(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], borders, tiles, scale)
+            decode_attention(*decodes, lens[:n], metadata.plan, scale)
+        if len(metadata.query_tiles):
+            cu_seqlens_q, tiles = metadata.cu_seqlens_q, metadata.query_tiles
+            prefill_attention(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
         return out
 
     def forward_projected(
@@ -124,15 +129,15 @@ class TritonBackend(AttentionBackend):
         cos_sin: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        context: Context,
+        metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor | None:
         """See the base class; for decode rows alone, without shared prefixes."""
-        if self._hopper_decode is None or context.shared_prefixes is not None or len(context.query_tiles):
+        if self._hopper_decode is None or metadata.cascade is not None or len(metadata.query_tiles):
             return None
         out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
         self._hopper_decode.hopper_decode_attention(
-            qkv, k_cache, v_cache, out, context.block_tables, context.kv_slots, context.plan, scale,
+            qkv, k_cache, v_cache, out, metadata.block_tables, metadata.slot_mapping, metadata.plan, scale,
             (norm_weights, eps, cos_sin),
         )  # fmt: skip
         return out

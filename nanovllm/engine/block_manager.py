@@ -68,7 +68,7 @@ class BlockManager:
         """Blocks that `num_tokens` tokens fill, the last one maybe in part."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self, seq: Sequence) -> bool:
+    def allocate(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, those of its prefix from the cache where they are there.
 
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
@@ -102,7 +102,7 @@ class BlockManager:
         seq.block_table.append(block_id)
         return block_id
 
-    def release(self, seq: Sequence) -> None:
+    def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]

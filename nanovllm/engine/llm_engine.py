@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time.
+"""The engine: token ids in, token ids out, one step at a time. It knows neither texts nor devices.
 
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
 (depth 0, on the CPU). What depends on values, and so on results, is done a step later; see `Scheduler`.
@@ -16,45 +16,22 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import count
-from typing import Any, Protocol
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.driver import Call, Driver, exit_with_interpreter
-from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.messages import ScheduledBatch, StepOutput
+from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.runner import Handle, Runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.unclaimed import Unclaimed
-from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.outputs import EngineStepResult, StepError, TokenOutput
+from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
-
-
-class Handle(Protocol):
-    """A step under way."""
-
-    def result(self) -> StepOutput:
-        """Wait for the step and return its tokens."""
-
-
-class Runner(Protocol):
-    """What the engine needs of a `ModelRunner`."""
-
-    pipeline_depth: int
-    num_kvcache_blocks: int
-
-    def launch(self, batch: ScheduledBatch) -> Handle:
-        """Queue one step."""
-
-    def synchronize(self) -> None:
-        """Wait for all that was launched; raises if the device is lost."""
-
-    def exit(self) -> None:
-        """Let go of the device."""
 
 
 class LLMEngine:
@@ -66,7 +43,6 @@ class LLMEngine:
         vocab_size: token ids of prompts must be below it.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end a request.
-        tokenizer: a transformers tokenizer; without one, prompts are token ids and outputs have no text.
     """
 
     def __init__(
@@ -77,12 +53,8 @@ class LLMEngine:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        tokenizer: Any = None,
     ) -> None:
         self.config = config
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
         self._runner: Runner | None = runner
         self.block_manager = BlockManager(
             runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
@@ -94,28 +66,38 @@ class LLMEngine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
         )
-        capacity = runner.num_kvcache_blocks * config.kvcache_block_size
-        self._inputs = InputProcessor(tokenizer, vocab_size, max_model_len, capacity)
+        num_kv_slots = runner.num_kvcache_blocks * config.kvcache_block_size
+        self.limits = RequestLimits(vocab_size, max_model_len, num_kv_slots)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
         # New requests, and the ids of aborted ones, in the order in which they came.
         self._inbox: deque[Sequence | list[int]] = deque()
+        # Of the last step: ids, a token of each, and the ids whose token was dropped.
+        self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
         self._unclaimed = Unclaimed()
         self._driver = Driver()
         exit_with_interpreter(self)
 
-    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id.
 
         Raises:
             ValueError: the prompt or the request's size is out of bounds.
+            RuntimeError: the engine is closed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        (token_ids,) = self._inputs.process([prompt], [params])
-        return self._queue(token_ids, params)
+        return self.enqueue(self.limits.check(prompt, params), params)
 
-    def step(self) -> StepResult:
+    def enqueue(self, token_ids: array[int], params: SamplingParams) -> int:
+        """Queue a request that `limits` has passed, and return its id."""
+        self.require_open()
+        request_id = next(self._request_ids)
+        seed = (self._seed + (request_id + 1) * _GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
+        self._inbox.append(Sequence(request_id, token_ids, params, seed))
+        return request_id
+
+    def step(self) -> EngineStepResult:
         """Plan and launch one step, and take in the results of the one before.
 
         Raises:
@@ -124,16 +106,14 @@ class LLMEngine:
         """
         call = Call()
         try:
-            self._begin(call)
+            self.begin(call)
             if self._runner is None and self._unclaimed:
                 # The device was lost with the step after the one that finished these.
-                return StepResult(self._unclaimed.take(), 0, 0)
-            before = self.scheduler.stats.num_output_tokens
-            num_prefill_tokens = self._run_step()
-            num_output_tokens = self.scheduler.stats.num_output_tokens - before
-            return StepResult(self._unclaimed.take(), num_prefill_tokens, num_output_tokens)
+                return EngineStepResult(self._unclaimed.take(), {}, 0)
+            num_prefill_tokens = self.run_step()
+            return EngineStepResult(self._unclaimed.take(), self.new_token_ids(), num_prefill_tokens)
         finally:
-            self._driver.end(call, self._close)
+            self.end(call)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests, wherever they stand; ids of finished ones are ignored.
@@ -150,7 +130,7 @@ class LLMEngine:
                 if self._driver.begin(call):
                     self._empty_inbox()
         finally:
-            self._driver.end(call, self._close)
+            self.end(call)
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
@@ -172,55 +152,29 @@ class LLMEngine:
         """
         self._driver.close(self._close)
 
-    def __del__(self) -> None:
-        # A constructor that raised leaves no runner behind.
-        if getattr(self, "_runner", None) is not None:
-            self.exit()
-
-    def _begin(self, call: Call) -> None:
-        """Let a call drive the engine.
+    def begin(self, call: Call) -> None:
+        """Let a call drive the engine, until `end`.
 
         Raises:
-            RuntimeError: another one does.
+            RuntimeError: the engine is closed, or another call drives it.
         """
         if not self._driver.begin(call):
             raise RuntimeError("the engine is already running: a generate or step of it has not ended")
 
-    def _close(self) -> None:
-        with deferred_signals():
-            runner, self._runner = self._runner, None
-            if runner is not None:
-                self._in_flight.clear()
-                runner.exit()
+    def end(self, call: Call) -> None:
+        """End a call, which may never have begun; closes the engine if somebody has asked for it meanwhile."""
+        self._driver.end(call, self._close)
 
-    def _queue(self, token_ids: array[int], params: SamplingParams) -> int:
-        self._require_open()
-        request_id = next(self._request_ids)
-        seed = (self._seed + (request_id + 1) * _GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
-        self._inbox.append(Sequence(request_id, token_ids, params, seed))
-        return request_id
+    def run_step(self) -> int:
+        """Do a step for the call that drives the engine; results and failures are kept.
 
-    def _empty_inbox(self) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Sequence):
-                self.scheduler.add(message)
-            else:
-                self.scheduler.abort(message)
-
-    def _require_open(self) -> Runner:
-        if self._runner is None or self._driver.closing:
-            raise RuntimeError("the engine is closed")
-        return self._runner
-
-    def _run_step(self) -> int:
-        """Do a step; results and failures are kept. Returns the number of prefilled tokens.
-
-        A signal acts behind the step: within it, it would leave requests half-moved.
+        Returns the number of prefilled tokens. A signal acts behind the step: within it, it would leave requests
+        half-moved.
         """
         with deferred_signals():
-            runner = self._require_open()
+            runner = self.require_open()
             self._empty_inbox()
+            self._new_tokens.clear()
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:
@@ -237,6 +191,71 @@ class LLMEngine:
                 self._collect(0)
             return batch.num_prompt_tokens if batch is not None else 0
 
+    def new_token_ids(self) -> dict[int, list[int]]:
+        """Return the tokens that the last step added to each request."""
+        new: dict[int, list[int]] = {}
+        for request_ids, token_ids, dropped in self._new_tokens:
+            for request_id, token_id in zip(request_ids, token_ids, strict=True):
+                if request_id not in dropped:
+                    new.setdefault(request_id, []).append(token_id)
+        return new
+
+    def claim(self, request_ids: set[int]) -> dict[int, TokenOutput]:
+        """Return, once, those of these requests that have finished.
+
+        Raises:
+            StepError: one of them has failed.
+            RuntimeError: none of them is left, since somebody else has aborted them.
+        """
+        done = self._unclaimed.claim(request_ids)
+        if not done and self.scheduler.is_finished() and not (self._in_flight or self._inbox):
+            raise RuntimeError("requests of this generate were aborted by somebody else")
+        return done
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
+        with deferred_signals():
+            self._inbox.append(list(request_ids))
+            self._empty_inbox()
+            try:
+                self._collect(0)
+            finally:
+                self._unclaimed.drop(request_ids)
+
+    def keep_failure(self, error: StepError) -> None:
+        """Keep a failure for the callers of its requests."""
+        self._unclaimed.failures.append(error)
+
+    def __del__(self) -> None:
+        # A constructor that raised leaves no runner behind.
+        if getattr(self, "_runner", None) is not None:
+            self.exit()
+
+    def _close(self) -> None:
+        with deferred_signals():
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                self._in_flight.clear()
+                runner.exit()
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Sequence):
+                self.scheduler.add(message)
+            else:
+                self.scheduler.abort(message)
+
+    def require_open(self) -> Runner:
+        """Return the runner.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        if self._runner is None or self._driver.closing:
+            raise RuntimeError("the engine is closed")
+        return self._runner
+
     def _collect(self, depth: int) -> None:
         """Take in results until no more than `depth` steps are under way."""
         while len(self._in_flight) > depth:
@@ -246,8 +265,15 @@ class LLMEngine:
             except BaseException as error:
                 self._fail(error)
                 return
-            for seq in self.scheduler.postprocess(batch, output):
-                self._finish(seq)
+            finished, dropped = self.scheduler.postprocess(batch, output)
+            self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, dropped))
+            for seq in finished:
+                token_output = TokenOutput(
+                    token_ids=seq.completion_token_ids,
+                    finish_reason=str(seq.finish_reason),
+                    num_cached_tokens=seq.num_cached_tokens or 0,
+                )
+                self._unclaimed.finished.append((seq.seq_id, token_output))
 
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
@@ -268,31 +294,3 @@ class LLMEngine:
             self._unclaimed.failures.append(StepError(message, failed, error))
         if not isinstance(error, Exception):
             raise error
-
-    def _finish(self, seq: Sequence) -> None:
-        """Keep a finished request for its caller; one whose text cannot be decoded fails alone."""
-        try:
-            self._unclaimed.finished.append((seq.seq_id, self._output(seq)))
-        # A panic of the tokenizers library is no Exception.
-        except BaseException as error:
-            message = f"the text of request {seq.seq_id} cannot be decoded: {error}"
-            self._unclaimed.failures.append(StepError(message, [seq.seq_id], error))
-
-    def _drop(self, request_ids: set[int]) -> None:
-        """Abort requests, and what is kept for their caller."""
-        self._inbox.append(list(request_ids))
-        self._empty_inbox()
-        try:
-            self._collect(0)
-        finally:
-            self._unclaimed.drop(request_ids)
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.completion_token_ids
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return RequestOutput(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=str(seq.finish_reason),
-            num_cached_tokens=seq.num_cached_tokens or 0,
-        )

@@ -6,20 +6,24 @@ full, the newest sequence loses its blocks and is computed again later (preempti
 2023). Planning needs counts alone, never the values of tokens in flight, so a step can be planned while the one
 before it still runs.
 
-Two orders hold throughout: running sequences are older than waiting ones, and both are in the order of arrival. So
-the newest running sequence is the last, a preempted one goes to the head of the queue, and the oldest, which is
-never preempted, always gets on.
+Running and waiting sequences are ordered by `Sequence.sort_key`, and all running ones come before all waiting ones. So
+the last running sequence is the one to preempt, which then heads the queue, and the first, which is never preempted,
+always gets on.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.messages import NewBlock, PromptChunk, ScheduledBatch, SlotJoin, StepOutput
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.waiting_queue import WaitingQueue
+from nanovllm.runner.messages import NewBlock, NewRequest, PromptChunk, ScheduledBatch, StepOutput
+
+_sort_key = attrgetter("sort_key")
 
 
 @dataclass
@@ -51,9 +55,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        # By id, each in its order, so that any sequence leaves in O(1).
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self.running: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue()
+        # Sorted; there are no more than slots.
+        self.running: list[Sequence] = []
         self.stats = SchedulerStats()
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
@@ -71,7 +75,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[seq.seq_id] = seq
-        self.waiting[seq.seq_id] = seq
+        self.waiting.add(seq)
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan one step; None if nothing can run now.
@@ -93,13 +97,14 @@ class Scheduler:
         self.stats.num_steps += 1
         return batch
 
-    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> list[Sequence]:
-        """Take in a step's tokens; returns the sequences that they finish."""
-        finished = []
+    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> tuple[list[Sequence], set[int]]:
+        """Take in a step's tokens; returns the sequences that they finish, and the ids whose token was dropped."""
+        finished, dropped = [], set()
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
             # A stop that only a value can show is known one step late: the token after it belongs to nobody.
             if seq is None:
+                dropped.add(seq_id)
                 continue
             seq.token_ids.append(token_id)
             self.stats.num_output_tokens += 1
@@ -112,7 +117,7 @@ class Scheduler:
                 self._finish(seq, "length")
                 finished.append(seq)
         self.block_manager.confirm_step()
-        return finished
+        return finished, dropped
 
     def abort(self, seq_ids: Iterable[int]) -> None:
         """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
@@ -130,7 +135,7 @@ class Scheduler:
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
         planned: list[Sequence] = []
-        for seq in list(self.running.values()):
+        for seq in list(self.running):
             if seq.is_prefill or not self._make_room(seq, batch):
                 continue
             batch.decode_slots.append(seq.slot)
@@ -146,10 +151,10 @@ class Scheduler:
         if not self.block_manager.needs_block(seq):
             return True
         while not self.block_manager.num_free_blocks:
-            # Those already in the batch are older, so the newest is never one of them.
-            newest = next(reversed(self.running.values()))
-            self._preempt(newest)
-            if newest is seq:
+            # Those already in the batch come before this one, so the last is never one of them.
+            last = self.running[-1]
+            self._preempt(last)
+            if last is seq:
                 return False
         block_id = self.block_manager.append_block(seq)
         batch.new_blocks.append(NewBlock(seq.slot, len(seq.block_table) - 1, block_id))
@@ -157,9 +162,9 @@ class Scheduler:
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         planned = []
-        # Only the newest can be part-way through its prompt: the next is not admitted before its budget is left over.
-        newest = next(reversed(self.running.values()), None)
-        seq = newest if newest is not None and newest.is_prefill else self._admit(batch)
+        # Only the last can be part-way through its prompt: the next is not admitted before its budget is left over.
+        last = self.running[-1] if self.running else None
+        seq = last if last is not None and last.is_prefill else self._admit(batch)
         while seq is not None:
             self._schedule_chunk(seq, batch)
             if seq.is_prefill:
@@ -170,14 +175,12 @@ class Scheduler:
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
         """Move the head of the queue to the running, if budget, slots and blocks allow."""
-        if not self.waiting or not self._free_slots or not self._budget:
-            return None
-        seq = next(iter(self.waiting.values()))
+        seq = self.waiting.first() if self._free_slots and self._budget else None
         # A preempted sequence waits for its token in flight, which it will need as input.
-        if seq.num_in_flight or not self.block_manager.admit(seq):
+        if seq is None or seq.num_in_flight or not self.block_manager.allocate(seq):
             return None
-        del self.waiting[seq.seq_id]
-        self.running[seq.seq_id] = seq
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=_sort_key)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_prefill_tokens = seq.num_tokens
@@ -185,8 +188,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
-        batch.joins.append(
-            SlotJoin(seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed)
+        batch.new_requests.append(
+            NewRequest(seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed)
         )
         return seq
 
@@ -207,31 +210,29 @@ class Scheduler:
         num_completion_tokens = seq.num_tokens - seq.num_prompt_tokens
         if num_completion_tokens == seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
             self.block_manager.register(seq)
-            del self.running[seq.seq_id]
-            self._release(seq)
+            self._free(seq)
             seq.status = SequenceStatus.ENDING
 
     def _preempt(self, seq: Sequence) -> None:
-        del self.running[seq.seq_id]
-        self._release(seq)
+        self._free(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting[seq.seq_id] = seq
-        self.waiting.move_to_end(seq.seq_id, last=False)
+        self.waiting.add(seq)
         self.stats.num_preemptions += 1
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is SequenceStatus.RUNNING:
             if reason != "abort":
                 self.block_manager.register(seq)
-            del self.running[seq.seq_id]
-            self._release(seq)
+            self._free(seq)
         elif seq.status is SequenceStatus.WAITING:
-            del self.waiting[seq.seq_id]
+            self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._sequences[seq.seq_id]
 
-    def _release(self, seq: Sequence) -> None:
-        self.block_manager.release(seq)
+    def _free(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks and its slot."""
+        del self.running[bisect_left(self.running, seq.sort_key, key=_sort_key)]
+        self.block_manager.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1

@@ -53,6 +53,8 @@ class Sequence:
         self.registered_identity = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.
         self.fits_from = 0
+        # Sequences run in the order of this key: their arrival.
+        self.sort_key = seq_id
 
     @property
     def num_in_flight(self) -> int:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.outputs import StepError, TokenOutput
 
 
 class Unclaimed:
     """What steps have finished or failed, and nobody has seen yet."""
 
     def __init__(self) -> None:
-        self.finished: list[tuple[int, RequestOutput]] = []
+        self.finished: list[tuple[int, TokenOutput]] = []
         self.failures: list[StepError] = []
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.failures)
 
-    def take(self) -> list[tuple[int, RequestOutput]]:
+    def take(self) -> list[tuple[int, TokenOutput]]:
         """Return, once, everything that has finished, or raise the oldest failure, once."""
         if self.failures:
             raise self.failures.pop(0)
         finished, self.finished = self.finished, []
         return finished
 
-    def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
+    def claim(self, request_ids: set[int]) -> dict[int, TokenOutput]:
         """Return, once, those of these requests that have finished.
 
         Raises:

@@ -32,7 +32,7 @@ def qkv_rope_store_ref(
     positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Plain torch form of `qkv_rope_store`."""
     num_kv_heads = k_cache.shape[2]
@@ -45,8 +45,8 @@ def qkv_rope_store_ref(
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    stored = kv_slots >= 0
-    slots = kv_slots[stored]
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored]
     k_cache.flatten(0, 1)[slots] = x[stored, num_heads:]
     v_cache.flatten(0, 1)[slots] = qkv[stored, num_heads + num_kv_heads :]
     return x[:, :num_heads].contiguous()
@@ -54,8 +54,8 @@ def qkv_rope_store_ref(
 
 @jit
 def _qkv_rope_store_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, kv_slots_ptr, query_ptr, k_cache_ptr, v_cache_ptr,
-    eps, row_stride,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, query_ptr,
+    k_cache_ptr, v_cache_ptr, eps, row_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _qkv_rope_store_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims)[None, :]
     sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims)[None, :]
-    slot = tl.load(kv_slots_ptr + token).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if HAS_NORM:
         q_first, q_second = tl.load(q_weight_ptr + dims), tl.load(q_weight_ptr + HALF + dims)
         k_first, k_second = tl.load(k_weight_ptr + dims), tl.load(k_weight_ptr + HALF + dims)
@@ -110,7 +110,7 @@ def qkv_rope_store_triton(
     positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Triton form of `qkv_rope_store`, one program for a few heads of a token."""
     num_tokens, all_heads, head_dim = qkv.shape
@@ -122,7 +122,7 @@ def qkv_rope_store_triton(
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos_sin, cos_sin)
     heads = 8
     _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
-        qkv, q_weight, k_weight, cos_sin, positions, kv_slots, query, k_cache, v_cache, eps, qkv.stride(0),
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, eps, qkv.stride(0),
         NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads, HAS_NORM=norm_weights is not None,
         num_warps=2, **pdl_options(qkv.device),
     )  # fmt: skip
@@ -137,7 +137,7 @@ def qkv_rope_store(
     positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Norm each head of queries and keys, if there are weights, rotate them, and store keys and values in place.
 
@@ -148,23 +148,23 @@ def qkv_rope_store(
         cos_sin: [max_position, head_dim] float32, cosines then sines of the angles of the head's two halves.
         positions: [num_tokens] int32.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
-        kv_slots: [num_tokens] int32, `block * block_size + offset`; -1 stores nothing. All but qkv is older than the
-            kernel queued last (see `pdl_options`).
+        slot_mapping: [num_tokens] int32, `block * block_size + offset`; -1 stores nothing. All but qkv is older than
+            the kernel queued last (see `pdl_options`).
 
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
     """
     form = qkv_rope_store_triton if uses_triton(qkv.device) else qkv_rope_store_ref
-    return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots)
+    return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping)
 
 
-def fused_projection_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:
+def should_use_fused_qkv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:
     """Whether `project_rope_store` exists here and for these shapes, and is faster than a product and this op apart."""
     if bias is not None or x.dim() != 2 or not is_hopper(x.device):
         return False
-    from nanovllm.kernels import hopper_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
 
-    pays = hopper_linear.pays(x, weight, device_limits(x.device)[0])
+    pays = hopper_linear.should_use(x, weight, device_limits(x.device)[0])
     return pays and head_dim == hopper_linear.HEAD_DIM.value
 
 
@@ -177,21 +177,21 @@ def project_rope_store(
     positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """`qkv_rope_store` of `x @ weight.T` in one kernel, where `fused_projection_pays`.
+    """`qkv_rope_store` of `x @ weight.T` in one kernel, where `should_use_fused_qkv`.
 
     Args:
         x: [num_tokens, hidden_size], contiguous.
         weight: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size].
-        norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots: see `qkv_rope_store`.
+        norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping: see `qkv_rope_store`.
 
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous.
     """
-    from nanovllm.kernels.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
+    from nanovllm.kernels.linear.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
 
     num_programs = device_limits(x.device)[0]
     return hopper_qkv_rope_store(
-        x, weight, norm_weights, eps, cos_sin, positions, k_cache, v_cache, kv_slots, num_programs
+        x, weight, norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping, num_programs
     )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
-from nanovllm.model_shard import Share
 
 _MASK32 = 0xFFFFFFFF
 GROUP = 64
@@ -96,15 +95,16 @@ def sample_ref(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     output_index: torch.Tensor,
-    vocab: Share | None = None,
+    first_token: int = 0,
+    num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `sample`."""
     num_rows, num_columns = logits.shape
-    vocab = vocab or Share.whole(num_columns)
-    assert vocab.start % GROUP == 0
-    num_groups, first_group = -(-num_columns // GROUP), vocab.start // GROUP
+    num_tokens = num_columns if num_tokens is None else num_tokens
+    assert first_token % GROUP == 0
+    num_groups, first_group = -(-num_columns // GROUP), first_token // GROUP
     scores = torch.full((num_rows, num_groups * GROUP), float("-inf"), device=logits.device)
-    scores[:, : vocab.num_present] = logits[:, : vocab.num_present]
+    scores[:, :num_tokens] = logits[:, :num_tokens]
     scores = scores.masked_fill_(scores.isnan(), float("-inf")).view(num_rows, num_groups, GROUP)
     group_scores = scores.amax(dim=2)
     hot = (temperatures > 0).nonzero().flatten()
@@ -123,7 +123,7 @@ def sample_ref(
     for rows in pieces:
         noise = token_noise(first_group + best[rows], seeds[rows], output_index[rows])
         keys[rows] += temperatures[rows].unsqueeze(1) * noise
-    return group_scores[all_rows, best], vocab.start + best * GROUP + keys.argmax(dim=1)
+    return group_scores[all_rows, best], first_token + best * GROUP + keys.argmax(dim=1)
 
 
 @jit
@@ -204,26 +204,27 @@ def sample_triton(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     output_index: torch.Tensor,
-    vocab: Share | None = None,
+    first_token: int = 0,
+    num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton form of `sample`: the groups' scores in one kernel, the draws in another."""
     num_rows, num_columns = logits.shape
-    vocab = vocab or Share.whole(num_columns)
+    num_tokens = num_columns if num_tokens is None else num_tokens
     num_groups, device = triton.cdiv(num_columns, GROUP), logits.device
     group_scores = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
     scores = torch.empty(num_rows, dtype=torch.float32, device=device)
     sampled = torch.empty(num_rows, dtype=torch.int64, device=device)
-    assert logits.stride(1) == 1 and seeds.stride(1) == 1 and vocab.start % GROUP == 0
+    assert logits.stride(1) == 1 and seeds.stride(1) == 1 and first_token % GROUP == 0
     strides = logits.stride(0), temperatures.stride(0)
     padded = triton.next_power_of_2(num_groups)
     groups = min(32, padded)
     _group_kernel[(num_rows, triton.cdiv(num_groups, groups))](
-        logits, temperatures, group_scores, vocab.num_present, num_groups, _LEAST_TEMPERATURE, *strides,
+        logits, temperatures, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE, *strides,
         GROUPS=groups, **pdl_options(device),
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, temperatures, seeds, output_index, group_scores, scores, sampled,
-        vocab.num_present, num_groups, vocab.start, *strides, seeds.stride(0),
+        num_tokens, num_groups, first_token, *strides, seeds.stride(0),
         GROUPS=padded, num_warps=8, **pdl_options(device),
     )  # fmt: skip
     return scores, sampled
@@ -234,22 +235,23 @@ def sample(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     output_index: torch.Tensor,
-    vocab: Share | None = None,
+    first_token: int = 0,
+    num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row; ties take the lowest id.
 
     Args:
-        logits: [num_rows, num_tokens], any float dtype; scores are float32, and NaN is the least.
+        logits: [num_rows, num_columns], any float dtype; scores are float32, and NaN is the least.
         temperatures: [num_rows] float32; 0 is argmax.
         seeds: [num_rows, 2] int32, low and high word of each request's seed.
         output_index: [num_rows] int32, how many tokens the request has generated before this one. All but the logits
             are older than the kernel queued last (see `pdl_options`).
-        vocab: the token ids that the columns of the logits stand for, padding included, which is never drawn; its
-            start is a multiple of GROUP. None for all of the vocabulary.
+        first_token: the token id of the first column, a multiple of GROUP.
+        num_tokens: columns that are tokens; those behind them are padding, which is never drawn. None for all.
 
     Returns:
         The scores of the tokens' groups, [num_rows] float32, and the tokens, [num_rows] int64. Scores of different
         shares compare.
     """
     form = sample_triton if uses_triton(logits.device) else sample_ref
-    return form(logits, temperatures, seeds, output_index, vocab)
+    return form(logits, temperatures, seeds, output_index, first_token, num_tokens)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels.qkv_rope_store import NormWeights, project_rope_store, qkv_rope_store
-from nanovllm.utils.context import get_context
 
 
 class Attention(nn.Module):
@@ -35,9 +35,9 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`forward` of `x @ weight.T`, where `fused_projection_pays`."""
-        context, cache = get_context(), (self.k_cache, self.v_cache)
-        query = project_rope_store(x, weight, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
+        """`forward` of `x @ weight.T`, where `should_use_fused_qkv`."""
+        metadata, cache = get_attention_metadata(), (self.k_cache, self.v_cache)
+        query = project_rope_store(x, weight, norm_weights, self.eps, cos_sin, positions, *cache, metadata.slot_mapping)
         return self._attend(query, rows)
 
     def forward(
@@ -53,16 +53,16 @@ class Attention(nn.Module):
         The arguments are those of `qkv_rope_store`, but `rows`, which are those to sample from, if only they are
         wanted. The result is [num_tokens, num_heads, head_dim], or has the `rows` alone.
         """
-        context, cache = get_context(), (self.k_cache, self.v_cache)
+        metadata, cache = get_attention_metadata(), (self.k_cache, self.v_cache)
         if rows is None:
-            out = self.backend.forward_projected(qkv, norm_weights, self.eps, cos_sin, *cache, context, self.scale)
+            out = self.backend.forward_projected(qkv, norm_weights, self.eps, cos_sin, *cache, metadata, self.scale)
             if out is not None:
                 return out
-        query = qkv_rope_store(qkv, norm_weights, self.eps, cos_sin, positions, *cache, context.kv_slots)
+        query = qkv_rope_store(qkv, norm_weights, self.eps, cos_sin, positions, *cache, metadata.slot_mapping)
         return self._attend(query, rows)
 
     def _attend(self, query: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         cache = self.k_cache, self.v_cache
         if rows is None:
-            return self.backend.forward(query, *cache, get_context(), self.scale)
-        return self.backend.forward(query, *cache, get_context().for_samples(), self.scale)[rows]
+            return self.backend.forward(query, *cache, get_attention_metadata(), self.scale)
+        return self.backend.forward(query, *cache, get_attention_metadata().for_samples(), self.scale)[rows]

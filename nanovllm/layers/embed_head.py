@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nanovllm.layers.layernorm import ReduceNorm
+from nanovllm.distributed.shard import Shard
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import project_normed
 from nanovllm.layers.weight_part import WeightPart
-from nanovllm.model_shard import Share
 
 
 class Embedding(nn.Module):
@@ -20,7 +20,7 @@ class Embedding(nn.Module):
         hidden_size: elements of a row.
     """
 
-    def __init__(self, vocab: Share, hidden_size: int) -> None:
+    def __init__(self, vocab: Shard, hidden_size: int) -> None:
         super().__init__()
         self.vocab = vocab
         self.weight = nn.Parameter(torch.empty(vocab.size, hidden_size), requires_grad=False)
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         absent = (rows < 0) | (rows >= self.vocab.size)
         return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
-    def logits(self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, residual: torch.Tensor | None, norm: AllReduceRMSNorm) -> torch.Tensor:
         """Read the table the other way, for the normalised `x + residual`, which are as `project_normed` takes them.
 
         Returns [num_rows, tokens of this rank].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.utils.communicator import Communicator
+from nanovllm.distributed.communicator import Communicator
 
 
 class RMSNorm(nn.Module):
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
 
-class ReduceNorm(RMSNorm):
+class AllReduceRMSNorm(RMSNorm):
     """Sums the ranks' parts of a branch, adds that to the residual stream, and normalises.
 
     Every all-reduce of a forward pass happens here, where it can be one kernel with what follows it.
@@ -33,4 +33,4 @@ class ReduceNorm(RMSNorm):
         x is this rank's part, of one rank alone perhaps itself in parts, and may be overwritten; the residual is the
         same on all ranks.
         """
-        return self.communicator.reduce_norm(x, self.weight, self.eps, residual)
+        return self.communicator.all_reduce_rms_norm(x, self.weight, self.eps, residual)

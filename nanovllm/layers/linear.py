@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.norm_linear import linear_into, norm_linear
-from nanovllm.layers.layernorm import ReduceNorm
+from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.weight_part import WeightPart
-from nanovllm.model_shard import Share
 
 
 def project_normed(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    norm: ReduceNorm,
+    norm: AllReduceRMSNorm,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     gated: bool = False,
@@ -37,7 +37,7 @@ class RowParallelLinear(nn.Module):
     The result is one rank's part of a sum, which is left to the norm that follows.
     """
 
-    def __init__(self, inputs: Share, out_features: int) -> None:
+    def __init__(self, inputs: Shard, out_features: int) -> None:
         super().__init__()
         self.inputs = inputs
         self.weight = nn.Parameter(torch.empty(out_features, inputs.size), requires_grad=False)
@@ -67,7 +67,7 @@ class MergedColumnParallelLinear(nn.Module):
         gated: whether the first of two projections, through SiLU, multiplies the second (SwiGLU, Shazeer 2020).
     """
 
-    def __init__(self, in_features: int, shards: dict[str, Share], bias: bool = False, gated: bool = False) -> None:
+    def __init__(self, in_features: int, shards: dict[str, Shard], bias: bool = False, gated: bool = False) -> None:
         super().__init__()
         out_features = sum(share.size for share in shards.values())
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
@@ -87,7 +87,7 @@ class MergedColumnParallelLinear(nn.Module):
         raise AssertionError(f"no projection {shard!r} among {list(self.shards)}")
 
     def project(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: AllReduceRMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the normalised `x + residual`, [num_tokens, in_features]; returns that and `x + residual`.
 

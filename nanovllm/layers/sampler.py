@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.sampling import sample
-from nanovllm.model_shard import Share
-from nanovllm.utils.communicator import Communicator
 
 
 class Sampler(nn.Module):
@@ -18,7 +18,7 @@ class Sampler(nn.Module):
         communicator: by it the ranks agree on the best of their tokens.
     """
 
-    def __init__(self, vocab: Share, communicator: Communicator) -> None:
+    def __init__(self, vocab: Shard, communicator: Communicator) -> None:
         super().__init__()
         self.vocab = vocab
         self.communicator = communicator
@@ -30,5 +30,6 @@ class Sampler(nn.Module):
 
         logits: [num_rows, this rank's tokens]; temperatures, output_index: [num_rows]; seeds: [num_rows, 2].
         """
-        scores, token_ids = sample(logits, temperatures, seeds, output_index, self.vocab)
-        return self.communicator.agree(scores, token_ids)
+        vocab = self.vocab
+        scores, token_ids = sample(logits, temperatures, seeds, output_index, vocab.start, vocab.num_present)
+        return self.communicator.all_reduce_argmax(scores, token_ids)

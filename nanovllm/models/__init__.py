@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nanovllm.distributed.communicator import Communicator
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.communicator import Communicator
 
 _MODELS = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen2ForCausalLM": Qwen3ForCausalLM}
 

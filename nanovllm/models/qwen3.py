@@ -15,15 +15,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.kernels.qkv_rope_store import fused_projection_pays
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import ModelShard, shard_of
+from nanovllm.kernels.qkv_rope_store import should_use_fused_qkv
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
-from nanovllm.layers.layernorm import ReduceNorm, RMSNorm
+from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import cos_sin_table
 from nanovllm.model_config import ModelConfig
-from nanovllm.model_shard import ModelShard, shard_of
-from nanovllm.utils.communicator import Communicator
 
 
 class Qwen3Attention(nn.Module):
@@ -46,7 +46,7 @@ class Qwen3Attention(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: ReduceNorm,
+        norm: AllReduceRMSNorm,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         rows: torch.Tensor | None,
@@ -60,7 +60,7 @@ class Qwen3Attention(nn.Module):
         """
         weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        if norms is not None and fused_projection_pays(x, weight, bias, self.head_dim):
+        if norms is not None and should_use_fused_qkv(x, weight, bias, self.head_dim):
             normed, residual = norm(x, residual)
             out = self.attn.project_and_attend(normed, weight, norms, positions, cos_sin, rows).flatten(1)
         else:
@@ -83,7 +83,7 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(size, config.hidden_size)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: ReduceNorm
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: AllReduceRMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Work on the normalised `x + residual`, [num_tokens, hidden_size]; returns the result and `x + residual`."""
         x, residual = self.gate_up_proj.project(x, residual, norm)
@@ -97,8 +97,8 @@ class Qwen3DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, shard)
         self.mlp = Qwen3MLP(config, shard)
-        self.input_layernorm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
-        self.post_attention_layernorm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(
         self,
@@ -120,7 +120,7 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(shard.vocab, config.hidden_size)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, shard, communicator) for _ in range(config.num_layers))
-        self.norm = ReduceNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor | None

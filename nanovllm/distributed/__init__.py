@@ -1,0 +1,1 @@
+"""Tensor parallelism: shards, and collectives over tensors."""

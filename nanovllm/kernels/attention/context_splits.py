@@ -1,0 +1,168 @@
+"""Contexts of decoding sequences split into ranges of tiles, for a program each, and merged again (split-KV).
+
+How often each is split is found on the device, from the contexts' lengths: so that they keep it busy, and no split is
+longer than an even share of all. So nothing depends on contexts but numbers on the device, and a captured graph stays
+valid as they grow. The longest splits, by a context's mean, come first, so that work which is taken as it comes ends
+with short ones. What is attended to in several splits is merged by its log-sum-exp (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
+from nanovllm.kernels.attention.online_softmax import merge_states
+
+_BLOCK = 16
+"""Sequences that one program splits."""
+_MERGED_AT_ONCE = 16
+
+
+@dataclass
+class ContextSplits:
+    """What all layers of a step share.
+
+    Attributes:
+        splits: [num_splits, 4] int32; of each the sequence, -1 if it is left over, the first tile, the number of tiles,
+            and the tokens that tiles are of: the context's behind its prefix, but the new one.
+        of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which follow one another.
+    """
+
+    splits: torch.Tensor
+    of_seqs: torch.Tensor
+
+
+def split_contexts_ref(
+    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
+    """Plain torch form of `split_contexts`."""
+    old = seq_lens.long() - 1
+    if prefix_lens is not None:
+        old -= prefix_lens[: len(old)]
+    tiles = -(-old // tile)
+    weights = tiles.clamp(min=1)
+    counts = -(-weights // -(-weights.sum() // shares))
+    order = torch.sort(old // counts, descending=True, stable=True).indices
+    firsts = torch.empty_like(order)
+    firsts[order] = counts[order].cumsum(0) - counts[order]
+    seqs = order.repeat_interleave(counts[order])
+    number = torch.arange(len(seqs), device=old.device) - firsts[seqs]
+    starts, ends = (n * tiles[seqs] // counts[seqs] for n in (number, number + 1))
+    splits = torch.full((len(old) + shares - 1, 4), -1, dtype=torch.int32, device=old.device)
+    splits[: len(seqs)] = torch.stack([seqs, starts, ends - starts, old[seqs]], 1).int()
+    return ContextSplits(splits, torch.stack([firsts, counts], 1).int())
+
+
+@jit(do_not_specialize=["num_seqs", "shares", "num_splits"], unaligned=["seq_lens_ptr", "prefix_lens_ptr"])
+def _split_contexts_kernel(
+    seq_lens_ptr, prefix_lens_ptr, splits_ptr, of_seqs_ptr, num_seqs, shares, num_splits,
+    TILE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    seqs, own = tl.arange(0, SEQS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_seq, is_own = seqs < num_seqs, own < num_seqs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    old = tl.load(seq_lens_ptr + seqs, mask=is_seq, other=1) - 1
+    own_old = tl.load(seq_lens_ptr + own, mask=is_own, other=1) - 1
+    if HAS_PREFIX:
+        old -= tl.load(prefix_lens_ptr + seqs, mask=is_seq, other=0)
+        own_old -= tl.load(prefix_lens_ptr + own, mask=is_own, other=0)
+    own_tiles = tl.cdiv(own_old, TILE)
+    weights = tl.where(is_seq, tl.maximum(tl.cdiv(old, TILE), 1), 0)
+    longest = tl.cdiv(tl.sum(weights, axis=0), shares)
+    counts = tl.cdiv(weights, longest)
+    own_counts = tl.where(is_own, tl.cdiv(tl.maximum(own_tiles, 1), longest), 0)
+    sizes = (old // tl.maximum(counts, 1))[None, :]
+    own_sizes = (own_old // tl.maximum(own_counts, 1))[:, None]
+    is_before = (sizes > own_sizes) | ((sizes == own_sizes) & (seqs[None, :] < own[:, None]))
+    first = tl.sum(tl.where(is_before, counts[None, :], 0), axis=1)
+    tl.store(of_seqs_ptr + 2 * own, first, mask=is_own)
+    tl.store(of_seqs_ptr + 2 * own + 1, own_counts, mask=is_own)
+    for number in range(tl.max(own_counts, axis=0)):
+        mask = number < own_counts
+        start = number * own_tiles // tl.maximum(own_counts, 1)
+        end = (number + 1) * own_tiles // tl.maximum(own_counts, 1)
+        split_ptrs = splits_ptr + 4 * (first + number)
+        tl.store(split_ptrs, own, mask=mask)
+        tl.store(split_ptrs + 1, start, mask=mask)
+        tl.store(split_ptrs + 2, end - start, mask=mask)
+        tl.store(split_ptrs + 3, own_old, mask=mask)
+    for split in range(tl.sum(counts, axis=0) + tl.program_id(0), num_splits, tl.num_programs(0)):
+        tl.store(splits_ptr + 4 * split + tl.arange(0, 4), -1)
+
+
+def split_contexts_triton(
+    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
+    """Triton form of `split_contexts`: a split's place is the number of those before it."""
+    num_seqs = len(seq_lens)
+    splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
+    # The same for all but the largest batches, so that they need no kernel of their own.
+    size = max(512, triton.next_power_of_2(num_seqs))
+    _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
+        seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
+        TILE=tile, SEQS=size, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(seq_lens.device),
+    )  # fmt: skip
+    return ContextSplits(splits, of_seqs)
+
+
+def split_contexts(
+    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
+    """Split contexts; those first whose splits are longest in the mean, equal ones as they stand.
+
+    Args:
+        seq_lens: [num_seqs] int32, at least 1 each; the last token, the new one, is in no tile.
+        tile: tokens of a tile.
+        shares: no split has more tiles than all contexts divided by this, rounded up; 1 leaves contexts whole. There is
+            room for num_seqs + shares - 1 splits.
+        prefix_lens: [num_seqs or more] int32; tokens at the start of each context, fewer than it has, that are left
+            out, as if the rest were all of it.
+    """
+    function = split_contexts_triton if uses_triton(seq_lens.device) else split_contexts_ref
+    return function(seq_lens, tile, shares, prefix_lens)
+
+
+@jit(unaligned=["of_seqs_ptr"])
+def _merge_splits_kernel(
+    out_ptr, partial_ptr, lse_ptr, of_seqs_ptr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.load(of_seqs_ptr + 2 * seq)
+    count = tl.load(of_seqs_ptr + 2 * seq + 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if count > 1:
+        dims = tl.arange(0, HEAD_DIM)
+        acc = tl.zeros([HEAD_DIM], dtype=tl.float32)
+        top = -float("inf")
+        total = 0.0
+        for start in range(0, count, AT_ONCE):
+            number = start + tl.arange(0, AT_ONCE)
+            mask = number < count
+            rows = (first + number) * HEADS + head
+            lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
+            partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
+            acc, top, total = merge_states(lse, partial, acc, top, total)
+        tl.store(out_ptr + (seq * HEADS + head) * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, of_seqs: torch.Tensor) -> None:
+    """Merge what was attended to in several splits into `out`; other sequences' rows stay as they are.
+
+    Args:
+        out: [num_seqs, num_heads, head_dim], contiguous.
+        partial: [num_splits, num_heads, head_dim] float32; outputs of the splits.
+        lse: [num_splits, num_heads] float32; base-2 logarithm of the sum of each's weights.
+        of_seqs: of `ContextSplits`; older than the kernel queued last (see `pdl_options`).
+    """
+    num_seqs, num_heads, head_dim = out.shape
+    _merge_splits_kernel[(num_seqs, num_heads)](
+        out, partial, lse, of_seqs,
+        HEADS=num_heads, HEAD_DIM=head_dim, AT_ONCE=_MERGED_AT_ONCE, num_warps=1, **pdl_options(out.device),
+    )  # fmt: skip

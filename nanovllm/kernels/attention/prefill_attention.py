@@ -1,0 +1,149 @@
+"""Attention of chunks of prompts over pages, in Triton: FlashAttention (Dao et al. 2022) with a block table.
+
+Hopper has a kernel of its own (`hopper_prefill`), which takes some 0.7 times as long.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, is_hopper, jit, pdl_options, tl
+from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels.attention.query_tiles import QUERY_TILE, UNALIGNED
+
+NUM_WARPS = 8
+"""With 4, a thread spills 480 to 960 bytes. On GPUs with 99 KiB of shared memory, where one program fills a
+multiprocessor, 8 are twice as many warps at work."""
+_HOPPER_WARPS = 4
+"""Four warps are one warpgroup, and take 0.7 times as long as eight on an H200, although a thread spills 88 bytes."""
+_KEY_TILE = 64
+_FLOAT32_ROWS = 32
+"""Query tokens of one program for float32, which has no matrix instructions: 128 rows spill 1700 bytes."""
+
+
+@jit
+def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
+    """The number of this program's rows within its sequence, in units of a part of a tile."""
+    # Volatile, so that it is read whenever it is asked for, and not kept in registers.
+    tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1) // PARTS, volatile=True)
+    return tile * PARTS + tl.program_id(1) % PARTS
+
+
+@jit(do_not_specialize=["table_size", "num_tiles"], unaligned=UNALIGNED)
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, tiles_ptr, scale,
+    q_stride, table_stride, table_size, num_tiles,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    seq = tl.load(tiles_ptr + tl.program_id(1) // PARTS)
+    tile = _own_tile(tiles_ptr, num_tiles, PARTS)
+    known_seq = tl.maximum(seq, 0)
+    q_start = tl.load(cu_seqlens_q_ptr + known_seq)
+    q_len = tl.load(cu_seqlens_q_ptr + known_seq + 1) - q_start
+    seq_len = tl.load(seq_lens_ptr + known_seq)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # A part of the last tile may have no rows.
+    if seq >= 0 and tile * BLOCK_M < q_len:
+        q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        first_position = seq_len - q_len
+        dims = tl.arange(0, HEAD_DIM)
+        q_rows = (q_start + q_index).to(tl.int64)
+        q_mask = (q_index < q_len)[:, None]
+        query = tl.load(q_ptr + q_rows[:, None] * q_stride + head * HEAD_DIM + dims[None, :], mask=q_mask, other=0.0)
+        kv_offset = (head // GROUP) * HEAD_DIM
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+        acc = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+        row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        end = tl.minimum(seq_len, first_position + (tile + 1) * BLOCK_M)
+        # Keys before the first query of the tile are seen by all its queries: no mask.
+        unmasked_end = (first_position + tile * BLOCK_M) // BLOCK_N * BLOCK_N
+        for start in range(0, unmasked_end, BLOCK_N):
+            acc, row_max, row_sum = attend_tile(
+                query, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, table_size, start, None, None, scale,
+                KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+            )  # fmt: skip
+        for start in range(unmasked_end, end, BLOCK_N):
+            positions = start + tl.arange(0, BLOCK_N)
+            acc, row_max, row_sum = attend_tile(
+                query, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, table_size, start, positions < end,
+                positions[None, :] <= (first_position + q_index)[:, None], scale,
+                KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+            )  # fmt: skip
+        out = acc / row_sum[:, None]
+        # Found out again, because the products above need all registers.
+        q_index = _own_tile(tiles_ptr, num_tiles, PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_rows = (q_start + q_index).to(tl.int64)
+        tl.store(
+            out_ptr + q_rows[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + dims[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=(q_index < q_len)[:, None],
+        )
+
+
+def prefill_attention_triton(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+) -> None:
+    """Triton form of `prefill_attention`, for any GPU."""
+    _, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_tiles = len(tiles) // 2
+    wide = query.element_size() == 4
+    block_m = _FLOAT32_ROWS if wide else QUERY_TILE
+    num_warps = _HOPPER_WARPS if is_hopper(query.device) and not wide else NUM_WARPS
+    parts = QUERY_TILE // block_m
+    _prefill_kernel[(num_heads, num_tiles * parts)](
+        query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale * LOG2E,
+        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,
+        **pdl_options(query.device),
+    )  # fmt: skip
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+) -> None:
+    """Causal attention of the last tokens of each sequence over all its pages, into `out`.
+
+    Args:
+        query, out: [num_tokens, num_heads, head_dim]; query's rows and all of out contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        block_tables: [num_seqs, max_blocks] int32.
+        seq_lens: [num_seqs] int32, the sequence's query tokens included.
+        cu_seqlens_q: [num_seqs + 1] int32; where each sequence's query tokens start.
+        tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then its
+            number within the sequence. Programs start in this order. Lengths, cu_seqlens_q and tiles are older than the
+            kernel queued last (see `pdl_options`).
+        scale: factor of the scores.
+    """
+    if is_hopper(query.device):
+        from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
+
+        if hopper_prefill.supports(query, k_cache):
+            hopper_prefill.hopper_prefill_attention(
+                query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale,
+                device_limits(query.device)[0],
+            )  # fmt: skip
+            return
+    prefill_attention_triton(query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale)

@@ -1,0 +1,1 @@
+"""Kernels over memory that several GPUs share."""

@@ -1,0 +1,218 @@
+"""All-reduce over GPUs that map each other's memory, with the residual addition and the RMS norm that follow.
+
+A few rows go to every rank, as words, and each adds them up (one-shot). Of more, each rank adds up its share and tells
+the others the sum, as rows with flags (two-shot). The order of summation is the ranks', so all get the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels.collective.symmetric_buffer import (
+    ABORT_CHECK_SPINS,
+    SymmetricBuffer,
+    buffer_address,
+    receive_words,
+    send_words,
+    set_signal,
+    wait_signal,
+)
+from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.rms_norm import rms_norm_ref
+
+
+def all_reduce_rms_norm_ref(
+    parts: list[torch.Tensor], weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch form of `all_reduce_rms_norm`, of all ranks' parts in one place."""
+    total = torch.stack(parts).float().sum(0)
+    if residual is not None:
+        total += residual.float()
+    return rms_norm_ref(total.to(parts[0].dtype), weight, eps)
+
+
+@jit
+def _unpack(words, dtype: tl.constexpr):
+    """The float32 values in words of 4 bytes: two of each, the second zero if there is room for one only."""
+    if dtype.primitive_bitwidth == 16:
+        first = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        second = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        first = words.to(tl.float32, bitcast=True)
+        second = tl.zeros_like(first)
+    return first, second
+
+
+@jit
+def _pack(first, second, dtype: tl.constexpr):
+    """What `_unpack` takes apart."""
+    if dtype.primitive_bitwidth == 16:
+        low = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return (second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+    return first.to(tl.int32, bitcast=True)
+
+
+@jit(do_not_specialize=["call_in_step"])
+def _one_shot_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size, capacity,
+    call_in_step, calls_per_step,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    per_word: tl.constexpr = 32 // dtype.primitive_bitwidth
+    word_pointer: tl.constexpr = tl.pointer_type(tl.int32)
+    row = tl.program_id(0)
+    words_per_row = size // per_word
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < words_per_row
+    weight = tl.load(weight_ptr.to(word_pointer) + offsets, mask=mask, other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    call = tl.load(step_ptr) * calls_per_step + call_in_step
+    row_offsets = row.to(tl.int64) * words_per_row + offsets
+    mine = tl.load(x_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
+    mailbox = buffer_address(addresses_ptr, RANK, 0, tl.int64)
+    box = (call & 1).to(tl.int64) * (RANKS * capacity) + row_offsets
+    first = tl.zeros([BLOCK], dtype=tl.float32)
+    second = tl.zeros([BLOCK], dtype=tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
+        first, second = _unpack(residual, dtype)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            send_words(buffer_address(addresses_ptr, rank, 0, tl.int64), box + RANK * capacity, mine, mask, call)
+    for rank in tl.static_range(RANKS):
+        words = mine
+        if rank != RANK:
+            words = receive_words(mailbox, box + rank * capacity, mask, call, abort_ptr, CHECK)
+        part_first, part_second = _unpack(words, dtype)
+        first += part_first
+        second += part_second
+    words = _pack(first, second, dtype)
+    tl.store(total_ptr.to(word_pointer) + row_offsets, words, mask=mask)
+    # What is normalised is what is passed on, which is rounded.
+    first, second = _unpack(words, dtype)
+    scale = rsqrt(tl.sum(first * first + second * second, axis=0) / size + eps)
+    weight_first, weight_second = _unpack(weight, dtype)
+    out = _pack(first * scale * weight_first, second * scale * weight_second, dtype)
+    tl.store(out_ptr.to(word_pointer) + row_offsets, out, mask=mask)
+
+
+@jit(do_not_specialize=["call_in_step"])
+def _two_shot_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size,
+    rows_offset, row_bytes, signals_offset, max_rows, call_in_step, calls_per_step,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    call = tl.load(step_ptr) * calls_per_step + call_in_step
+    half = (call & 1).to(tl.int64)
+    contributions = rows_offset + half * 2 * row_bytes
+    results = contributions + row_bytes
+    flags = signals_offset + half * (RANKS + 1) * max_rows * 4
+    row_offsets = row.to(tl.int64) * size + offsets
+    mine = tl.load(x_ptr + row_offsets, mask=mask, other=0.0)
+    owner = row % RANKS
+    # Contributions to a row lie side by side, in the order of the ranks.
+    sent_offsets = (row // RANKS * RANKS).to(tl.int64) * size + offsets
+    own_flags = buffer_address(addresses_ptr, RANK, flags, tl.int32) + row
+    if owner != RANK:
+        tl.store(
+            buffer_address(addresses_ptr, owner, contributions, dtype) + RANK * size + sent_offsets, mine, mask=mask
+        )
+        set_signal(addresses_ptr, owner, flags + (RANK * max_rows + row) * 4, call)
+        wait_signal(own_flags + RANKS * max_rows, call, abort_ptr, CHECK)
+        result_ptrs = buffer_address(addresses_ptr, RANK, results, dtype) + row_offsets
+        rounded = tl.load(result_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    else:
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        if HAS_RESIDUAL:
+            total += tl.load(residual_ptr + row_offsets, mask=mask, other=0.0).to(tl.float32)
+        for rank in tl.static_range(RANKS):
+            if rank == RANK:
+                total += mine.to(tl.float32)
+            else:
+                wait_signal(own_flags + rank * max_rows, call, abort_ptr, CHECK)
+                part_ptrs = buffer_address(addresses_ptr, RANK, contributions, dtype) + rank * size + sent_offsets
+                total += tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        rounded = total.to(dtype)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.store(buffer_address(addresses_ptr, rank, results, dtype) + row_offsets, rounded, mask=mask)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                set_signal(addresses_ptr, rank, flags + (RANKS * max_rows + row) * 4, call)
+    tl.store(total_ptr + row_offsets, rounded, mask=mask)
+    # What is normalised is what is passed on, which is rounded.
+    wide = rounded.to(tl.float32)
+    scale = rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
+
+
+def fits(x: torch.Tensor, boxes: SymmetricBuffer, one_shot: bool) -> bool:
+    """Whether rows like x fit into the symmetric buffer, and in one shot consist of whole words."""
+    num_rows, row_bytes = len(x), x.shape[1] * x.element_size()
+    if one_shot:
+        return row_bytes % 4 == 0 and num_rows * row_bytes <= boxes.word_bytes
+    # Contributions to the last rows may be the last of a group of `num_ranks` rows.
+    return num_rows <= boxes.max_rows and (num_rows + boxes.num_ranks) * row_bytes <= boxes.row_bytes
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    boxes: SymmetricBuffer,
+    call_in_step: int,
+    one_shot: bool,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
+
+    Args:
+        x: [num_rows, size], contiguous; this rank's part.
+        weight: [size], of the norm.
+        eps: added to the mean square.
+        residual: [num_rows, size], contiguous, the same on every rank; or None for zero.
+        boxes: where the ranks meet. Two calls after this one it is all read: by then every rank has taken part in one.
+        call_in_step: number of the call, below `calls_per_step`.
+        one_shot: the form, the same on every rank; x must fit. Two shots need a row for each rank, or some ranks would
+            not take part.
+        out: where to put the results, contiguous; None for new tensors.
+
+    Returns:
+        The normalised rows, and the sum, both in x's dtype and the same on every rank.
+    """
+    num_rows, size = x.shape
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, boxes, one_shot)
+    assert one_shot or num_rows >= boxes.num_ranks
+    normed, total = out or (torch.empty_like(x), torch.empty_like(x))
+    tensors = x, residual, weight, normed, total, boxes.addresses, boxes.step, boxes.abort
+    words = triton.next_power_of_2(size * x.element_size() // 4)
+    options = {
+        "RANK": boxes.rank, "RANKS": boxes.num_ranks, "HAS_RESIDUAL": residual is not None, "CHECK": ABORT_CHECK_SPINS,
+        "num_warps": min(8, max(1, words // 256)),
+    } | pdl_options(x.device)  # fmt: skip
+    if one_shot:
+        _one_shot_kernel[(num_rows,)](
+            *tensors, eps, size, boxes.word_bytes // 4, call_in_step, boxes.calls_per_step, BLOCK=words, **options
+        )
+    else:
+        _two_shot_kernel[(num_rows,)](
+            *tensors, eps, size, boxes.rows_offset, boxes.row_bytes, boxes.signals_offset, boxes.max_rows,
+            call_in_step, boxes.calls_per_step, BLOCK=triton.next_power_of_2(size),
+            **options,
+        )  # fmt: skip
+    return normed, total

@@ -1,0 +1,236 @@
+"""Products of many rows for Hopper with what follows them in a decoder: the MLP's gate, and norm, RoPE and store.
+
+See `hopper_product`. What a product apart would write, and the next kernel read, stays in registers. On an H200, 16,384
+rows of Qwen3-0.6B's gate and up take 299 us, and 345 with cuBLAS and a kernel for the activation; queries, keys and
+values take 237 and 273.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._gluon import (
+    descriptor,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    kernel,
+    tma_store,
+    tma_store_wait,
+)
+from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.linear.hopper_product import (
+    INS,
+    PIECE,
+    ROWS,
+    find_tile,
+    halve,
+    load_tiles,
+    make_ring,
+    multiply_tile,
+)
+
+HEAD_DIM = PIECE
+"""Elements of the heads that `hopper_qkv_rope_store` knows."""
+_ROW_MAJOR = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+"""How threads hold a head that they store: half a row of a head goes out at once."""
+
+
+@gluon.jit
+def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, outs):
+    """Multiply and gate one half of each tile's rows."""
+    dtype: gl.constexpr = out_desc.dtype
+    turn = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        above, left = find_tile(tile, row_tiles, column_tiles)
+        gate, up = halve(multiply_tile(GROUP, turn, steps, ring))
+        turn += steps
+        # Rounded where a product apart would have rounded.
+        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+        gated = gate / (1 + gl.exp(-gate)) * up
+        tma_store_wait(0)
+        outs.index(GROUP).store(gated.to(dtype))
+        fence_async_shared()
+        tma_store(out_desc, [above * ROWS + GROUP * (ROWS // 2), left * PIECE], outs.index(GROUP))
+    tma_store_wait(0)
+
+
+@kernel(do_not_specialize=["row_tiles"])
+def _gated_linear_kernel(x_desc, weight_desc, out_desc, row_tiles, column_tiles, steps):
+    ring = make_ring(x_desc, weight_desc)
+    outs = gl.allocate_shared_memory(x_desc.dtype, [2, ROWS // 2, PIECE], out_desc.layout)
+    gdc_wait()
+    gdc_launch_dependents()
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    size = column_tiles * PIECE
+    gl.warp_specialize(
+        [
+            (_gate, (FIRST, out_desc, row_tiles, column_tiles, steps, ring, outs)),
+            (_gate, (SECOND, out_desc, row_tiles, column_tiles, steps, ring, outs)),
+            (load_tiles, (x_desc, weight_desc, row_tiles, column_tiles, steps, PIECE, size, ring)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )
+
+
+@gluon.jit
+def _store_head(head, ptr, places, known, stride):
+    """Store a head, [ROWS / 2, HEAD_DIM], into the rows `places` of `stride` elements at `ptr`, where `known`."""
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, _ROW_MAJOR))
+    gl.store(
+        ptr + places.to(gl.int64)[:, None] * stride + dims[None, :], gl.convert_layout(head, _ROW_MAJOR), known[:, None]
+    )
+
+
+@gluon.jit
+def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
+    """Norm, rotate and store one head of a group's rows: x [ROWS / 2, HEAD_DIM]; cos, sin [ROWS / 2, HEAD_DIM / 2]."""
+    q_norm_ptr, k_norm_ptr = norms
+    query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr = outputs
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    rows = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, _ROW_MAJOR))
+    x = x.to(dtype)
+    if head < HEADS + KV_HEADS:
+        first, second = halve(x.to(gl.float32))
+        dims = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, first.type.layout))
+        norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
+        scale = rsqrt((gl.sum(first * first, 1) + gl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
+        first *= scale * gl.load(norm_ptr + dims).to(gl.float32)[None, :]
+        second *= scale * gl.load(norm_ptr + HEAD_DIM // 2 + dims).to(gl.float32)[None, :]
+        rotated = gl.join((first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype))
+        rotated = rotated.permute((0, 2, 1)).reshape([ROWS // 2, HEAD_DIM])
+        if head < HEADS:
+            _store_head(rotated, query_ptr + head * HEAD_DIM, rows, rows < num_rows, HEADS * HEAD_DIM)
+        else:
+            slots = gl.load(slot_mapping_ptr + rows, mask=rows < num_rows, other=-1)
+            _store_head(rotated, k_cache_ptr + (head - HEADS) * HEAD_DIM, slots, slots >= 0, KV_HEADS * HEAD_DIM)
+    else:
+        slots = gl.load(slot_mapping_ptr + rows, mask=rows < num_rows, other=-1)
+        ptr = v_cache_ptr + (head - HEADS - KV_HEADS) * HEAD_DIM
+        _store_head(x, ptr, slots, slots >= 0, KV_HEADS * HEAD_DIM)
+
+
+@gluon.jit
+def _finish_heads(
+    GROUP: gl.constexpr, work, ring, positions_ptr, cos_sin_ptr, norms, outputs, eps,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """Multiply one half of each tile's rows, which are two heads, and norm, rotate and store them."""
+    num_rows, row_tiles, column_tiles, steps = work
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PIECE, 16])
+    left_part, _right_part = halve(gl.zeros([ROWS // 2, 2 * PIECE], gl.float32, ACC))
+    half_head, _other_half = halve(left_part)
+    LAYOUT: gl.constexpr = half_head.type.layout
+    dims = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, LAYOUT))
+    turn = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        above, left = find_tile(tile, row_tiles, column_tiles)
+        row = above * ROWS + GROUP * (ROWS // 2)
+        # Asked for before the product, which hides their way.
+        rows = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, LAYOUT))
+        position = gl.load(positions_ptr + rows, mask=rows < num_rows, other=0)
+        cos_ptrs = cos_sin_ptr + (position.to(gl.int64) * HEAD_DIM)[:, None] + dims[None, :]
+        cos, sin = gl.load(cos_ptrs), gl.load(cos_ptrs + HEAD_DIM // 2)
+        first, second = halve(multiply_tile(GROUP, turn, steps, ring))
+        turn += steps
+        _finish_head(first, 2 * left, row, cos, sin, norms, outputs, num_rows, eps, HEADS, KV_HEADS)
+        _finish_head(second, 2 * left + 1, row, cos, sin, norms, outputs, num_rows, eps, HEADS, KV_HEADS)
+
+
+@kernel(do_not_specialize=["num_rows", "row_tiles"])
+def _qkv_kernel(
+    x_desc, weight_desc, num_rows, row_tiles, column_tiles, steps, positions_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr,
+    query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, eps, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    ring = make_ring(x_desc, weight_desc)
+    gdc_wait()
+    gdc_launch_dependents()
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    work = (num_rows, row_tiles, column_tiles, steps)
+    norms = (q_norm_ptr, k_norm_ptr)
+    outputs = (query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr)
+    gl.warp_specialize(
+        [
+            (_finish_heads, (FIRST, work, ring, positions_ptr, cos_sin_ptr, norms, outputs, eps, HEADS, KV_HEADS)),
+            (_finish_heads, (SECOND, work, ring, positions_ptr, cos_sin_ptr, norms, outputs, eps, HEADS, KV_HEADS)),
+            (load_tiles, (x_desc, weight_desc, row_tiles, column_tiles, steps, 2 * PIECE, PIECE, ring)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )
+
+
+def should_use(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> bool:
+    """Whether the products here know these shapes, and have enough tiles to fill all rounds of programs to nine tenths.
+
+    Then all that was measured, from 256 to 16,384 rows, is faster than with cuBLAS, or for 16,384 rows of Qwen3-8B as
+    fast; else it is slower. Gate and up of Qwen3-0.6B, us with cuBLAS and so: 1500 rows (288 tiles for 132 programs)
+    34.8 and 39.7, 2048 rows (384) 47.6 and 41.3. Of Qwen3-8B: 256 rows (192) 77 and 93, 512 (384) 143 and 137. Queries,
+    keys and values of Qwen3-0.6B: 1024 rows (128) 20.3 and 18.6, 1500 (192) 28.6 and 32.4, 2048 (256) 37.7 and 34.2.
+    """
+    known = x.element_size() == 2 and x.shape[1] % INS.value == 0 and len(weight) % (2 * PIECE.value) == 0
+    tiles = -(-len(x) // ROWS.value) * (len(weight) // (2 * PIECE.value))
+    return known and tiles >= 0.9 * num_programs * -(-tiles // num_programs)
+
+
+def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> torch.Tensor:
+    """SiLU(gate) * up of a product without a bias, by at most `num_programs` programs, one a multiprocessor.
+
+    Args:
+        x: [num_rows, in_features], of two-byte elements, contiguous.
+        weight: [2 * size, in_features]; the gate's rows first; contiguous.
+        num_programs: see above.
+
+    Returns:
+        [num_rows, size].
+    """
+    rows, in_features = x.shape
+    out = torch.empty(rows, len(weight) // 2, dtype=x.dtype, device=x.device)
+    row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * PIECE.value)
+    _gated_linear_kernel[(min(num_programs, row_tiles * column_tiles),)](
+        descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [PIECE.value, INS.value]),
+        descriptor(out, [ROWS.value // 2, PIECE.value]), row_tiles, column_tiles, in_features // INS.value,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def hopper_qkv_rope_store(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weights: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_programs: int,
+) -> torch.Tensor:
+    """`qkv_rope_store` of the product `x @ weight.T`, by at most `num_programs` programs, one a multiprocessor.
+
+    Args:
+        x: [num_rows, in_features], of two-byte elements, contiguous.
+        weight: [(num_heads + 2 * num_kv_heads) * HEAD_DIM, in_features], an even number of heads; contiguous.
+        norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping: see `qkv_rope_store`.
+        num_programs: see above.
+
+    Returns:
+        The queries, [num_rows, num_heads, HEAD_DIM], contiguous.
+    """
+    rows, in_features = x.shape
+    kv_heads = k_cache.shape[2]
+    heads = len(weight) // HEAD_DIM.value - 2 * kv_heads
+    query = torch.empty(rows, heads, HEAD_DIM.value, dtype=x.dtype, device=x.device)
+    row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * PIECE.value)
+    _qkv_kernel[(min(num_programs, row_tiles * column_tiles),)](
+        descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [PIECE.value, INS.value]),
+        rows, row_tiles, column_tiles, in_features // INS.value, positions, cos_sin, *norm_weights,
+        query, k_cache, v_cache, slot_mapping, eps, HEADS=heads, KV_HEADS=kv_heads, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return query

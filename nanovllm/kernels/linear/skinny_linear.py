@@ -1,0 +1,152 @@
+"""Products of a few rows by the tensor cores, where reading the weights is all that should take time.
+
+Every warp of a program takes its own part of the inputs, and the parts are summed at the end. So a narrow tile of
+outputs keeps many warps busy: with tiles of 8 to 32 outputs, by which alone the device is filled, warps that divide
+outputs would do the same work several times over.
+
+The kernel here runs through the inputs in a pipeline. For few inputs there is `one_shot_linear`, which asks for all of
+its weights before it waits for its input. A Qwen3-0.6B layer's linears, norms and gate take 18.1 us so at 8 rows on an
+H200; 24.5 took products whose warps divided outputs, with norms of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+
+MAX_SKINNY_ROWS = 16
+"""Up to here the kernels pay. With 32 rows, layers of Qwen3-1.7B to 32B take 6 to 17% longer than with cuBLAS."""
+
+_PIECE = 64
+"""Inputs that a warp takes at a time."""
+ONE_SHOT_CHUNK = 1024
+"""Inputs that a program of `one_shot_linear` takes at a time, divided among its warps."""
+MAX_ONE_SHOT_OUTS = 32
+"""Outputs of such a program, at most."""
+
+Norm = tuple[torch.Tensor, float]
+"""Weight [in_features] and epsilon of an RMS norm."""
+
+
+@jit
+def _sum_of_warps(parts, WARPS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr):
+    """Sum [WARPS, ROWS, OUT] over the warps; `tl.sum` has 16-way bank conflicts there, at 1 to 2 us a sum."""
+    parts = tl.permute(parts, (1, 2, 0))
+    for i in tl.static_range(4):
+        if WARPS >> i > 1:
+            even, odd = tl.split(tl.reshape(parts, [ROWS, OUT, WARPS >> (i + 1), 2]))
+            parts = even + odd
+    return tl.reshape(parts, [ROWS, OUT])
+
+
+@jit
+def _store_rows(
+    acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features,
+    WARPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Sum the warps' parts, add the bias or gate, and store; rounded where the parts, one by one, would have been."""
+    dtype = out_ptr.dtype.element_ty
+    rows = tl.arange(0, ROWS)
+    out = _sum_of_warps(acc, WARPS, ROWS, BLOCK_OUT)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        out = out.to(dtype).to(tl.float32)
+        out = out / (1 + tl.exp(-out)) * _sum_of_warps(up, WARPS, ROWS, BLOCK_OUT).to(dtype).to(tl.float32)
+    mask = (rows < num_rows)[:, None] & out_mask[None, :]
+    tl.store(out_ptr + rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _skinny_linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
+    EVEN: tl.constexpr, PIECE: tl.constexpr, WARPS: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out_mask = outs < out_features
+    rows = tl.arange(0, ROWS)[None, :, None]
+    pieces = tl.arange(0, WARPS)[:, None, None] * PIECE
+    ins = pieces + tl.arange(0, PIECE)[None, None, :]
+    weight_ins = pieces + tl.arange(0, PIECE)[None, :, None]
+    weight_ptrs = weight_ptr + outs.to(tl.int64)[None, None, :] * in_features + weight_ins
+    up_offset = tl.cast(out_features, tl.int64) * in_features
+    acc = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
+    up = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, in_features, WARPS * PIECE):
+        mask = out_mask[None, None, :]
+        x_mask = rows < num_rows
+        if not EVEN:
+            mask = mask & (start + weight_ins < in_features)
+            x_mask = x_mask & (start + ins < in_features)
+        weight = tl.load(weight_ptrs + start, mask=mask, other=0.0)
+        x = tl.load(x_ptr + rows * in_features + (start + ins), mask=x_mask, other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        if GATED:
+            up_weight = tl.load(weight_ptrs + up_offset + start, mask=mask, other=0.0)
+            up = tl.dot(x, up_weight, up, input_precision="ieee")
+    _store_rows(
+        acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features, WARPS, ROWS, BLOCK_OUT, HAS_BIAS, GATED
+    )
+
+
+def one_shot_outs(out_features: int, num_programs: int) -> int:
+    """Outputs of a program of `one_shot_linear`: a multiple of 8 from 16 on, so many that all programs run at once."""
+    return max(16, 8 * -(-out_features // (8 * max(num_programs, 1))))
+
+
+def should_use_one_shot(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
+    """Whether `one_shot_linear` is the faster way: few rows, few inputs, and all of its programs at once.
+
+    With a norm or a gate it is for one chunk of inputs, and for three without: on an H200 at 8 rows, Qwen3-1.7B's qkv
+    takes 8.0 us with its norm and 2048 inputs in one shot, and 7.7 through the pipeline behind a norm.
+    """
+    num_rows, in_features = x.shape
+    out_features = len(weight) // 2 if gated else len(weight)
+    num_programs, shared_bytes = device_limits(x.device)
+    chunks, outs = -(-in_features // ONE_SHOT_CHUNK), one_shot_outs(out_features, num_programs)
+    # It copies weights by 16 bytes.
+    if num_rows > MAX_SKINNY_ROWS or in_features % 8 or outs > MAX_ONE_SHOT_OUTS:
+        return False
+    # A program's tiles of weights and inputs all pass through shared memory.
+    tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
+    fits = chunks * ONE_SHOT_CHUNK * tile_rows * x.element_size() <= shared_bytes
+    return bool(fits and chunks <= (1 if normed or gated else 3))
+
+
+def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, int]:
+    """Outputs, warps and stages of the pipeline, as an H200 liked them in steps of Qwen3-1.7B to 8B at 8 rows.
+
+    Programs start while the kernel ahead still holds parts of the device, and crowd where there is room. Behind
+    attention that is uneven, so there as many stages are taken as let no more than two programs, or three where there
+    are more, share a multiprocessor: with four stages Qwen3-8B's step takes 4.79 ms, and with six 4.36.
+    """
+    if gated:
+        return 32, 2, 3
+    if out_features > 32768:
+        return 32, 2, 4
+    if out_features > in_features:
+        return 16, 4, 4
+    return 16, 4, 6 if out_features <= 4096 else 5
+
+
+def skinny_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
+    """The product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, in a pipeline."""
+    num_rows, in_features = x.shape
+    out_features = len(weight) // 2 if gated else len(weight)
+    assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    block_out, num_warps, num_stages = _tile(in_features, out_features, gated)
+    _skinny_linear_kernel[(triton.cdiv(out_features, block_out),)](
+        x, weight, bias, out, num_rows, in_features, out_features,
+        EVEN=in_features % (num_warps * _PIECE) == 0, PIECE=_PIECE, WARPS=num_warps, BLOCK_OUT=block_out,
+        ROWS=MAX_SKINNY_ROWS, HAS_BIAS=bias is not None, GATED=gated,
+        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""One device: the model, its KV cache, and the steps that the engine schedules."""

@@ -1,0 +1,198 @@
+"""A scheduled batch as tensors on the device, padded to a size that a CUDA graph may have.
+
+A decode row is nothing but a slot number; everything else about it is read from the slot on the device (`SlotState`).
+So the host sends only what changes: new requests, new blocks, and the tokens of prompts, in one packed copy a step. A
+step with nothing new sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.slot_state import gather_decode_rows
+from nanovllm.runner.cascade_buffers import CascadeBuffers
+from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
+from nanovllm.runner.slot_state import SlotState
+from nanovllm.runner.staging import Staging
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of one step: decode rows, prompt tokens, and chunks of prompts, padding included.
+
+    `uses_cascade` is whether decode rows may attend to a common prefix together; `single_split` as in
+    `AttentionMetadata`.
+    """
+
+    num_decodes: int
+    num_tokens: int = 0
+    num_chunks: int = 0
+    uses_cascade: bool = False
+    single_split: bool = False
+
+
+@dataclass
+class PreparedStep:
+    """A step whose data is on its way to the device.
+
+    Attributes:
+        shape: sizes, padding included.
+        is_capture_size: whether a CUDA graph may be captured for the shape.
+        prompts: the prompt chunks, as tensors on the device; the next step's staging overwrites them.
+        seq_lens_host: tokens that each sequence attends to, decode rows first.
+        query_lens_host: tokens of each chunk.
+        num_decodes, num_samples: decode rows, and tokens that are sampled, without padding.
+    """
+
+    shape: StepShape
+    is_capture_size: bool
+    prompts: PromptArrays
+    seq_lens_host: list[int]
+    query_lens_host: list[int]
+    num_decodes: int
+    num_samples: int
+
+
+@dataclass
+class DeviceBatch:
+    """The inputs of one step, all on the device, decode rows first.
+
+    Attributes:
+        token_ids, positions: [num_tokens] int32.
+        metadata: for attention.
+        sample_rows: [num_samples] rows of the hidden states to sample from; None for all.
+        sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
+        output_index: [num_samples] int32; tokens that each sequence has generated before.
+        temperatures: [num_samples] float32.
+        seeds: [num_samples, 2] int32; low and high word.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metadata: AttentionMetadata
+    sample_rows: torch.Tensor | None
+    sample_slots: torch.Tensor
+    output_index: torch.Tensor
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+
+
+class BatchBuilder:
+    """Turns scheduled batches into tensors.
+
+    Args:
+        num_slots: sequences that may run at once.
+        max_blocks: entries of a block table.
+        block_size: tokens of a block.
+        max_num_batched_tokens: most tokens of a step.
+        max_cascade_items, rows_per_cascade_item: see `CascadeBuffers`.
+        should_use_single_split: see `AttentionBackend`; takes the sequences' lengths, without what is shared.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_cascade_items: int,
+        rows_per_cascade_item: int,
+        should_use_single_split: Callable[[np.ndarray], bool],
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.slots = SlotState(num_slots, max_blocks, device)
+        self.cascade = CascadeBuffers(num_slots, block_size, max_cascade_items, rows_per_cascade_item, device)
+        self._should_use_single_split = should_use_single_split
+        self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
+        self._sent_decode_slots: list[int] = []
+        # Prompt tokens and chunks, padded; decode slots and cascade groups; all slots anew, as indices and values.
+        prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
+        self._staging = Staging(prompts + 2 * self.slots.size + 8 * num_slots + 4 * max_cascade_items, device)
+
+    def shape_of(self, batch: ScheduledBatch) -> StepShape:
+        """The shape that a batch has without padding."""
+        slots = self.slots
+        shared_lens = self.cascade.plan(batch.decode_slots, slots.num_computed, slots.block_tables)
+        seq_lens = slots.num_computed[batch.decode_slots] + 1
+        single_split = self._should_use_single_split(seq_lens if shared_lens is None else seq_lens - shared_lens)
+        sizes = len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks)
+        return StepShape(*sizes, uses_cascade=shared_lens is not None, single_split=single_split)
+
+    def send(self, batch: ScheduledBatch, shape: StepShape, is_capture_size: bool = False) -> PreparedStep:
+        """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""
+        slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.decode_slots)
+        index, values = slots.apply(batch)
+        prompts = make_prompt_arrays(
+            chunks, shape.num_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
+        )
+        num_padding = shape.num_decodes - num_decodes
+        rows = batch.decode_slots + [slots.padding_slot] * num_padding
+        changed_rows = np.array([] if rows == self._sent_decode_slots else rows, dtype=np.int32)
+        # The prompts' arrays come first, since their sizes follow from the shape.
+        groups = self.cascade.to_send() if shape.uses_cascade else changed_rows[:0]
+        sent = self._staging.send([*prompts, changed_rows, groups, index, values])
+        *prompt_tensors, new_rows, new_groups, index_tensor, value_tensor = sent
+        self.cascade.receive(new_groups)
+        slots.receive(index_tensor, value_tensor)
+        if len(new_rows):
+            self._decode_slots[: len(new_rows)] = new_rows
+            self._sent_decode_slots = rows
+        slots.num_computed[batch.decode_slots] += 1
+        seq_lens = slots.num_computed[batch.decode_slots].tolist() + [1] * num_padding
+        seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        sent_prompts, num_samples = PromptArrays(*prompt_tensors), len(batch.sampled_seq_ids)
+        return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
+
+    def send_empty(self, shape: StepShape) -> PreparedStep:
+        """Send a step of a capture size that is all padding; the plan of `shape_of` is lost."""
+        batch = ScheduledBatch()
+        self.shape_of(batch)
+        return self.send(batch, shape, is_capture_size=True)
+
+    def gather(self, step: PreparedStep) -> DeviceBatch:
+        """Make a step's inputs out of what is on the device; a CUDA graph may hold this."""
+        shape, prompts, state = step.shape, step.prompts, self.slots.tensors
+        slots = self._decode_slots[: shape.num_decodes]
+        rows = gather_decode_rows(state, slots, self.block_size)
+        metadata = AttentionMetadata(
+            num_decodes=shape.num_decodes,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables,
+            seq_lens=rows.seq_lens,
+            cu_seqlens_q=prompts.cu_seqlens_q,
+            query_tiles=prompts.tiles,
+            sample_tiles=prompts.sample_tiles,
+            seq_lens_host=step.seq_lens_host,
+            query_lens_host=step.query_lens_host,
+            single_split=shape.single_split,
+            cascade=self.cascade.groups if shape.uses_cascade else None,
+        )
+        if not shape.num_chunks:
+            sampling = rows.output_index, rows.temperatures, rows.seeds
+            return DeviceBatch(rows.token_ids, rows.positions, metadata, None, slots, *sampling)
+        metadata.slot_mapping = torch.cat((metadata.slot_mapping, prompts.slot_mapping))
+        metadata.block_tables = torch.cat((metadata.block_tables, state.block_tables[prompts.slots]))
+        metadata.seq_lens = torch.cat((metadata.seq_lens, prompts.seq_lens))
+        positions = torch.cat((rows.positions, prompts.positions))
+        decode_rows = torch.arange(shape.num_decodes, device=slots.device)
+        sample_rows = torch.cat((decode_rows, prompts.sample_rows + shape.num_decodes))
+        sample_slots = torch.cat((slots, prompts.sample_slots))
+        return DeviceBatch(
+            token_ids=torch.cat((rows.token_ids, prompts.token_ids)),
+            positions=positions,
+            metadata=metadata,
+            sample_rows=sample_rows,
+            sample_slots=sample_slots,
+            output_index=positions[sample_rows] + 1 - state.num_prompt[sample_slots],
+            temperatures=state.temperature[sample_slots],
+            seeds=state.seed[sample_slots],
+        )

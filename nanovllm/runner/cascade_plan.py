@@ -1,0 +1,105 @@
+"""Which decode rows share a prefix, and the work of attending to it once for all of them.
+
+Rows share what their block tables have in common from the start on: the prefix cache gave them the same blocks. The
+work changes only with the members of a batch, as blocks in common are full and stay; see `CascadeGroups` in
+`kernels/attention/cascade_attention.py` for what is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+_MIN_SAVED_TOKENS = 8192
+"""Keys that must not be read again for the work to pay."""
+_MIN_PIECE = 256
+"""Fewest keys of a piece of work, unless the prefix has no more."""
+
+
+class PrefixGroup(NamedTuple):
+    """Rows that share `num_blocks` blocks; `saved_blocks` is what reading them once saves."""
+
+    members: np.ndarray
+    num_blocks: int
+    saved_blocks: int
+
+
+def find_groups(tables: np.ndarray, num_full_blocks: np.ndarray) -> Iterator[PrefixGroup]:
+    """Group rows by their first block, each group cut to the depth, and the members, that save most.
+
+    Depth is measured against one row, the best of the first, the middle and the last, so that one that soon goes its
+    own way does not cut the others short.
+
+    Args:
+        tables: [num_rows, max_blocks] int32; block tables.
+        num_full_blocks: [num_rows]; blocks of each that are full, and so can be shared.
+    """
+    rows = np.flatnonzero(num_full_blocks)
+    _, names, counts = np.unique(tables[rows, 0], return_inverse=True, return_counts=True)
+    for name in np.flatnonzero(counts > 1):
+        members = rows[names == name]
+        full = num_full_blocks[members]
+        blocks = tables[members, : full.max()]
+        groups = [_cut(members, full, blocks, row) for row in (0, len(members) // 2, -1)]
+        yield max(groups, key=lambda group: group.saved_blocks)
+
+
+def _cut(members: np.ndarray, full: np.ndarray, blocks: np.ndarray, row: int) -> PrefixGroup:
+    """The members, and the depth, that save most of what is shared with one of them."""
+    same = blocks == blocks[row]
+    matched = np.where(same.all(axis=1), blocks.shape[1], same.argmin(axis=1))
+    matched = np.minimum(matched, np.minimum(full, full[row]))
+    # With the k deepest members, depths[k - 1] blocks are read once instead of k times.
+    depths = np.sort(matched)[::-1]
+    saved = depths * np.arange(len(depths))
+    best = int(saved.argmax())
+    return PrefixGroup(members[matched >= depths[best]], int(depths[best]), int(saved[best]))
+
+
+def plan_cascade_groups(
+    tables: np.ndarray, num_full_blocks: np.ndarray, block_size: int, max_items: int, rows_per_item: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Divide the work on common prefixes into items; None if it saves too little.
+
+    Args:
+        tables, num_full_blocks: see `find_groups`.
+        block_size: tokens of a block.
+        max_items: most pieces of work.
+        rows_per_item: most rows of a piece.
+
+    Returns:
+        The arrays of `CascadeGroups`: items [max_items, 4], members [num_rows], rows [3, num_rows], int32.
+    """
+    num_rows = len(tables)
+    groups: list[PrefixGroup] = []
+    num_tiles = 0
+    for group in sorted(find_groups(tables, num_full_blocks), key=lambda group: -group.saved_blocks):
+        tiles = -(-len(group.members) // rows_per_item)
+        if num_tiles + tiles <= max_items:
+            groups.append(group)
+            num_tiles += tiles
+    if sum(group.saved_blocks for group in groups) * block_size < _MIN_SAVED_TOKENS:
+        return None
+    items = np.zeros((max_items, 4), dtype=np.int32)
+    members = np.zeros(num_rows, dtype=np.int32)
+    rows = np.zeros((3, num_rows), dtype=np.int32)
+    item = placed = 0
+    for group in groups:
+        num_keys = group.num_blocks * block_size
+        pieces = min(max_items // num_tiles, -(-num_keys // _MIN_PIECE))
+        # A whole number of blocks each, but for the last.
+        piece = -(-group.num_blocks // pieces) * block_size
+        pieces = -(-num_keys // piece)
+        for start in range(0, len(group.members), rows_per_item):
+            tile = group.members[start : start + rows_per_item]
+            members[placed : placed + len(tile)] = tile
+            rows[0, tile] = num_keys
+            rows[1, tile] = item * rows_per_item + np.arange(len(tile))
+            rows[2, tile] = pieces
+            for first_key in range(0, num_keys, piece):
+                items[item] = placed, len(tile), first_key, min(piece, num_keys - first_key)
+                item += 1
+            placed += len(tile)
+    return items, members, rows

@@ -1,0 +1,99 @@
+"""The state of the running sequences, one slot each, on the device and as the host's copy.
+
+Both are one int32 array that holds the fields one behind the other, each with a row for every slot, so that one copy
+and one indexed assignment bring any change to the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.kernels.slot_state import SlotTensors
+from nanovllm.runner.messages import NewRequest, ScheduledBatch
+
+_MAX_TEMPERATURE = 1e30
+"""Finite in float32 with any noise on it; hotter than this is uniform all the same."""
+_ALIGNMENT = 16
+"""Slots are padded to a multiple of this: Triton compiles a kernel anew for each other alignment of its arguments."""
+_FLOAT_FIELDS = {"temperature"}
+_WIDE_FIELDS = {"seed", "block_tables"}
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
+class SlotState:
+    """The slots of one engine; the last one takes what padding rows write.
+
+    Args:
+        num_slots: sequences that may run at once.
+        max_blocks: entries of a block table.
+        device: where the state lives.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        self.padding_slot = num_slots
+        wide = {"seed": 2, "block_tables": max_blocks}
+        self._widths = {field.name: wide.get(field.name, 1) for field in fields(SlotTensors)}
+        rows = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
+        ends = np.cumsum([rows * width for width in self._widths.values()]).tolist()
+        self._starts = dict(zip(self._widths, [0, *ends[:-1]], strict=True))
+        self.size = ends[-1]
+        self._flat = torch.zeros(self.size, dtype=torch.int32, device=device)
+        self.tensors = SlotTensors(**{name: self._field(name) for name in self._widths})
+        self._host = np.zeros(self.size, dtype=np.int32)
+        # The host's copies, [num_slots + 1] and [num_slots + 1, max_blocks].
+        self.num_computed = self._host_field("num_computed")[:, 0]
+        self.block_tables = self._host_field("block_tables")
+
+    def apply(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Take a batch into the host's copy; returns the flat indices and the values that changed, for `receive`."""
+        # Block tables of new requests, and new blocks of running ones.
+        entries = [(r.slot, i, block) for r in batch.new_requests for i, block in enumerate(r.block_table)]
+        entries += [(new.slot, new.index, new.block_id) for new in batch.new_blocks]
+        changed = [_NOTHING]
+        if batch.new_requests:
+            changed += self._add(batch.new_requests)
+        if entries:
+            slots, columns, blocks = np.array(entries, dtype=np.int32).T
+            changed.append(self._write("block_tables", slots, columns, blocks))
+        if batch.chunks:
+            ends = np.array([chunk.start + len(chunk.token_ids) for chunk in batch.chunks])
+            changed.append(self._write("num_computed", [chunk.slot for chunk in batch.chunks], 0, ends))
+        index = np.concatenate(changed)
+        return index, self._host[index]
+
+    def receive(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Put what `apply` returned into the device's state."""
+        if len(index):
+            self._flat[index] = values
+
+    def _add(self, requests: list[NewRequest]) -> list[np.ndarray]:
+        """Write what does not change while a request runs."""
+        slots = [request.slot for request in requests]
+        low, high = ([request.seed >> shift & 0xFFFFFFFF for request in requests] for shift in (0, 32))
+        temperatures = [min(request.temperature, _MAX_TEMPERATURE) for request in requests]
+        return [
+            self._write("num_prompt", slots, 0, np.array([request.num_prompt_tokens for request in requests])),
+            self._write("temperature", slots, 0, np.array(temperatures, dtype=np.float32).view(np.int32)),
+            self._write("seed", slots, 0, np.array(low, dtype=np.uint32).view(np.int32)),
+            self._write("seed", slots, 1, np.array(high, dtype=np.uint32).view(np.int32)),
+        ]
+
+    def _field(self, name: str) -> torch.Tensor:
+        start, width, num_rows = self._starts[name], self._widths[name], self.padding_slot + 1
+        values = self._flat[start : start + num_rows * width]
+        values = values.view(torch.float32) if name in _FLOAT_FIELDS else values
+        return values if name not in _WIDE_FIELDS else values.view(num_rows, width)
+
+    def _host_field(self, name: str) -> np.ndarray:
+        start, width, num_rows = self._starts[name], self._widths[name], self.padding_slot + 1
+        return self._host[start : start + num_rows * width].reshape(num_rows, width)
+
+    def _write(self, name: str, slots: Any, column: Any, values: np.ndarray) -> np.ndarray:
+        """Write values into a field's rows and columns of the host's copy; returns their flat indices."""
+        index = self._starts[name] + np.asarray(slots, dtype=np.int32) * self._widths[name] + column
+        self._host[index] = values
+        return index

@@ -1,0 +1,1 @@
+"""Between a user's texts and the engine's token ids."""

@@ -1,0 +1,1 @@
+"""The processes of tensor parallelism: rank 0's runner drives the others."""

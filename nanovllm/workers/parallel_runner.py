@@ -1,0 +1,214 @@
+"""Several devices as one runner: rank 0 runs in this process, and tells the others every step that it runs itself.
+
+Whatever fails on any rank ends all of them, and reaches the caller as an exception; the engine is closed then.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator, open_store
+from nanovllm.distributed.shard import shard_of
+from nanovllm.distributed.symmetric_communicator import connect
+from nanovllm.kernels.compilers import Compilers
+from nanovllm.model_config import ModelConfig
+from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_results import StepHandle
+from nanovllm.utils.device import resolve_device
+from nanovllm.workers.processes import WorkerError, WorkerProcesses
+from nanovllm.workers.worker import READY, STARTED, WorkerPlan
+
+_CHECK_SECONDS = 0.1
+_STEP_SECONDS = 300.0
+"""Longer than any step takes: for ranks that stand still but live."""
+
+
+@contextmanager
+def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
+    """Start the processes of `config`'s ranks, which import while this process goes on inside the `with` block.
+
+    Yields None if there is one rank alone. Where the block raises, the processes end.
+
+    Raises:
+        ValueError: more ranks than GPUs.
+        RuntimeError: this process has an engine of several ranks already, the system is Windows, or the processor is no
+            x86.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        yield None
+        return
+    resolve_device(config.device, 0, size)
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
+            "engine of several ranks (exit it first), or the program's own"
+        )
+    if platform.system() == "Windows":
+        raise RuntimeError(f"tensor_parallel_size={size} needs Linux or macOS, not Windows")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise RuntimeError(
+            f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "
+            f"relies on, not {platform.machine()!r}"
+        )
+    ranks = WorkerProcesses(size)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.stop()
+        raise
+
+
+class ParallelRunner:
+    """Runs the steps of one engine on `config.tensor_parallel_size` devices.
+
+    Args:
+        ranks: the processes beside this one, from `start_ranks`.
+        config, model_config, folder, max_model_len, compilers: see `ModelRunner`.
+
+    Raises:
+        ValueError: more ranks than the model's KV heads, or what `ModelRunner` refuses.
+        RuntimeError: a rank failed.
+    """
+
+    def __init__(
+        self,
+        ranks: WorkerProcesses,
+        config: Config,
+        model_config: ModelConfig,
+        folder: str,
+        *,
+        max_model_len: int,
+        compilers: Compilers | None = None,
+    ) -> None:
+        size = ranks.size
+        shard_of(model_config, 0, size)
+        device = resolve_device(config.device, 0, size)
+        self._communicator: Communicator | None = None
+        self._runner: ModelRunner | None = None
+        self._ended_by: BaseException | None = None
+        self._ranks = ranks
+        with self.one_fails_all_fail():
+            store = open_store(size)
+            self._ranks.plan(WorkerPlan(config, model_config, folder, max_model_len, store.port))
+            self._ranks.wait_for(STARTED)
+            self._communicator = communicator = connect(0, size, device, store, 2 * config.max_num_running)
+            # On GPUs nothing else would notice a rank's end while this thread waits for the device.
+            self._ranks.watch(communicator.interrupt)
+            self._runner = runner = ModelRunner(
+                config,
+                model_config,
+                folder,
+                max_model_len=max_model_len,
+                communicator=communicator,
+                compilers=compilers,
+            )
+            self._ranks.wait_for(READY)
+        self.pipeline_depth = runner.pipeline_depth
+        self.num_kvcache_blocks = runner.num_kvcache_blocks
+
+    def launch(self, batch: ScheduledBatch) -> ParallelHandle:
+        """Queue one step on every rank and return without waiting for it."""
+        runner = self._require_open()
+        with self.one_fails_all_fail():
+            self._ranks.broadcast(batch)
+            return ParallelHandle(runner.launch(batch), self)
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched; raises if the ranks are gone."""
+        self._require_open().synchronize()
+
+    def exit(self) -> None:
+        """Let go of every device, and end the other ranks."""
+        runner = self._runner
+        if runner is None:
+            return
+        try:
+            self._ranks.shutdown()
+            self._runner = None
+            runner.exit()
+            self._ranks.unwatch()
+            communicator, self._communicator = self._communicator, None
+            if communicator is not None:
+                communicator.close()
+            self._ranks.join()
+        except WorkerError as error:
+            warnings.warn(f"while the engine was idle, {error}", stacklevel=2)
+        finally:
+            self._abandon()
+
+    @contextmanager
+    def one_fails_all_fail(self) -> Iterator[None]:
+        """Where the `with` block raises, end every rank, and raise what began it."""
+        try:
+            yield
+        except BaseException as error:
+            cause = None if isinstance(error, WorkerError) else self._ranks.cause_of(error)
+            self._ended_by = cause or error
+            self._abandon()
+            if cause is not None:
+                raise cause from error
+            raise
+
+    def wait(self, handle: StepHandle) -> StepOutput:
+        """Wait for a step, but not for a rank that is gone."""
+        # A step that was under way when a later one failed is asked for its tokens still.
+        if self._ended_by is not None:
+            raise self._ended_by
+        with self.one_fails_all_fail():
+            started = checked = time.monotonic()
+            while handle.copied is not None and not handle.copied.query():
+                now = time.monotonic()
+                if now - started > _STEP_SECONDS:
+                    raise RuntimeError(f"a step has not ended within {_STEP_SECONDS:.0f} s, on some rank or on all")
+                if now - checked > _CHECK_SECONDS:
+                    self._ranks.check()
+                    checked = now
+                os.sched_yield()
+            # Where a rank is gone the others' devices stop waiting for it, and what they come to means nothing.
+            self._ranks.check()
+            return handle.result()
+
+    def _require_open(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("its ranks have ended")
+        return self._runner
+
+    def _abandon(self) -> None:
+        """End the ranks that are left, and let go of what is left of rank 0."""
+        communicator, self._communicator = self._communicator, None
+        runner, self._runner = self._runner, None
+        try:
+            if communicator is not None:
+                # The device may wait for a rank, and whoever gives back its memory waits for the device.
+                communicator.interrupt()
+            if runner is not None:
+                runner.release()
+        finally:
+            self._ranks.stop()
+            if communicator is not None:
+                communicator.abort()
+            elif dist.is_initialized():
+                # Ranks that met, but not in whole.
+                dist.destroy_process_group()
+
+
+class ParallelHandle:
+    """A step under way on every rank."""
+
+    def __init__(self, handle: StepHandle, runner: ParallelRunner) -> None:
+        self._handle = handle
+        self._runner = runner
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return its tokens."""
+        return self._runner.wait(self._handle)

@@ -1,0 +1,85 @@
+"""How fast decode attention reads keys and values, by rows and tokens of metadata.
+
+Run with `python -m tests.benchmarks.decode_bandwidth` on a GPU. Not a test: nothing is asserted. A call is all that a
+layer does between its products: norm, RoPE, store, attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bench import measure_ceilings
+from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.layers.attention import Attention
+from tests.benchmarks.compile_vs_kernels import graph_microseconds
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+ROWS = (1, 8, 64, 256, 512)
+CONTEXTS = (1, 256, 1024, 4096, 32768)
+HEADS = {"Qwen3-0.6B": (16, 8), "Qwen3-8B": (32, 8)}
+HEAD_DIM, BLOCK_SIZE = 128, 256
+MOST_LAYERS, MOST_BYTES = 28, 2**34
+"""Each call reads memory of its own, as a model's layers do, unless it is so much that no cache holds any of it."""
+
+
+def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> tuple[float, float]:
+    """Time of a call, and its bytes of keys and values."""
+    torch.cuda.empty_cache()
+    num_bytes = 4 * rows * length * num_kv_heads * HEAD_DIM
+    num_layers = min(MOST_LAYERS, max(1, MOST_BYTES // num_bytes))
+    max_blocks = -(-length // BLOCK_SIZE)
+    num_blocks = rows * max_blocks
+    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM)
+    cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
+    cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
+    layers = [Attention(HEAD_DIM, 1e-6) for _ in range(num_layers)]
+    for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
+        layer.bind(k_cache, v_cache, backend)
+
+    tables = torch.randperm(num_blocks, device=DEVICE).int().view(rows, max_blocks)
+    lens = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
+    none = lens[:0]
+    metadata = AttentionMetadata(
+        num_decodes=rows,
+        slot_mapping=tables[:, -1] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE,
+        block_tables=tables,
+        seq_lens=lens,
+        cu_seqlens_q=none,
+        query_tiles=none,
+        sample_tiles=none,
+        single_split=backend.should_use_single_split(num_kv_heads, lens.cpu().numpy()),
+    )
+    metadata.plan = backend.plan(metadata)
+    qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    norms = torch.ones(2, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    angles = torch.rand(length, HEAD_DIM, device=DEVICE)
+
+    def step() -> None:
+        for layer in layers:
+            layer(qkv, (norms[0], norms[1]), lens - 1, angles)
+
+    with torch.inference_mode(), set_attention_metadata(metadata):
+        step()
+        return graph_microseconds(step) / num_layers, num_bytes
+
+
+def main() -> None:
+    """Print a table for each shape."""
+    ceiling = measure_ceilings(DEVICE, DTYPE).read_bandwidth
+    print(f"{torch.cuda.get_device_name()}, reads {ceiling / 1e12:.2f} TB/s; us a call, TB/s, share of what it reads")
+    for name, heads in HEADS.items():
+        print(f"\n| {name}, rows | " + " | ".join(f"{length} tokens" for length in CONTEXTS) + " |")
+        print("|---" * (len(CONTEXTS) + 1) + "|")
+        for rows in ROWS:
+            cells = []
+            for length in CONTEXTS:
+                us, num_bytes = microseconds(*heads, rows, length)
+                rate = num_bytes / us * 1e6
+                cells.append(f"{us:.1f}, {rate / 1e12:.2f}, {rate / ceiling:.0%}")
+            print(f"| {rows} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What every rank does in the tests of messages through mailboxes, in a process or on a stream of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
+from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
+from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+
+NUM_RANKS = 3
+NUM_STEPS = 3
+SIZE, MAX_ROWS, MAX_CANDIDATES = 100, 16, 40
+STEP_ROWS = (16, 3, 1)
+"""Rows of each step's calls."""
+
+
+@dataclass
+class Case:
+    """One call: every rank's part, and what all of them add to it."""
+
+    one_shot: bool
+    parts: list[torch.Tensor]
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+
+
+@dataclass
+class Step:
+    """An odd number of calls, then scores and tokens to agree on, of all ranks, [NUM_RANKS, MAX_CANDIDATES] each."""
+
+    calls: list[Case]
+    scores: torch.Tensor
+    tokens: torch.Tensor
+
+
+def make_boxes(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> SymmetricBuffer:
+    """A rank's view of `memory`, [NUM_RANKS, bytes] uint8, which is enough."""
+    device = memory.device
+    boxes = SymmetricBuffer(
+        rank=rank,
+        num_ranks=NUM_RANKS,
+        word_bytes=4 * SIZE * MAX_ROWS,
+        row_bytes=4 * SIZE * (MAX_ROWS + NUM_RANKS),
+        max_rows=MAX_ROWS,
+        max_candidates=MAX_CANDIDATES,
+        addresses=torch.tensor([box.data_ptr() for box in memory], device=device),
+        step=torch.zeros(1, dtype=torch.int32, device=device),
+        calls_per_step=5,
+        abort=abort,
+    )
+    assert boxes.num_bytes <= memory.shape[1]
+    return boxes
+
+
+def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
+    """Calls in both forms, in mixed order, and tokens with ties; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    steps = []
+    for step in range(NUM_STEPS):
+        calls = []
+        for i, one_shot in enumerate((False, True, False)):
+            rows = STEP_ROWS[(step + i) % 3]
+            residual = randn(rows, SIZE) if (step + i) % 2 else None
+            calls.append(
+                Case(one_shot or rows < NUM_RANKS, [randn(rows, SIZE) for _ in range(NUM_RANKS)], residual, randn(SIZE))
+            )
+        scores = torch.randint(-2, 3, (NUM_RANKS, MAX_CANDIDATES), generator=generator).float()
+        scores[:, 0] = torch.tensor([-0.0, 0.0, -1e-40])
+        scores[:, 1] = -torch.inf
+        tokens = torch.randint(2**31 - 1, (NUM_RANKS, MAX_CANDIDATES), generator=generator)
+        steps.append(Step(calls, scores.to(device), tokens.to(device)))
+    return steps
+
+
+def run_step(boxes: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
+    boxes.step.add_(1)
+    results = [
+        all_reduce_rms_norm(case.parts[boxes.rank], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
+        for call, case in enumerate(step.calls)
+    ]
+    drawn = all_reduce_argmax(step.scores[boxes.rank], step.tokens[boxes.rank], boxes)
+    return [*results, (drawn, drawn)]
+
+
+def run_process(rank: int, memory: torch.Tensor, abort: torch.Tensor, dtypes: list[torch.dtype], file: str) -> None:
+    """Be a rank, and write down all its results; `memory` is shared, one [NUM_RANKS, bytes] for each dtype."""
+    results = []
+    for dtype, part in zip(dtypes, memory, strict=True):
+        boxes = make_boxes(rank, part, abort)
+        results += [run_step(boxes, step) for step in make_steps(dtype, "cpu")]
+    torch.save(results, file)

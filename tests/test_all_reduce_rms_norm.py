@@ -1,0 +1,190 @@
+"""Messages between ranks where no second GPU is needed, and who uses them. The rest: `tests/test_gpu_parallel.py`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.multiprocessing import get_context
+
+from nanovllm.distributed import symmetric_communicator as symmetric
+from nanovllm.distributed.symmetric_communicator import SymmetricCommunicator, connect
+from nanovllm.kernels.collective import symmetric_buffer
+from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax, pack_candidates, unpack_tokens
+from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, all_reduce_rms_norm_ref, fits
+from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from tests import symmetric_buffer_ranks
+from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
+
+# Several processes each, on as many cores as there are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def check_step(results: list[Any], step: symmetric_buffer_ranks.Step) -> None:
+    """Check all ranks' results of one step: the same bits everywhere, and as near to float32 as torch gets."""
+    for i, case in enumerate(step.calls):
+        wide = None if case.residual is None else case.residual.float()
+        exact = all_reduce_rms_norm_ref([part.float() for part in case.parts], case.weight.float(), 1e-6, wide)
+        same = all_reduce_rms_norm_ref(case.parts, case.weight, 1e-6, case.residual)
+        for result in results:
+            for out, first, torchs, right in zip(result[i], results[0][i], same, exact, strict=True):
+                assert torch.equal(out, first)
+                check_error(out, torchs, right)
+    keys = pack_candidates(step.scores, step.tokens)
+    for result in results:
+        assert torch.equal(result[-1][0], unpack_tokens(keys.amax(0)))
+
+
+@pytest.mark.skipif(GPU, reason="streams stand for the ranks where there is a GPU")
+def test_ranks_that_share_memory(tmp_path: Path) -> None:
+    dtypes = list(DTYPES)
+    memory = torch.zeros(len(dtypes), symmetric_buffer_ranks.NUM_RANKS, 2**18, dtype=torch.uint8).share_memory_()
+    abort = torch.zeros(1, dtype=torch.int32).share_memory_()
+    context = get_context("spawn")
+    processes = []
+    for rank in range(symmetric_buffer_ranks.NUM_RANKS):
+        args = rank, memory, abort, dtypes, str(tmp_path / f"{rank}")
+        processes.append(context.Process(target=symmetric_buffer_ranks.run_process, args=args, daemon=True))
+        processes[-1].start()
+    try:
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        # The others of one that failed wait for it.
+        abort.fill_(1)
+    results = [torch.load(tmp_path / f"{rank}") for rank in range(symmetric_buffer_ranks.NUM_RANKS)]
+    for i, step in enumerate([step for dtype in dtypes for step in symmetric_buffer_ranks.make_steps(dtype, "cpu")]):
+        check_step([result[i] for result in results], step)
+
+
+@pytest.mark.parametrize("op", ["one-shot", "two-shot", "argmax"])
+def test_calls_that_follow_one_another_write_to_different_places(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("all_reduce_argmax", "all_reduce_rms_norm"):
+        monkeypatch.setattr(f"nanovllm.kernels.collective.{module}.ABORT_CHECK_SPINS", 1)
+    memory = torch.zeros(symmetric_buffer_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device=DEVICE)
+    # Alone, and told not to wait.
+    abort = torch.ones(1, dtype=torch.int32, pin_memory=GPU)
+    boxes = symmetric_buffer_ranks.make_boxes(0, memory, abort)
+    rows, weight = (
+        torch.ones(4, symmetric_buffer_ranks.SIZE, device=DEVICE),
+        torch.ones(symmetric_buffer_ranks.SIZE, device=DEVICE),
+    )
+    scores, tokens = torch.ones(5, device=DEVICE), torch.ones(5, dtype=torch.int64, device=DEVICE)
+    places = []
+    for _ in range(3):
+        boxes.step.add_(1)
+        for call in range(1 if op == "argmax" else 3):
+            memory.zero_()
+            if op == "argmax":
+                all_reduce_argmax(scores, tokens, boxes)
+            else:
+                all_reduce_rms_norm(rows, weight, 1e-6, None, boxes, call, op == "one-shot")
+            places.append(set(memory[1].nonzero().flatten().tolist()))
+    assert all(places)
+    for now, following in pairwise(places):
+        assert not now & following
+    for now, later in zip(places, places[2:], strict=False):
+        assert now & later, "two halves take turns"
+
+
+def make_boxes(**sizes: int) -> SymmetricBuffer:
+    none = torch.zeros(1)
+    return SymmetricBuffer(0, 2, addresses=none, step=none, calls_per_step=1, abort=none, max_candidates=1, **sizes)
+
+
+def test_what_fits_into_a_mailbox() -> None:
+    boxes = make_boxes(word_bytes=256, row_bytes=1024, max_rows=20)
+    assert fits(torch.zeros(8, 16, dtype=torch.bfloat16), boxes, True) and fits(torch.zeros(4, 16), boxes, True)
+    assert not fits(torch.zeros(9, 16, dtype=torch.bfloat16), boxes, True)
+    assert not fits(torch.zeros(1, 15, dtype=torch.bfloat16), boxes, True)
+    assert fits(torch.zeros(14, 16), boxes, False) and not fits(torch.zeros(15, 16), boxes, False)
+    assert fits(torch.zeros(20, 15, dtype=torch.bfloat16), boxes, False)
+    assert not fits(torch.zeros(21, 4), boxes, False)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_takes_part(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
+    communicator.size = size
+    boxes = make_boxes(word_bytes=2**19, row_bytes=2**25, max_rows=4096)
+    communicator._boxes = boxes
+    forms = set()
+
+    def all_reduce_rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any, *args: Any) -> None:
+        _, call, one_shot, (normed, total) = args
+        assert call == communicator._call and fits(x, boxes, one_shot)
+        assert one_shot or len(x) >= size
+        forms.add(one_shot)
+        total.copy_(x + residual)
+        normed.copy_(2 * x)
+
+    monkeypatch.setattr(symmetric, "all_reduce_rms_norm", all_reduce_rms_norm)
+    for rows in (1, 2, 7, 8, 16, 64, 256, 4000, 4096, 4097, 16384):
+        communicator._call = 0
+        x = torch.arange(rows, dtype=torch.bfloat16).unsqueeze(1).expand(-1, 4096).contiguous()
+        normed, total = communicator.all_reduce_rms_norm(x, x[0], 1e-6, x)
+        assert torch.equal(normed, 2 * x) and torch.equal(total, 2 * x)
+        assert communicator._call % 2 == 1 and (communicator._call == 1) == (rows <= 4000)
+    assert forms == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("device", "reachable", "used", "want"),
+    [
+        ("cuda:1", True, False, "mailboxes"),
+        ("cuda:1", True, True, "plain"),
+        ("cuda:1", False, False, "plain"),
+        ("cpu", True, False, "plain"),
+    ],
+)
+def test_all_ranks_take_what_rank_0_chooses(
+    device: str, reachable: bool, used: bool, want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Mailboxed:
+        used_in_this_process = used
+
+        def __init__(self, *args: Any) -> None:
+            self.kind, self.args = "mailboxes", args
+
+    class Plain:
+        def __init__(self, *args: Any) -> None:
+            self.kind, self.args = "plain", args
+
+    def can_reach(a: int, b: int) -> bool:
+        asked.append((a, b))
+        return reachable
+
+    monkeypatch.setattr(symmetric, "SymmetricCommunicator", Mailboxed)
+    monkeypatch.setattr(symmetric, "DistributedCommunicator", Plain)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
+    monkeypatch.setattr(symmetric, "uses_triton", lambda device: device.type == "cuda")
+    store: Any = HashStore()
+    first: Any = connect(0, 2, torch.device(device), store, 8)
+    # A rank's own process is fresh, and might choose otherwise.
+    Mailboxed.used_in_this_process = False
+    second: Any = connect(1, 2, torch.device(device), store, 8)
+    assert first.kind == second.kind == want
+    assert second.args[:2] == (1, 2)
+    if device != "cpu" and not used:
+        assert set(asked) <= {(1, 2), (2, 1)} and asked
+
+
+def test_what_goes_to_another_gpu_needs_no_atomics() -> None:
+    """GPUs behind PCIe map each other's memory, but many know no atomics there."""
+    for name in ("symmetric_buffer", "all_reduce_rms_norm", "all_reduce_argmax"):
+        assert "tl.atomic" not in (Path(symmetric_buffer.__file__).parent / f"{name}.py").read_text()
+
+
+def test_the_host_is_not_asked_within_the_time_that_ranks_wait_for_each_other() -> None:
+    """A read of the host's memory takes microseconds of the bus, and a thousand programs may wait at once."""
+    # A read of a mailbox takes at least 0.1 us; ranks wait for each other for up to some hundreds of microseconds.
+    assert symmetric_buffer.ABORT_CHECK_SPINS * 1e-7 > 0.003

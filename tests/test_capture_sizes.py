@@ -1,0 +1,161 @@
+"""Sizes that steps are padded to, and when their graphs are captured."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from nanovllm.attention.triton import FEW_SEQS
+from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
+from nanovllm.runner import cuda_graph
+from nanovllm.runner.batch import StepShape
+from nanovllm.runner.cuda_graph import CaptureSizes, StepGraphs, decode_sizes, mixed_sizes
+
+
+def make_capture_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bool, single_split: bool = False
+) -> CaptureSizes:
+    shapes = decode_sizes(max_num_seqs, uses_cascade)
+    return CaptureSizes(shapes + mixed_sizes(max_num_seqs, max_num_batched_tokens, uses_cascade), single_split)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 33, 100, 512])
+@pytest.mark.parametrize("uses_cascade", [False, True])
+def test_every_decode_step_fits_and_the_ladder_ends_at_the_most(max_num_seqs: int, uses_cascade: bool) -> None:
+    capture_sizes = make_capture_sizes(max_num_seqs, 16384, uses_cascade)
+    for sharing in (False, True)[: 1 + uses_cascade]:
+        for rows in range(1, max_num_seqs + 1):
+            size = capture_sizes.fit(StepShape(rows, uses_cascade=sharing))
+            assert size is not None and rows <= size.num_decodes <= max_num_seqs and not size.num_chunks
+            assert size.uses_cascade == sharing, "a step that shares nothing is not made to pay for it"
+        assert capture_sizes.fit(StepShape(max_num_seqs + 1, uses_cascade=sharing)) is None
+    if not uses_cascade:
+        assert capture_sizes.fit(StepShape(1, uses_cascade=True)) is None
+
+
+@pytest.mark.parametrize("uses_cascade", [False, True])
+def test_whole_contexts_have_the_sizes_that_others_have(uses_cascade: bool) -> None:
+    without, capture_sizes = (make_capture_sizes(512, 16384, uses_cascade, whole) for whole in (False, True))
+    for rows, tokens, chunks in ((1, 0, 0), (33, 0, 0), (512, 0, 0), (0, 50, 2), (100, 2000, 32)):
+        shape = StepShape(rows, tokens, chunks)
+        other = replace(shape, single_split=True)
+        size = capture_sizes.fit(shape)
+        assert size is not None and size == without.fit(shape)
+        assert capture_sizes.fit(other) == replace(size, single_split=True) and without.fit(other) is None
+        sharing = capture_sizes.fit(replace(other, uses_cascade=True))
+        assert sharing is None or (uses_cascade and sharing.uses_cascade and sharing.single_split)
+    assert capture_sizes.shapes[-1].uses_cascade == uses_cascade
+
+
+def test_the_smallest_that_fits_is_taken() -> None:
+    capture_sizes = make_capture_sizes(512, 16384, True)
+    for shape in (StepShape(0, 1, 1), StepShape(70, 700, 3), StepShape(512, 300, 32), StepShape(65, 10, 2, True)):
+        size = capture_sizes.fit(shape)
+        assert size is not None
+        fitting = [
+            other
+            for other in capture_sizes.shapes
+            if other.num_chunks >= shape.num_chunks
+            and other.num_decodes >= shape.num_decodes
+            and other.num_tokens >= shape.num_tokens
+            and other.uses_cascade >= shape.uses_cascade
+        ]
+        rows = size.num_decodes + size.num_tokens
+        assert size in fitting and all(rows <= other.num_decodes + other.num_tokens for other in fitting)
+    assert capture_sizes.fit(StepShape(0, 5000, 1)) is None and capture_sizes.fit(StepShape(0, 64, 33)) is None
+
+
+@pytest.mark.parametrize("uses_cascade", [False, True])
+@pytest.mark.parametrize("single_split", [False, True])
+def test_samples_take_every_kind_of_kernel(uses_cascade: bool, single_split: bool) -> None:
+    def way(shape: StepShape) -> tuple[bool, bool, bool]:
+        return bool(shape.num_chunks), shape.uses_cascade, shape.single_split
+
+    capture_sizes = make_capture_sizes(512, 16384, uses_cascade, single_split)
+    samples = capture_sizes.samples()
+    assert (
+        set(samples) <= set(capture_sizes.shapes) and len(samples) == len(set(samples)) < len(capture_sizes.shapes) / 4
+    )
+    ways = {way(shape) for shape in samples}
+    assert ways == {way(shape) for shape in capture_sizes.shapes}
+    assert len(ways) == 2 * (1 + uses_cascade) * (1 + single_split)
+    for kind in {way for way in ways if not way[0]}:
+        rows = {shape.num_decodes for shape in samples if way(shape) == kind}
+        assert 512 in rows and any(n <= FEW_SEQS for n in rows) and any(FEW_SEQS < n < 512 for n in rows)
+        assert kind[1] or (1 in rows and any(MAX_SKINNY_ROWS < n <= FEW_SEQS for n in rows))
+    # Kernels but attention's are found in steps of one kind.
+    rows = {shape.num_decodes for shape in samples if way(shape) == (False, False, False)}
+    assert any(2 <= n <= MAX_SKINNY_ROWS for n in rows)
+
+
+def test_few_sizes_and_none_have_samples() -> None:
+    assert make_capture_sizes(1, 64, False).samples() and not CaptureSizes([]).samples()
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph; notes in `log` what is done with it."""
+
+    log: ClassVar[list[str]] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to graphs, on a machine without a device."""
+    monkeypatch.setattr(FakeGraph, "log", [])
+    monkeypatch.setattr(cuda_graph, "_idle_streams", {})
+    for name, value in {
+        "CUDAGraph": FakeGraph, "Stream": object, "stream": lambda stream: nullcontext(), "current_device": lambda: 0,
+        "graph_pool_handle": object,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return FakeGraph.log
+
+
+def test_a_shape_is_launched_then_captured_then_replayed(log: list[str]) -> None:
+    graphs, small, large = StepGraphs(), StepShape(1), StepShape(2)
+    for shape in (small, small, small, large):
+        graphs.run(shape, lambda: log.append("step"))
+    assert log == ["step", "begin", "step", "end", "replay", "replay", "step"]
+    graphs.close()
+    assert log[-1] == "reset"
+    assert StepGraphs()._stream is graphs._stream
+    assert StepGraphs()._stream is not graphs._stream, "it has another owner now"
+
+
+def test_a_broken_capture_takes_the_other_graphs_along(log: list[str]) -> None:
+    graphs, small, large = StepGraphs(), StepShape(1), StepShape(2)
+
+    def step() -> None:
+        log.append("step")
+        if failing:
+            raise RuntimeError("out of memory")
+
+    failing = False
+    for shape in (small, small, large):
+        graphs.run(shape, step)
+    pool, failing = graphs._pool, True
+    log.clear()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.run(large, step)
+    assert log == ["begin", "step", "end", "reset", "reset"] and graphs._pool is not pool
+    failing = False
+    log.clear()
+    graphs.run(small, step)
+    graphs.run(large, step)
+    assert log == ["begin", "step", "end", "replay"] * 2

@@ -1,0 +1,47 @@
+"""Texts that come in pieces join to the text that comes whole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.text.output_processor import Detokenizer
+
+TEXTS = [
+    "plain words, and more",
+    "日本語 ümläute 🙂🙃 \U0001f9d1\u200d\U0001f680",
+    " leading\n\n\ttabs  ",
+    "\ufffd literal \ufffd\ufffd",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("most", [1, 3])
+def test_pieces_join_to_the_whole(tokenizer: Any, text: str, most: int) -> None:
+    rng = random.Random(most)
+    token_ids = tokenizer.encode(text + tokenizer.eos_token + text)
+    # Bytes that make no character at all, in the middle and at the end.
+    token_ids = token_ids[:5] + tokenizer.encode("🙂")[:2] + token_ids[5:] + tokenizer.encode("🙂")[:1]
+    detokenizer, pieces, start = Detokenizer(tokenizer), [], 0
+    while start < len(token_ids):
+        end = start + rng.randint(1, most)
+        pieces.append(detokenizer.append(token_ids[start:end], final=end >= len(token_ids)))
+        start = end
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert sum(map(bool, pieces)) > 3
+
+
+def test_a_character_waits_for_its_last_byte(tokenizer: Any) -> None:
+    token_ids = tokenizer.encode("🙂")
+    assert len(token_ids) > 1
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.append([token]) for token in token_ids] == [""] * (len(token_ids) - 1) + ["🙂"]

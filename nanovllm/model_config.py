@@ -13,6 +13,18 @@ from typing import Any
 
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the attention of a model type differs from the others'; `name` is in `architectures` of config.json."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_ROWS = (Architecture("Qwen3ForCausalLM", qk_norm=True), Architecture("Qwen2ForCausalLM", qkv_bias=True))
+ARCHITECTURES = {row.name: row for row in _ROWS}
 _HEAD_DIMS = (16, 32, 64, 128)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
@@ -37,7 +49,7 @@ class YarnConfig:
 class ModelConfig:
     """The shape of a decoder. Lengths and positions in tokens."""
 
-    architecture: str
+    architecture: Architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -48,8 +60,6 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     yarn: YarnConfig | None
-    qkv_bias: bool
-    qk_norm: bool
     tie_word_embeddings: bool
     max_position: int
     initializer_range: float
@@ -83,9 +93,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
         """Take over a transformers config; `eos_token_ids` are known from elsewhere and come on top of its own."""
-        architecture = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
+        architecture = _architecture(hf)
         _check_supported(hf, architecture)
-        qwen3 = architecture == "Qwen3ForCausalLM"
         theta, yarn = _rope(hf)
         max_position = hf.max_position_embeddings
         if yarn is not None:
@@ -102,8 +111,6 @@ class ModelConfig:
             rms_norm_eps=hf.rms_norm_eps,
             rope_theta=theta,
             yarn=yarn,
-            qkv_bias=not qwen3,
-            qk_norm=qwen3,
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             max_position=max_position,
             initializer_range=hf.initializer_range,
@@ -112,9 +119,14 @@ class ModelConfig:
         )
 
 
-def _check_supported(hf: Any, architecture: str) -> None:
-    if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
-        raise ValueError(f"architecture {architecture!r} is not supported: only Qwen3ForCausalLM and Qwen2ForCausalLM")
+def _architecture(hf: Any) -> Architecture:
+    name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
+    if name not in ARCHITECTURES:
+        raise ValueError(f"architecture {name!r} is not supported: only {' and '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
+
+
+def _check_supported(hf: Any, architecture: Architecture) -> None:
     for name in _SIZES:
         check_int(name, getattr(hf, name, None), 1)
     if hf.num_attention_heads % hf.num_key_value_heads:
@@ -123,7 +135,7 @@ def _check_supported(hf: Any, architecture: str) -> None:
     unsupported = {
         "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
         "use_sliding_window": getattr(hf, "use_sliding_window", False),
-        "attention_bias": architecture == "Qwen3ForCausalLM" and getattr(hf, "attention_bias", False),
+        "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "quantization_config": getattr(hf, "quantization_config", None),
         "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention"},
     }

@@ -59,7 +59,7 @@ class MockRunner:
         self.fail_result = False
         self.closed = 0
 
-    def launch(self, batch: ScheduledBatch) -> MockHandle:
+    def execute(self, batch: ScheduledBatch) -> MockHandle:
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")

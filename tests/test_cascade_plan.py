@@ -53,7 +53,7 @@ def test_every_shared_key_is_attended_to_once(data: st.DataObject) -> None:
     tables, full = tables_of(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
-        patch.setattr(shared_prefix, "_MIN_PIECE", 32)
+        patch.setattr(shared_prefix, "_MIN_SPLIT_KEYS", 32)
         work = plan_cascade_groups(tables, full, BLOCK_SIZE, max_items, rows_per_item)
     groups = list(find_groups(tables, full))
     if work is None:
@@ -66,8 +66,8 @@ def test_every_shared_key_is_attended_to_once(data: st.DataObject) -> None:
         assert count <= rows_per_item
         for local, row in enumerate(members[first : first + count]):
             # The place where the row finds it.
-            piece, rest = divmod(item * rows_per_item + local - row_work[1, row], rows_per_item)
-            assert rest == 0 and 0 <= piece < row_work[2, row]
+            split, rest = divmod(item * rows_per_item + local - row_work[1, row], rows_per_item)
+            assert rest == 0 and 0 <= split < row_work[2, row]
             keys[int(row)] += range(first_key, first_key + num_keys)
             shared = (first_key + num_keys + BLOCK_SIZE - 1) // BLOCK_SIZE
             assert (tables[row, :shared] == tables[members[first], :shared]).all() and shared <= full[row]

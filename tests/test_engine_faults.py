@@ -25,7 +25,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch = runner.launch
+    launch = runner.execute
     other = llm.add_request([9, 8, 7], greedy(1))
 
     def aborting_launch(batch: Any) -> Any:
@@ -33,11 +33,11 @@ def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
         llm.llm_engine.scheduler.abort([seq_id for seq_id in batch.sampled_seq_ids if seq_id != other])
         return handle
 
-    runner.launch = aborting_launch
+    runner.execute = aborting_launch
     # Another caller's result is still to be claimed.
     with pytest.raises(RuntimeError, match="aborted by somebody else"):
         llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
-    runner.launch = launch
+    runner.execute = launch
     assert list(run(llm)) == [other]
 
 
@@ -54,7 +54,7 @@ def test_a_generate_ends_with_the_error_of_a_plan_that_fails(llm: LLM, monkeypat
 def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
     engine, runner = make_engine(pipeline_depth=1)
     first, second = engine.add_request([1, 2], greedy(2)), engine.add_request([3, 4], greedy(9))
-    launch = runner.launch
+    launch = runner.execute
 
     def lost() -> None:
         raise RuntimeError("device lost")
@@ -65,7 +65,7 @@ def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
             raise RuntimeError("launch failed")
         return launch(batch)
 
-    runner.launch = failing_launch  # type: ignore[method-assign]
+    runner.execute = failing_launch  # type: ignore[method-assign]
     with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
         for _ in range(3):
             engine.step()
@@ -103,7 +103,7 @@ def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, dep
         with LLM(checkpoint, device="cpu", max_model_len=128, num_kvcache_blocks=2) as llm:
             runner: Any = llm.llm_engine._runner
             runner.pipeline_depth = depth
-            launch = runner.launch
+            launch = runner.execute
 
             def failing_launch(batch: Any) -> Any:
                 if llm.llm_engine.scheduler.stats.num_steps == 3:
@@ -111,12 +111,12 @@ def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, dep
                     raise MemoryError("no room")
                 return launch(batch)
 
-            runner.launch = failing_launch
+            runner.execute = failing_launch
             other = llm.add_request([3, 2, 1], greedy(9))
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[1, 2]], greedy(9), use_tqdm=False)
             assert not llm.is_finished()
-            runner.launch = launch
+            runner.execute = launch
             with pytest.raises(StepError, match="no room") as caught:
                 llm.step()
             assert caught.value.request_ids == [other] and isinstance(caught.value.__cause__, MemoryError)
@@ -188,7 +188,7 @@ def test_a_system_exit_within_a_step_loses_no_request(depth: int, where: str) ->
     engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=2)
     ids = [engine.add_request([i] * 20, greedy(6)) for i in range(3)]
     engine.step()
-    launch = runner.launch
+    launch = runner.execute
 
     def leaving(batch: Any) -> Any:
         handle = launch(batch)
@@ -197,11 +197,11 @@ def test_a_system_exit_within_a_step_loses_no_request(depth: int, where: str) ->
         handle.error = SystemExit(7)
         return handle
 
-    runner.launch = leaving  # type: ignore[method-assign]
+    runner.execute = leaving  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
         for _ in range(2):
             engine.step()
-    runner.launch = launch  # type: ignore[method-assign]
+    runner.execute = launch  # type: ignore[method-assign]
     check_engine(engine)
     with pytest.raises(StepError) as caught:
         engine.step()

@@ -346,7 +346,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
-        launch, in_launch = runner.launch, []
+        launch, in_launch = runner.execute, []
 
         def interrupted_launch(batch: Any) -> Any:
             if llm.llm_engine.scheduler.stats.num_steps == 3:
@@ -355,7 +355,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
                 in_launch.append("survived")
             return launch(batch)
 
-        runner.launch = interrupted_launch
+        runner.execute = interrupted_launch
         other = llm.add_request([3, 2, 1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
         handler = signal.getsignal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -365,7 +365,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
         assert [seq.seq_id for seq in llm.llm_engine.scheduler.sequences] == [other]
         llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
         assert llm.stats()["num_used_blocks"] == 1
-        runner.launch = launch
+        runner.execute = launch
         finished: dict[int, RequestOutput] = {}
         while not llm.is_finished():
             finished.update(llm.step().finished)
@@ -379,13 +379,13 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
-        launch = runner.launch
+        launch = runner.execute
 
         def interrupted_launch(batch: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             return launch(batch)
 
-        runner.launch = interrupted_launch
+        runner.execute = interrupted_launch
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
         assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
@@ -393,7 +393,7 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
         request = llm.add_request([1, 2], SamplingParams(max_tokens=1))
         with pytest.raises(KeyboardInterrupt):
             llm.step()
-        runner.launch = launch
+        runner.execute = launch
         finished: dict[int, RequestOutput] = {}
         while not llm.is_finished():
             finished.update(llm.step().finished)
@@ -404,14 +404,14 @@ def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> N
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = 1
-        launch = runner.launch
+        launch = runner.execute
 
         def failing_launch(batch: Any) -> Any:
             if llm.llm_engine.scheduler.stats.num_steps == 2:
                 raise RuntimeError("no launch")
             return launch(batch)
 
-        runner.launch = failing_launch
+        runner.execute = failing_launch
         lens = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 9)]
         with pytest.raises(StepError, match="no launch"):
             llm.generate([[1, 2], [3, 4]], lens, use_tqdm=False)
@@ -433,24 +433,24 @@ def test_after_generate_no_step_is_under_way(make_checkpoint: MakeCheckpoint) ->
 
 def test_requests_aborted_by_somebody_else_do_not_hang_generate(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch = runner.launch
+    launch = runner.execute
 
     def aborting_launch(batch: Any) -> Any:
         handle = launch(batch)
         llm.llm_engine.scheduler.abort(batch.sampled_seq_ids)
         return handle
 
-    runner.launch = aborting_launch
+    runner.execute = aborting_launch
     try:
         with pytest.raises(RuntimeError, match="aborted"):
             llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     finally:
-        runner.launch = launch
+        runner.execute = launch
 
 
 def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch, raised = runner.launch, []
+    launch, raised = runner.execute, []
 
     def launch_and_generate(batch: Any) -> Any:
         with pytest.raises(RuntimeError, match="already running"):
@@ -458,11 +458,11 @@ def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
         raised.append(True)
         return launch(batch)
 
-    runner.launch = launch_and_generate
+    runner.execute = launch_and_generate
     try:
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     finally:
-        runner.launch = launch
+        runner.execute = launch
     assert len(raised) == 8
 
 

@@ -105,6 +105,12 @@ def test_surplus_tensors(copy: Path) -> None:
         load(copy)
 
 
+def test_a_projection_by_the_name_that_it_has_here(copy: Path) -> None:
+    change_weights(copy, **{"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"left over \['model.layers.0.self_attn.qkv_proj.weight'\]"):
+        load(copy)
+
+
 def test_tensors_given_twice(copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     save_file({"model.norm.weight": weights["model.norm.weight"]}, copy / "zzz.safetensors")

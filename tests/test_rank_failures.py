@@ -111,7 +111,7 @@ def test_killed_in_prefill(folder: Path) -> None:
 def test_killed_between_steps(folder: Path, depth: int) -> None:
     with make_llm(folder) as llm:
         parallel(llm).pipeline_depth = depth
-        kill_when(parallel(llm), "launch", rank=1, call=3)
+        kill_when(parallel(llm), "execute", rank=1, call=3)
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert isinstance(caught.value.__cause__, WorkerError)
@@ -148,7 +148,7 @@ class Later:
 def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seconds: float) -> None:
     with make_llm(folder) as llm:
         runner = parallel(llm)
-        launch = runner._runner.launch
+        launch = runner._runner.execute
         steps = []
 
         def killing(batch: Any) -> StepHandle:
@@ -160,7 +160,7 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
             kill(1)
             return StepHandle(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
 
-        runner._runner.launch = killing
+        runner._runner.execute = killing
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
             llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
         assert len(steps) == GREEDY.max_tokens

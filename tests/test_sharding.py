@@ -14,9 +14,10 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels import sampling
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
+from nanovllm.layers.weights import WeightTarget
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader, make_model
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.base import CausalLM
 from tests.conftest import MakeCheckpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,16 +29,17 @@ class FakeRank(Communicator):
         self.rank, self.size = rank, size
 
 
-def shards(config: ModelConfig, size: int) -> list[Qwen3ForCausalLM]:
+def shards(config: ModelConfig, size: int) -> list[CausalLM]:
     return [make_model(config, FakeRank(rank, size)) for rank in range(size)]
 
 
-def joined(models: list[Qwen3ForCausalLM], name: str, shard: str | None) -> torch.Tensor:
+def joined(models: list[CausalLM], target: WeightTarget | None) -> torch.Tensor:
     """A tensor of the checkpoint, put together from the ranks' parts."""
-    parts = [loader._part(model, name, shard) for model in models]
+    assert target is not None
+    parts = [loader.weight_slices(model)[target] for model in models]
     whole = torch.full(parts[0].shape, torch.nan)
     for part in parts:
-        whole[part.index] = part.target
+        whole[part.index] = part.region
     return whole
 
 
@@ -71,7 +73,7 @@ def test_the_ranks_parts_are_the_checkpoint(
         names = list(weights.keys())
         whole = sum(weights.get_tensor(name).numel() for name in names)
         for name in names:
-            torch.testing.assert_close(joined(models, *loader._target(models[0], name)), weights.get_tensor(name))
+            torch.testing.assert_close(joined(models, models[0].weight_target(name)), weights.get_tensor(name))
             checked += 1
     assert checked == len(names) > 20
     # The norms are everybody's; of the rest each rank has read about its shard and no more.
@@ -83,9 +85,8 @@ def test_dummy_weights_are_one_model_however_it_is_split(checkpoint: Path) -> No
     (whole,), halves = shards(config, 1), shards(config, 2)
     for model in (whole, *halves):
         loader.init_dummy_weights(model, 5)
-    for name, _ in whole.named_parameters():
-        for shard in loader._shards(whole, name):
-            assert torch.equal(joined(halves, name, shard), loader._part(whole, name, shard).target), name
+    for target, part in loader.weight_slices(whole).items():
+        assert torch.equal(joined(halves, target), part.region), target
 
 
 def test_embeddings_of_the_ranks_add_up(checkpoint: Path) -> None:
@@ -94,8 +95,8 @@ def test_embeddings_of_the_ranks_add_up(checkpoint: Path) -> None:
     for model in (whole, *parts):
         loader.load_weights(model, str(checkpoint))
     tokens = torch.arange(320, dtype=torch.int32)
-    total = sum(model.model.embed_tokens(tokens) for model in parts)
-    torch.testing.assert_close(total, whole.model.embed_tokens(tokens), rtol=0, atol=0)
+    first, second, both = (model.get_submodule("model.embed_tokens")(tokens) for model in (*parts, whole))
+    torch.testing.assert_close(first + second, both, rtol=0, atol=0)
 
 
 SHARDS = [Shard(0, 192, 320), Shard(192, 384, 320)], [Shard(i * 64, (i + 1) * 64, 130) for i in range(4)]

@@ -24,9 +24,9 @@ class AttentionBackend(ABC):
     """Whether there are steps that it had better run with `AttentionMetadata.single_split`."""
 
     max_cascade_items = 0
-    """Most pieces of work on shared prefixes in one step; 0 if it makes no use of them."""
+    """Most items of cascade attention in one step, see `CascadeGroups`; 0 if the backend has none."""
     rows_per_cascade_item = 1
-    """Most decode rows of such a piece."""
+    """Most decode rows of such an item."""
 
     def should_use_single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
         """Whether that pays in a step whose decode rows have contexts of these lengths, without what they share.

@@ -51,5 +51,5 @@ class FlashAttnBackend(AttentionBackend):
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Offsets of pieces of these lengths: [n] -> [n + 1] int32, from 0."""
+    """Return the offsets of sequences of these lengths: [n] -> [n + 1] int32, from 0."""
     return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

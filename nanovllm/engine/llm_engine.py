@@ -178,7 +178,7 @@ class LLMEngine:
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:
-                    self._in_flight.append((batch, runner.launch(batch)))
+                    self._in_flight.append((batch, runner.execute(batch)))
             except BaseException as error:
                 # The steps before the one that failed are good.
                 self._collect(0)

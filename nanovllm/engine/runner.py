@@ -20,7 +20,7 @@ class Runner(Protocol):
     pipeline_depth: int
     num_kvcache_blocks: int
 
-    def launch(self, batch: ScheduledBatch) -> Handle:
+    def execute(self, batch: ScheduledBatch) -> Handle:
         """Queue one step."""
 
     def synchronize(self) -> None:

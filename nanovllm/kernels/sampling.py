@@ -24,7 +24,7 @@ _MASK32 = 0xFFFFFFFF
 GROUP = 64
 """Tokens of a group; ranks share the vocabulary by no less."""
 _GROUP = tl.constexpr(GROUP)
-_PIECE = 2**17
+_MAX_ELEMENTS = 2**17
 """Logits that the plain form works on at once: a few rows, whose intermediate results stay in the cache."""
 _LEAST_TEMPERATURE = 1e-30
 """What the inverse is taken of at least: a temperature below gives the greatest logit just as well."""
@@ -109,8 +109,8 @@ def sample_ref(
     group_scores = scores.amax(dim=2)
     hot = (temperatures > 0).nonzero().flatten()
     # Greedy rows need no noise, which on a CPU would be a fifth of a small model's step.
-    pieces = hot.split(max(1, _PIECE // num_columns)) if len(hot) else ()
-    for rows in pieces:
+    parts = hot.split(max(1, _MAX_ELEMENTS // num_columns)) if len(hot) else ()
+    for rows in parts:
         temperature, greatest = temperatures[rows].view(-1, 1, 1), group_scores[rows].unsqueeze(2)
         # The greatest less itself is 0, infinite or not.
         below = torch.where(scores[rows] == greatest, 0.0, scores[rows] - greatest)
@@ -120,7 +120,7 @@ def sample_ref(
     best = group_scores.argmax(dim=1)
     all_rows = torch.arange(num_rows, device=logits.device)
     keys = scores[all_rows, best]
-    for rows in pieces:
+    for rows in parts:
         noise = token_noise(first_group + best[rows], seeds[rows], output_index[rows])
         keys[rows] += temperatures[rows].unsqueeze(1) * noise
     return group_scores[all_rows, best], first_token + best * GROUP + keys.argmax(dim=1)

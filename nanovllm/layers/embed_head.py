@@ -1,4 +1,4 @@
-"""Token embedding and LM head: one table, read by rows and multiplied; in tied models the same one."""
+"""Token embedding and LM head, split over the ranks by tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from torch import nn
 from torch.nn import functional
 
 from nanovllm.distributed.shard import Shard
-from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import project_normed
-from nanovllm.layers.weight_part import WeightPart
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
 
 
-class Embedding(nn.Module):
+class VocabParallelEmbedding(LoadableLayer):
     """A table of one row a token; weight [tokens of this rank, hidden_size].
 
     Args:
@@ -25,11 +24,9 @@ class Embedding(nn.Module):
         self.vocab = vocab
         self.weight = nn.Parameter(torch.empty(vocab.size, hidden_size), requires_grad=False)
 
-    def weight_part(self, param: nn.Parameter, shard: str | None) -> WeightPart:
-        """What of a tensor of the checkpoint goes where: the rows of this rank's tokens."""
-        assert shard is None
-        whole = (self.vocab.total, param.shape[1])
-        return WeightPart(whole, (self.vocab.present, slice(None)), param.data[: self.vocab.num_present])
+    def weight_slices(self, name: str, param: nn.Parameter) -> dict[WeightTarget, WeightSlice]:
+        """Return the rows of this rank's tokens."""
+        return {WeightTarget(name): WeightSlice.along(0, self.vocab, param.data)}
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size].
@@ -42,9 +39,17 @@ class Embedding(nn.Module):
         absent = (rows < 0) | (rows >= self.vocab.size)
         return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
-    def logits(self, x: torch.Tensor, residual: torch.Tensor | None, norm: AllReduceRMSNorm) -> torch.Tensor:
-        """Read the table the other way, for the normalised `x + residual`, which are as `project_normed` takes them.
 
-        Returns [num_rows, tokens of this rank].
-        """
-        return project_normed(x, residual, norm, self.weight)[0]
+class ParallelLMHead(ColumnParallelLinear):
+    """The projection to the logits of this rank's tokens; weight [tokens of this rank, hidden_size].
+
+    Args:
+        vocab, hidden_size: see `VocabParallelEmbedding`.
+        tied_to: the embedding whose weight is the head's, too; None if it has one of its own.
+    """
+
+    def __init__(self, vocab: Shard, hidden_size: int, tied_to: VocabParallelEmbedding | None) -> None:
+        super().__init__(hidden_size, vocab)
+        if tied_to is not None:
+            # One dict, because `Module.to_empty` makes each module a parameter of its own.
+            self._parameters = tied_to._parameters

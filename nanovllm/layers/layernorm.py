@@ -1,14 +1,49 @@
-"""RMS norm as a module."""
+"""RMS norm, and the residual stream between a decoder's norms.
+
+A norm computes nothing by itself: the linear layer that follows may have one kernel for both.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.communicator import Communicator
+from nanovllm.layers.weights import LoadableLayer
+
+Branch = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+"""Computes the last product of a branch. Takes the residual, which it may overwrite; returns the stream's `branch` and
+`residual` (see `ResidualStream`)."""
 
 
-class RMSNorm(nn.Module):
+class ResidualStream:
+    """The hidden states of a decoder, [num_tokens, hidden_size]: `residual + branch`, which the next norm adds up.
+
+    Attributes:
+        branch: the newest branch: this rank's part of it, or on one rank alone perhaps parts of a sum (see
+            `linear_into`). None once it is in the residual.
+        residual: the sum of the branches before, the same on every rank. None for zero.
+    """
+
+    def __init__(self, branch: torch.Tensor) -> None:
+        self.branch: torch.Tensor | None = branch
+        self.residual: torch.Tensor | None = None
+
+    def settle(self, total: torch.Tensor) -> None:
+        """Take over `residual + branch`, which a norm's kernel has added up."""
+        self.branch, self.residual = None, total
+
+    def __iadd__(self, branch: Branch) -> ResidualStream:
+        """Compute a branch and add it, in one kernel where that pays."""
+        assert self.branch is None and self.residual is not None
+        self.branch, self.residual = branch(self.residual)
+        return self
+
+
+class RMSNorm(LoadableLayer):
     """Weight [size] and epsilon of a norm over rows."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -18,7 +53,7 @@ class RMSNorm(nn.Module):
 
 
 class AllReduceRMSNorm(RMSNorm):
-    """Sums the ranks' parts of a branch, adds that to the residual stream, and normalises.
+    """Adds up the residual stream, over the ranks too, and normalises it.
 
     Every all-reduce of a forward pass happens here, where it can be one kernel with what follows it.
     """
@@ -27,10 +62,27 @@ class AllReduceRMSNorm(RMSNorm):
         super().__init__(size, eps)
         self.communicator = communicator
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised `sum of x + residual`, and that sum; all [num_tokens, size].
+    def forward(self, stream: ResidualStream) -> Normed:
+        """Return the normalised stream, not computed yet."""
+        return Normed(stream, self)
 
-        x is this rank's part, of one rank alone perhaps itself in parts, and may be overwritten; the residual is the
-        same on all ranks.
-        """
-        return self.communicator.all_reduce_rms_norm(x, self.weight, self.eps, residual)
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm of the residual stream, computed by the layer that takes it: once, as that adds up the stream."""
+
+    stream: ResidualStream
+    norm: AllReduceRMSNorm
+
+    @property
+    def branch(self) -> torch.Tensor:
+        """The stream's newest branch, not added yet."""
+        assert self.stream.branch is not None
+        return self.stream.branch
+
+    def compute(self) -> torch.Tensor:
+        """Return the normalised rows, [num_tokens, hidden_size]."""
+        norm, residual = self.norm, self.stream.residual
+        out, total = norm.communicator.all_reduce_rms_norm(self.branch, norm.weight, norm.eps, residual)
+        self.stream.settle(total)
+        return out

@@ -1,40 +1,107 @@
-"""Linear layers split over the ranks, which know how to load themselves from a checkpoint's tensors."""
+"""Linear layers split over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
+
+How a weight is stored, and which kernel multiplies by it, is known here alone. A layer computes nothing by itself: it
+returns its product as an object, and what takes that may have one kernel for both.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
-from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.weight_part import WeightPart
+from nanovllm.kernels.qkv_rope_store import NormWeights, project_rope_store, should_use_fused_qkv
+from nanovllm.layers.layernorm import Branch, Normed
+from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
+
+LayerT = TypeVar("LayerT", bound="MergedColumnParallelLinear")
 
 
-def project_normed(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: AllReduceRMSNorm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Project the normalised `x + residual` by this rank's weights; returns that and `x + residual`.
+@dataclass(frozen=True)
+class Projection(Generic[LayerT]):
+    """A column-parallel layer's product, not computed yet."""
 
-    x, [num_tokens, in_features], is this rank's part of a sum, or itself in parts (see `linear_into`), and may be
-    overwritten. No residual stands for zero.
+    layer: LayerT
+    x: Normed
+
+    def compute(self) -> torch.Tensor:
+        """Return the product, [num_tokens, outputs of this rank]."""
+        return self.layer.project(self.x)
+
+    def silu_and_mul(self) -> torch.Tensor:
+        """Return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
+        return self.layer.project(self.x, gated=True)
+
+
+class MergedColumnParallelLinear(LoadableLayer):
+    """Several projections of one input as one product; weight [outputs of this rank, in_features].
+
+    Args:
+        in_features: size of the input.
+        outputs: outputs of each projection, by the name of its part of the weight, in order.
+        bias: whether the projections have biases.
     """
-    if norm.communicator.size == 1:
+
+    def __init__(self, in_features: int, outputs: dict[str | None, Shard], bias: bool = False) -> None:
+        super().__init__()
+        out_features = sum(shard.size for shard in outputs.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.outputs = outputs
+
+    def weight_slices(self, name: str, param: nn.Parameter) -> dict[WeightTarget, WeightSlice]:
+        """Return this rank's rows of each projection."""
+        regions = param.data.split([shard.size for shard in self.outputs.values()])
+        parts = zip(self.outputs.items(), regions, strict=True)
+        return {WeightTarget(name, part): WeightSlice.along(0, shard, region) for (part, shard), region in parts}
+
+    def forward(self: LayerT, x: Normed) -> Projection[LayerT]:
+        """Return the projections of x, not computed yet."""
+        return Projection(self, x)
+
+    def project(self, x: Normed, gated: bool = False) -> torch.Tensor:
+        """Compute a `Projection`; `gated`: followed by `silu_and_mul`."""
+        norm = x.norm
+        if norm.communicator.size > 1:
+            return norm_linear(x.compute(), self.weight, self.bias, gated=gated)[0]
         # One kernel for small batches.
-        return norm_linear(x, weight, bias, (norm.weight, norm.eps), residual, gated)
-    normed, total = norm(x, residual)
-    return norm_linear(normed, weight, bias, gated=gated)[0], total
+        norm_args, residual = (norm.weight, norm.eps), x.stream.residual
+        out, total = norm_linear(x.branch, self.weight, self.bias, norm_args, residual, gated)
+        x.stream.settle(total)
+        return out
 
 
-class RowParallelLinear(nn.Module):
-    """`x @ weight.T` for this rank's elements of x; weight [out_features, inputs of this rank].
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One projection, of which this rank has some outputs."""
 
-    The result is one rank's part of a sum, which is left to the norm that follows.
+    def __init__(self, in_features: int, outputs: Shard) -> None:
+        super().__init__(in_features, {None: outputs})
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The projections to queries, keys and values of this rank's heads."""
+
+    def __init__(self, in_features: int, head_dim: int, heads: Shard, kv_heads: Shard, bias: bool) -> None:
+        q, kv = heads.times(head_dim), kv_heads.times(head_dim)
+        super().__init__(in_features, {"q": q, "k": kv, "v": kv}, bias)
+        self.head_dim = head_dim
+
+    def project_rope_store(self, x: Normed, norm_weights: NormWeights | None, *args: Any) -> torch.Tensor | None:
+        """Do `qkv_rope_store` of the product, with these arguments, in one kernel; None if there is none that pays."""
+        if norm_weights is None or not should_use_fused_qkv(x.branch, self.weight, self.bias, self.head_dim):
+            return None
+        return project_rope_store(x.compute(), self.weight, norm_weights, *args)
+
+
+class RowParallelLinear(LoadableLayer):
+    """The last projection of a branch; weight [out_features, inputs of this rank].
+
+    Its product is one rank's part of a sum, which is left to the norm that follows.
     """
 
     def __init__(self, inputs: Shard, out_features: int) -> None:
@@ -42,55 +109,24 @@ class RowParallelLinear(nn.Module):
         self.inputs = inputs
         self.weight = nn.Parameter(torch.empty(out_features, inputs.size), requires_grad=False)
 
-    def weight_part(self, param: nn.Parameter, shard: str | None) -> WeightPart:
-        """What of a tensor of the checkpoint goes where: the columns of this rank's inputs."""
-        assert shard is None
-        return WeightPart((param.shape[0], self.inputs.total), (slice(None), self.inputs.present), param.data)
+    def weight_slices(self, name: str, param: nn.Parameter) -> dict[WeightTarget, WeightSlice]:
+        """Return the columns of this rank's inputs."""
+        return {WeightTarget(name): WeightSlice.along(1, self.inputs, param.data)}
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x: [num_tokens, inputs of this rank] -> this rank's part of [num_tokens, out_features], and the residual.
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> Branch:
+        """Return the product, not computed yet, for the residual stream.
 
-        Of one rank alone, what `linear_into` makes of them. The residual, of the result's size, may be overwritten.
+        Args:
+            x: [num_rows, inputs of this rank], contiguous.
+            rows: [num_rows]; the rows of the stream that x has, if not all. The stream loses the others.
         """
+        return partial(self._add_to, x, rows)
+
+    def _add_to(
+        self, x: torch.Tensor, rows: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if rows is not None:
+            residual = residual[rows]
         if self.inputs.is_whole:
             return linear_into(x, self.weight, residual)
         return norm_linear(x, self.weight)[0], residual
-
-
-class MergedColumnParallelLinear(nn.Module):
-    """Several projections of one normalised input as one product; this rank's rows of each, stacked.
-
-    Args:
-        in_features: size of the input.
-        shards: outputs of each projection, by the name that the model's mapping gives it, in order.
-        bias: whether the projections have biases.
-        gated: whether the first of two projections, through SiLU, multiplies the second (SwiGLU, Shazeer 2020).
-    """
-
-    def __init__(self, in_features: int, shards: dict[str, Shard], bias: bool = False, gated: bool = False) -> None:
-        super().__init__()
-        out_features = sum(share.size for share in shards.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.shards = shards
-        self.gated = gated
-
-    def weight_part(self, param: nn.Parameter, shard: str | None) -> WeightPart:
-        """What of a tensor of the checkpoint goes where: this rank's rows of one projection."""
-        assert shard is not None
-        start = 0
-        for name, share in self.shards.items():
-            if name == shard:
-                shape, index = (share.total, *param.shape[1:]), (share.present, *[slice(None)] * (param.dim() - 1))
-                return WeightPart(shape, index, param.data[start : start + share.size])
-            start += share.size
-        raise AssertionError(f"no projection {shard!r} among {list(self.shards)}")
-
-    def project(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: AllReduceRMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the normalised `x + residual`, [num_tokens, in_features]; returns that and `x + residual`.
-
-        x and residual are as `project_normed` takes them.
-        """
-        return project_normed(x, residual, norm, self.weight, self.bias, self.gated)

@@ -113,6 +113,8 @@ class BatchBuilder:
         self._should_use_single_split = should_use_single_split
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots: list[int] = []
+        self._indexed_slots: list[int] = []
+        self._index = np.empty(0, dtype=np.intp)
         # Prompt tokens and chunks, padded; decode slots and cascade groups; all slots anew, as indices and values.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
         self._staging = Staging(prompts + 2 * self.slots.size + 8 * num_slots + 4 * max_cascade_items, device)
@@ -121,7 +123,7 @@ class BatchBuilder:
         """The shape that a batch has without padding."""
         slots = self.slots
         shared_lens = self.cascade.plan(batch.decode_slots, slots.num_computed, slots.block_tables)
-        seq_lens = slots.num_computed[batch.decode_slots] + 1
+        seq_lens = slots.num_computed[self._index_of(batch.decode_slots)] + 1
         single_split = self._should_use_single_split(seq_lens if shared_lens is None else seq_lens - shared_lens)
         sizes = len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks)
         return StepShape(*sizes, uses_cascade=shared_lens is not None, single_split=single_split)
@@ -145,12 +147,20 @@ class BatchBuilder:
         if len(new_rows):
             self._decode_slots[: len(new_rows)] = new_rows
             self._sent_decode_slots = rows
-        slots.num_computed[batch.decode_slots] += 1
-        seq_lens = slots.num_computed[batch.decode_slots].tolist() + [1] * num_padding
+        decode_index = self._index_of(batch.decode_slots)
+        decode_lens = slots.num_computed[decode_index] + 1
+        slots.num_computed[decode_index] = decode_lens
+        seq_lens = decode_lens.tolist() + [1] * num_padding
         seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         sent_prompts, num_samples = PromptArrays(*prompt_tensors), len(batch.sampled_seq_ids)
         return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
+
+    def _index_of(self, decode_slots: list[int]) -> np.ndarray:
+        """Return the slots as an array, which is made anew only when they change."""
+        if decode_slots != self._indexed_slots:
+            self._indexed_slots, self._index = decode_slots, np.array(decode_slots, dtype=np.intp)
+        return self._index
 
     def send_empty(self, shape: StepShape) -> PreparedStep:
         """Send a step of a capture size that is all padding; the plan of `shape_of` is lost."""

@@ -15,8 +15,8 @@ class CascadeBuffers:
     Args:
         num_slots: most decode rows.
         block_size: tokens of a block.
-        max_items: most pieces of work; 0 if the attention backend has no use for them.
-        rows_per_item: most decode rows of a piece.
+        max_items: most items, see `CascadeGroups`; 0 if the attention backend has no use for them.
+        rows_per_item: most decode rows of an item.
         device: where the attention is.
     """
 

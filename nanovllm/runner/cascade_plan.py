@@ -14,8 +14,8 @@ import numpy as np
 
 _MIN_SAVED_TOKENS = 8192
 """Keys that must not be read again for the work to pay."""
-_MIN_PIECE = 256
-"""Fewest keys of a piece of work, unless the prefix has no more."""
+_MIN_SPLIT_KEYS = 256
+"""Fewest keys of an item, unless the prefix has no more."""
 
 
 class PrefixGroup(NamedTuple):
@@ -66,8 +66,8 @@ def plan_cascade_groups(
     Args:
         tables, num_full_blocks: see `find_groups`.
         block_size: tokens of a block.
-        max_items: most pieces of work.
-        rows_per_item: most rows of a piece.
+        max_items: most items.
+        rows_per_item: most rows of an item.
 
     Returns:
         The arrays of `CascadeGroups`: items [max_items, 4], members [num_rows], rows [3, num_rows], int32.
@@ -88,18 +88,18 @@ def plan_cascade_groups(
     item = placed = 0
     for group in groups:
         num_keys = group.num_blocks * block_size
-        pieces = min(max_items // num_tiles, -(-num_keys // _MIN_PIECE))
+        num_splits = min(max_items // num_tiles, -(-num_keys // _MIN_SPLIT_KEYS))
         # A whole number of blocks each, but for the last.
-        piece = -(-group.num_blocks // pieces) * block_size
-        pieces = -(-num_keys // piece)
+        split_keys = -(-group.num_blocks // num_splits) * block_size
+        num_splits = -(-num_keys // split_keys)
         for start in range(0, len(group.members), rows_per_item):
             tile = group.members[start : start + rows_per_item]
             members[placed : placed + len(tile)] = tile
             rows[0, tile] = num_keys
             rows[1, tile] = item * rows_per_item + np.arange(len(tile))
-            rows[2, tile] = pieces
-            for first_key in range(0, num_keys, piece):
-                items[item] = placed, len(tile), first_key, min(piece, num_keys - first_key)
+            rows[2, tile] = num_splits
+            for first_key in range(0, num_keys, split_keys):
+                items[item] = placed, len(tile), first_key, min(split_keys, num_keys - first_key)
                 item += 1
             placed += len(tile)
     return items, members, rows

@@ -27,8 +27,8 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
+from nanovllm.models.base import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.memory import check_cache_budget, profiling_batch
@@ -115,12 +115,12 @@ class ModelRunner:
                 for _ in range(2):
                     self._replay(empty, "step", lambda: self.sample(*self._forward(empty)))
 
-    def launch(self, batch: ScheduledBatch) -> StepHandle:
+    def execute(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
         with torch.inference_mode(), self._device_guard():
             return self.collect(self._run(batch))
 
-    def execute(self, batch: ScheduledBatch) -> None:
+    def run(self, batch: ScheduledBatch) -> None:
         """Queue one step on a rank whose tokens the host does not ask for."""
         with torch.inference_mode(), self._device_guard():
             self._run(batch)
@@ -135,8 +135,8 @@ class ModelRunner:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
         inputs.metadata.plan = self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
-            x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_rows)
-        return self.model.compute_logits(x, residual)
+            hidden = self.model(inputs.token_ids, inputs.positions, inputs.sample_rows)
+        return self.model.compute_logits(hidden)
 
     def sample(self, inputs: DeviceBatch, logits: torch.Tensor) -> None:
         """Draw a token from each row of logits into its slot, and into `_sampled` for `collect`."""
@@ -231,7 +231,7 @@ class ModelRunner:
         inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
         self.sample(inputs, self.forward(inputs))
 
-    def _load_model(self, folder: str, max_model_len: int) -> Qwen3ForCausalLM:
+    def _load_model(self, folder: str, max_model_len: int) -> CausalLM:
         with torch.device("meta"):
             model = make_model(self.model_config, self.communicator)
         model = model.to(self.dtype).to_empty(device=self.device)
@@ -297,4 +297,4 @@ class ModelRunner:
         """Run the step that takes the most memory: the whole token budget in prompts, sampled in every slot."""
         self._bind_cache(1)
         batch = profiling_batch(self.config, self.max_blocks, self.max_model_len)
-        self.launch(batch).result()
+        self.execute(batch).result()

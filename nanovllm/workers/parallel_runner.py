@@ -116,12 +116,12 @@ class ParallelRunner:
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
 
-    def launch(self, batch: ScheduledBatch) -> ParallelHandle:
+    def execute(self, batch: ScheduledBatch) -> ParallelHandle:
         """Queue one step on every rank and return without waiting for it."""
         runner = self._require_open()
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
-            return ParallelHandle(runner.launch(batch), self)
+            return ParallelHandle(runner.execute(batch), self)
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the ranks are gone."""

@@ -101,7 +101,7 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
         if again:
             batch.decode_slots = decode_slots
         decode_slots = batch.decode_slots
-        runner.execute(batch)
+        runner.run(batch)
     runner.exit()
     communicator.close()
 

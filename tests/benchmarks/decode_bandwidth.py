@@ -6,12 +6,15 @@ layer does between its products: norm, RoPE, store, attention.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from bench import measure_ceilings
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.layernorm import RMSNorm
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")
@@ -34,9 +37,11 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM)
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
     cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
+    angles = torch.rand(length, HEAD_DIM, device=DEVICE)
     layers = [Attention(HEAD_DIM, 1e-6) for _ in range(num_layers)]
     for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
         layer.bind(k_cache, v_cache, backend)
+        layer.cos_sin = angles
 
     tables = torch.randperm(num_blocks, device=DEVICE).int().view(rows, max_blocks)
     lens = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
@@ -53,12 +58,13 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     )
     metadata.plan = backend.plan(metadata)
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-    norms = torch.ones(2, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-    angles = torch.rand(length, HEAD_DIM, device=DEVICE)
+    norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
+    # Computed before, so that the product is not measured.
+    projection = SimpleNamespace(layer=SimpleNamespace(project_rope_store=lambda *_: None), compute=lambda: qkv)
 
     def step() -> None:
         for layer in layers:
-            layer(qkv, (norms[0], norms[1]), lens - 1, angles)
+            layer(projection, *norms, lens - 1)
 
     with torch.inference_mode(), set_attention_metadata(metadata):
         step()

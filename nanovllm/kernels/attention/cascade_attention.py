@@ -27,7 +27,7 @@ class CascadeGroups:
     """Which decode rows share a prefix, as a list of work; numbers on the device, so that a graph may read them.
 
     Attributes:
-        items: [num_items, 4] int32; for each piece of work where its rows start among `members`, how many there are (0:
+        items: [num_items, 4] int32; for each item where its rows start among `members`, how many there are (0:
             no work), the first key and the number of keys.
         members: [num_rows] int32; decode rows, in the order of the items.
         rows: [3, num_rows] int32; for each decode row the tokens that it shares, and the places of their outputs: the

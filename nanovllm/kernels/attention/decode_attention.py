@@ -1,6 +1,6 @@
 """Attention of single new tokens over pages, in Triton, balanced over the device whatever the contexts.
 
-All contexts are cut into tiles, and the tiles of all sequences and KV heads, in one row, into equal pieces, one for
+All contexts are cut into tiles, and the tiles of all sequences and KV heads, in one row, into equal splits, one for
 each program (Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanovar et al. 2024). So a batch of one long
 context keeps the whole device busy, a batch of uneven ones has no tail, and nothing depends on contexts but numbers on
 the device: a captured graph stays valid as they grow. What more than one program has worked on is merged by its
@@ -18,7 +18,7 @@ from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadeP
 from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile, merge_states
 from nanovllm.kernels.fast_math import exp2, log2
 
-_MERGE_PIECES = 16
+_MERGED_AT_ONCE = 16
 
 
 @dataclass
@@ -42,13 +42,13 @@ class DecodePlan:
 
 @jit
 def _merge_cascade(
-    partial_ptr, lse_ptr, place, stride, pieces, head, group, dims, acc, row_max, row_sum,
+    partial_ptr, lse_ptr, place, stride, num_splits, head, group, dims, acc, row_max, row_sum,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Fold in a shared prefix's outputs: `pieces` of them, `stride` places apart."""
+    """Merge a shared prefix's outputs in: `num_splits` of them, `stride` places apart."""
     mask = group < GROUP
-    for piece in range(pieces):
-        rows = ((place + piece * stride) * KV_HEADS + head) * GROUP + group
+    for split in range(num_splits):
+        rows = ((place + split * stride) * KV_HEADS + head) * GROUP + group
         lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
         part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
         new_max = tl.maximum(row_max, lse)
@@ -108,7 +108,7 @@ def _decode_kernel(
         if HAS_PREFIX:
             first_key = tl.load(prefix_rows_ptr + seq)
             place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
-            pieces = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
+            num_splits = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
         # Some program has work, and so the kernel does not end before the one ahead.
         if PDL:
             gdc_wait()
@@ -123,7 +123,7 @@ def _decode_kernel(
         row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
         if HAS_PREFIX and first_tile == 0:
             acc, row_max, row_sum = _merge_cascade(
-                prefix_partial_ptr, prefix_lse_ptr, place, prefix_place_stride, pieces,
+                prefix_partial_ptr, prefix_lse_ptr, place, prefix_place_stride, num_splits,
                 head, group, dims, acc, row_max, row_sum, KV_HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
         for tile in range(first_tile, first_tile + count):
@@ -149,7 +149,7 @@ def _decode_kernel(
 @jit(do_not_specialize=["num_seqs", "num_programs"])
 def _merge_kernel(
     out_ptr, partial_ptr, lse_ptr, tile_ends_ptr, num_seqs, num_programs,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     seq, query_head = tl.program_id(0), tl.program_id(1)
     tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
@@ -166,10 +166,10 @@ def _merge_kernel(
         acc = tl.zeros([HEAD_DIM], dtype=tl.float32)
         top = -float("inf")
         total = 0.0
-        for start in range(first, last + 1, PIECES):
-            programs = start + tl.arange(0, PIECES)
+        for start in range(first, last + 1, SPLITS):
+            programs = start + tl.arange(0, SPLITS)
             mask = programs <= last
-            # A program's first piece lies in its first place; only the first program here may have begun with another.
+            # A program's first split lies in its first place; only the first program here may have begun with another.
             in_second = (programs == first) & (first_unit > _first_unit(first, num_units, num_programs))
             places = 2 * programs + in_second.to(tl.int32)
             rows = places * GROUP + query_head % GROUP
@@ -274,5 +274,5 @@ def decode_attention(
     )  # fmt: skip
     _merge_kernel[(num_seqs, num_heads)](
         out, plan.partial, plan.lse, plan.tile_ends, num_seqs, num_programs,
-        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PIECES=_MERGE_PIECES, num_warps=1, **options,
+        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=_MERGED_AT_ONCE, num_warps=1, **options,
     )  # fmt: skip

@@ -27,9 +27,9 @@ from nanovllm.kernels.attention.online_softmax import LOG2E
 from nanovllm.kernels.attention.tile_ring import attend_to_old, begin_copies
 from nanovllm.kernels.attention.warp_attention import (
     MAX_GROUP,
-    PIECE,
     ROWS,
     TILE,
+    WARP_KEYS,
     WARPS,
     begin_softmax,
     load_parts,
@@ -63,10 +63,10 @@ class HopperDecodePlan:
 )
 def _hopper_decode_kernel(
     x_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slot_mapping_ptr, splits_ptr, block_tables_ptr, table_stride,
-    k_desc, v_desc, k_piece_desc, v_piece_desc, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr,
+    k_desc, v_desc, k_part_desc, v_part_desc, k_cache_ptr, v_cache_ptr, out_ptr, partial_ptr, lse_ptr,
     prefix_rows_ptr, prefix_rows_stride, prefix_out_ptr, prefix_lse_ptr, eps, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SLOTS: gl.constexpr, BY_PIECES: gl.constexpr, WHOLE: gl.constexpr, PREFIX_STRIDE: gl.constexpr,
+    STAGES: gl.constexpr, BY_PARTS: gl.constexpr, WHOLE: gl.constexpr, PREFIX_STRIDE: gl.constexpr,
     PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -86,8 +86,8 @@ def _hopper_decode_kernel(
         table_ptr += gl.load(prefix_rows_ptr + seq) // BLOCK_SIZE
         prefix_place = gl.load(prefix_rows_ptr + prefix_rows_stride + seq)
         prefix_parts = gl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
-    copy_from = (k_desc, v_desc, k_piece_desc, v_piece_desc, table_ptr, head * HEAD_DIM, tiles)
-    ring = begin_copies(copy_from, HEAD_DIM, SLOTS, BLOCK_SIZE, BY_PIECES)
+    copy_from = (k_desc, v_desc, k_part_desc, v_part_desc, table_ptr, head * HEAD_DIM, tiles)
+    ring = begin_copies(copy_from, HEAD_DIM, STAGES, BLOCK_SIZE, BY_PARTS)
     dims = gl.arange(0, HALF, gl.SliceLayout(0, HALVES))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
     value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
@@ -110,7 +110,7 @@ def _hopper_decode_kernel(
         first_row, stride = (prefix_place * KV_HEADS + head) * GROUP, PREFIX_STRIDE * KV_HEADS * GROUP
         count = gl.where(is_first, prefix_parts, 0)
         prefix = load_parts(prefix_out_ptr, prefix_lse_ptr, first_row, stride, count, GROUP, HEAD_DIM)
-    softmax = attend_to_old(operand, scale, softmax, copy_from, ring, SLOTS, BLOCK_SIZE, BY_PIECES)
+    softmax = attend_to_old(operand, scale, softmax, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
     attended, lse = merge(softmax)
     if PREFIX_STRIDE > 0:
         attended, lse = merge_two(attended, lse, prefix[0], prefix[1])
@@ -196,10 +196,10 @@ def hopper_decode_attention(
         prefix_rows, prefix_out, prefix_lse = plan.prefix.shared.rows, plan.prefix.partial, plan.prefix.lse
     norm_weights, eps, cos_sin = rope if rope is not None else (None, 0.0, None)
     q_norm, k_norm = norm_weights if norm_weights is not None else (None, None)
-    shape = (-1, PIECE.value, num_kv_heads * head_dim)
-    tile, piece = [WARPS.value, PIECE.value, head_dim], [1, PIECE.value, head_dim]
+    shape = (-1, WARP_KEYS.value, num_kv_heads * head_dim)
+    tile, part = [WARPS.value, WARP_KEYS.value, head_dim], [1, WARP_KEYS.value, head_dim]
     caches = k_cache.view(shape), v_cache.view(shape)
-    descriptors = [descriptor(cache, size) for size in (tile, piece) for cache in caches]
+    descriptors = [descriptor(cache, size) for size in (tile, part) for cache in caches]
     splits, is_whole = plan.splits.splits, plan.partial is None
     partial, lse = plan.partial or (None, None)
     # More programs than multiprocessors share them by two, and the bandwidth; fewer each have room to read further
@@ -210,7 +210,7 @@ def hopper_decode_attention(
         *descriptors, k_cache, v_cache, out, partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        SLOTS=4 if is_whole and not many else 3, BY_PIECES=is_whole and many, WHOLE=is_whole,
+        STAGES=4 if is_whole and not many else 3, BY_PARTS=is_whole and many, WHOLE=is_whole,
         PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip

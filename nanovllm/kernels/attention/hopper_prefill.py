@@ -35,7 +35,7 @@ QUERIES = gl.constexpr(QUERY_TILE)
 """Tokens of a tile of queries, half of them each group's."""
 KEYS = gl.constexpr(128)
 """Tokens of a tile of keys, which must lie in one block."""
-_SLOTS = gl.constexpr(2)
+_STAGES = gl.constexpr(2)
 """Tiles of keys that shared memory holds, and of values. Their barriers are apart, since Triton has a group's warps
 meet before every wait but the first for the same array of barriers: in one ring it takes 292 us instead of 282."""
 _CLEARED = gl.constexpr(16)
@@ -63,9 +63,9 @@ def _find_work(item, work, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _slot(turn):
+def _stage(turn):
     """Where the tile of a turn lies, and the parity of how often the place was used before."""
-    return turn % _SLOTS, turn // _SLOTS & 1
+    return turn % _STAGES, turn // _STAGES & 1
 
 
 @gluon.jit
@@ -95,13 +95,13 @@ def _load(
                 key = (steps - 1 - step) * KEYS
                 key_row = gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
                 place = [key_row, head // GROUP * HEAD_DIM]
-                slot, used = _slot(turn)
-                mbarrier.wait(keys_empty.index(slot), used ^ 1)
-                mbarrier.expect(keys_full.index(slot), TILE_BYTES)
-                tma_load(k_desc, place, keys_full.index(slot), keys.index(slot))
-                mbarrier.wait(values_empty.index(slot), used ^ 1)
-                mbarrier.expect(values_full.index(slot), TILE_BYTES)
-                tma_load(v_desc, place, values_full.index(slot), values.index(slot))
+                stage, used = _stage(turn)
+                mbarrier.wait(keys_empty.index(stage), used ^ 1)
+                mbarrier.expect(keys_full.index(stage), TILE_BYTES)
+                tma_load(k_desc, place, keys_full.index(stage), keys.index(stage))
+                mbarrier.wait(values_empty.index(stage), used ^ 1)
+                mbarrier.expect(values_full.index(stage), TILE_BYTES)
+                tma_load(v_desc, place, values_full.index(stage), values.index(stage))
                 turn += 1
 
 
@@ -113,16 +113,17 @@ def _row_major(head_dim):
 
 @gluon.jit
 def _clear_values(values, key, seq_len):
-    """Zero a tile's values behind the last key: others' remains, whose weight of zero makes NaN of what is not finite.
+    """Zero a tile's values behind the last key.
 
+    Another sequence may have left NaN or infinity there, and 0 times those is NaN.
     Both groups do it, and neither waits for the other: they write the same.
     """
     LAYOUT: gl.constexpr = _row_major(values.shape[1])
     for row in gl.static_range(0, KEYS, _CLEARED):
         if key + row + _CLEARED > seq_len:
-            piece = values.slice(row, _CLEARED)
+            part = values.slice(row, _CLEARED)
             keys = key + row + gl.arange(0, _CLEARED, gl.SliceLayout(1, LAYOUT))
-            piece.store(gl.where((keys < seq_len)[:, None], piece.load(LAYOUT), 0.0))
+            part.store(gl.where((keys < seq_len)[:, None], part.load(LAYOUT), 0.0))
     fence_async_shared()
 
 
@@ -147,18 +148,18 @@ def _attend_tile(
 ):
     """Weigh the keys of `turn`, and add the values of the turn before, whose weights are known."""
     keys, keys_full, keys_empty, values, values_full, values_empty = ring
-    key_slot, key_used = _slot(turn)
-    value_slot, value_used = _slot(turn - 1)
-    mbarrier.wait(keys_full.index(key_slot), key_used)
+    key_stage, key_used = _stage(turn)
+    value_stage, value_used = _stage(turn - 1)
+    mbarrier.wait(keys_full.index(key_stage), key_used)
     zeros = gl.zeros([QUERIES // 2, KEYS], gl.float32, SCORES)
-    scores = warpgroup_mma(query, keys.index(key_slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(values_full.index(value_slot), value_used)
-    acc = warpgroup_mma(weights, values.index(value_slot), acc, is_async=True)
+    scores = warpgroup_mma(query, keys.index(key_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(values_full.index(value_stage), value_used)
+    acc = warpgroup_mma(weights, values.index(value_stage), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(keys_empty.index(key_slot))
+    mbarrier.arrive(keys_empty.index(key_stage))
     fresh, correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, SCORES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(values_empty.index(value_slot))
+    mbarrier.arrive(values_empty.index(value_stage))
     acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, ACC))[:, None]
     return gl.convert_layout(fresh.to(keys.dtype), weights.type.layout), acc, row_max, row_sum
 
@@ -168,14 +169,14 @@ def _attend_first_tile(query, ring, turn, key, position, seq_len, scale, SCORES:
     """Weigh the last keys, with which work begins; returns their weights, and the rows' maxima and sums."""
     keys, keys_full, keys_empty, values, values_full, _values_empty = ring
     ROWS: gl.constexpr = QUERIES // 2
-    slot, used = _slot(turn)
+    stage, used = _stage(turn)
     if key + KEYS > seq_len:
-        mbarrier.wait(values_full.index(slot), used)
-        _clear_values(values.index(slot), key, seq_len)
-    mbarrier.wait(keys_full.index(slot), used)
+        mbarrier.wait(values_full.index(stage), used)
+        _clear_values(values.index(stage), key, seq_len)
+    mbarrier.wait(keys_full.index(stage), used)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = warpgroup_mma(query, keys.index(slot).permute((1, 0)), zeros, use_acc=False)
-    mbarrier.arrive(keys_empty.index(slot))
+    scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False)
+    mbarrier.arrive(keys_empty.index(stage))
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     fresh, _correction, row_max, row_sum = _weigh(scores, row_max, row_sum, position, key, scale, SCORES)
@@ -223,10 +224,10 @@ def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: g
                     query, ring, turn, step * KEYS, position, scale, weights, acc, row_max, row_sum, SCORES, ACC
                 )
             mbarrier.arrive(queries_empty)
-            slot, used = _slot(turn)
-            mbarrier.wait(values_full.index(slot), used)
-            acc = warpgroup_mma(weights, values.index(slot), acc)
-            mbarrier.arrive(values_empty.index(slot))
+            stage, used = _stage(turn)
+            mbarrier.wait(values_full.index(stage), used)
+            acc = warpgroup_mma(weights, values.index(stage), acc)
+            mbarrier.arrive(values_empty.index(stage))
             turn += 1
             done += 1
             head_ptr = out_ptr + head * HEAD_DIM
@@ -244,10 +245,10 @@ def _hopper_prefill_kernel(
     queries_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(queries_full, count=1)
     mbarrier.init(queries_empty, count=2)
-    keys = gl.allocate_shared_memory(q_desc.dtype, [_SLOTS, KEYS, HEAD_DIM], k_desc.layout)
-    values = gl.allocate_shared_memory(q_desc.dtype, [_SLOTS, KEYS, HEAD_DIM], v_desc.layout)
-    keys_full, keys_empty = make_barriers(_SLOTS, 2)
-    values_full, values_empty = make_barriers(_SLOTS, 2)
+    keys = gl.allocate_shared_memory(q_desc.dtype, [_STAGES, KEYS, HEAD_DIM], k_desc.layout)
+    values = gl.allocate_shared_memory(q_desc.dtype, [_STAGES, KEYS, HEAD_DIM], v_desc.layout)
+    keys_full, keys_empty = make_barriers(_STAGES, 2)
+    values_full, values_empty = make_barriers(_STAGES, 2)
     ring = (keys, keys_full, keys_empty, values, values_full, values_empty)
     gdc_wait()
     gdc_launch_dependents()

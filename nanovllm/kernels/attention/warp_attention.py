@@ -10,9 +10,9 @@ from nanovllm.kernels._gluon import gl, gluon, mma_v2
 from nanovllm.kernels.fast_math import exp2, log2
 
 WARPS = gl.constexpr(4)
-PIECE = gl.constexpr(16)
+WARP_KEYS = gl.constexpr(16)
 """Keys of a tile that are one warp's."""
-TILE = gl.constexpr(WARPS.value * PIECE.value)
+TILE = gl.constexpr(WARPS.value * WARP_KEYS.value)
 """Keys of a tile, which must lie in one block."""
 ROWS = gl.constexpr(16)
 """Rows of the matrix instruction, of which a group of query heads fills some."""
@@ -36,25 +36,25 @@ def spread(first, second, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _is_old(tile, old_len, LAYOUT: gl.constexpr):
-    """Which keys of a tile there are: [WARPS, PIECE]."""
+    """Which keys of a tile there are: [WARPS, WARP_KEYS]."""
     warps = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
-    keys = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
-    return tile * TILE + warps[:, None] * PIECE + keys[None, :] < old_len
+    keys = gl.arange(0, WARP_KEYS, gl.SliceLayout(0, LAYOUT))
+    return tile * TILE + warps[:, None] * WARP_KEYS + keys[None, :] < old_len
 
 
 @gluon.jit
 def attend_tile(query, key, value, tile, old_len, scale, softmax):
     """Fold a tile's keys, those before `old_len`, into the softmaxes.
 
-    query [WARPS, ROWS, HEAD_DIM], key [WARPS, HEAD_DIM, PIECE], value [WARPS, PIECE, HEAD_DIM].
+    query [WARPS, ROWS, HEAD_DIM], key [WARPS, HEAD_DIM, WARP_KEYS], value [WARPS, WARP_KEYS, HEAD_DIM].
     """
     acc, row_max, row_sum = softmax
     MMA: gl.constexpr = acc.type.layout
-    scores = mma_v2(query, key, gl.zeros([WARPS, ROWS, PIECE], gl.float32, MMA))
+    scores = mma_v2(query, key, gl.zeros([WARPS, ROWS, WARP_KEYS], gl.float32, MMA))
     if (tile + 1) * TILE > old_len:
         known = _is_old(tile, old_len, gl.SliceLayout(1, MMA))
         scores = gl.where(gl.expand_dims(known, 1), scores, -float("inf"))
-        # Others' remains, whose weight of zero makes NaN of what is not finite.
+        # Another sequence may have left NaN or infinity there, and 0 times those is NaN.
         known = _is_old(tile, old_len, gl.SliceLayout(2, value.type.layout))
         value = gl.where(gl.expand_dims(known, 2), value, 0.0)
     new_max = gl.maximum(row_max, gl.max(scores, axis=2) * scale)

@@ -41,7 +41,7 @@ _WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _load_weights(step, load_from, ring, more):
-    """Start to copy a step's weights, if there are `more`; of a gated layer two pieces that lie apart."""
+    """Start to copy a step's weights, if there are `more`; of a gated layer two tiles that lie apart."""
     _x_desc, desc, _row, column, second, first_in = load_from
     _xs, weights, full = ring
     COLUMNS: gl.constexpr = desc.block_shape[0]

@@ -22,8 +22,8 @@ from nanovllm.kernels._gluon import (
 )
 from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.linear.hopper_product import (
+    COLUMNS,
     INS,
-    PIECE,
     ROWS,
     find_tile,
     halve,
@@ -32,7 +32,7 @@ from nanovllm.kernels.linear.hopper_product import (
     multiply_tile,
 )
 
-HEAD_DIM = PIECE
+HEAD_DIM = COLUMNS
 """Elements of the heads that `hopper_qkv_rope_store` knows."""
 _ROW_MAJOR = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 """How threads hold a head that they store: half a row of a head goes out at once."""
@@ -53,24 +53,24 @@ def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, o
         tma_store_wait(0)
         outs.index(GROUP).store(gated.to(dtype))
         fence_async_shared()
-        tma_store(out_desc, [above * ROWS + GROUP * (ROWS // 2), left * PIECE], outs.index(GROUP))
+        tma_store(out_desc, [above * ROWS + GROUP * (ROWS // 2), left * COLUMNS], outs.index(GROUP))
     tma_store_wait(0)
 
 
 @kernel(do_not_specialize=["row_tiles"])
 def _gated_linear_kernel(x_desc, weight_desc, out_desc, row_tiles, column_tiles, steps):
     ring = make_ring(x_desc, weight_desc)
-    outs = gl.allocate_shared_memory(x_desc.dtype, [2, ROWS // 2, PIECE], out_desc.layout)
+    outs = gl.allocate_shared_memory(x_desc.dtype, [2, ROWS // 2, COLUMNS], out_desc.layout)
     gdc_wait()
     gdc_launch_dependents()
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    size = column_tiles * PIECE
+    size = column_tiles * COLUMNS
     gl.warp_specialize(
         [
             (_gate, (FIRST, out_desc, row_tiles, column_tiles, steps, ring, outs)),
             (_gate, (SECOND, out_desc, row_tiles, column_tiles, steps, ring, outs)),
-            (load_tiles, (x_desc, weight_desc, row_tiles, column_tiles, steps, PIECE, size, ring)),
+            (load_tiles, (x_desc, weight_desc, row_tiles, column_tiles, steps, COLUMNS, size, ring)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -121,8 +121,8 @@ def _finish_heads(
 ):  # fmt: skip
     """Multiply one half of each tile's rows, which are two heads, and norm, rotate and store them."""
     num_rows, row_tiles, column_tiles, steps = work
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PIECE, 16])
-    left_part, _right_part = halve(gl.zeros([ROWS // 2, 2 * PIECE], gl.float32, ACC))
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
+    left_part, _right_part = halve(gl.zeros([ROWS // 2, 2 * COLUMNS], gl.float32, ACC))
     half_head, _other_half = halve(left_part)
     LAYOUT: gl.constexpr = half_head.type.layout
     dims = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, LAYOUT))
@@ -158,7 +158,7 @@ def _qkv_kernel(
         [
             (_finish_heads, (FIRST, work, ring, positions_ptr, cos_sin_ptr, norms, outputs, eps, HEADS, KV_HEADS)),
             (_finish_heads, (SECOND, work, ring, positions_ptr, cos_sin_ptr, norms, outputs, eps, HEADS, KV_HEADS)),
-            (load_tiles, (x_desc, weight_desc, row_tiles, column_tiles, steps, 2 * PIECE, PIECE, ring)),
+            (load_tiles, (x_desc, weight_desc, row_tiles, column_tiles, steps, 2 * COLUMNS, COLUMNS, ring)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -173,8 +173,8 @@ def should_use(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> bool
     34.8 and 39.7, 2048 rows (384) 47.6 and 41.3. Of Qwen3-8B: 256 rows (192) 77 and 93, 512 (384) 143 and 137. Queries,
     keys and values of Qwen3-0.6B: 1024 rows (128) 20.3 and 18.6, 1500 (192) 28.6 and 32.4, 2048 (256) 37.7 and 34.2.
     """
-    known = x.element_size() == 2 and x.shape[1] % INS.value == 0 and len(weight) % (2 * PIECE.value) == 0
-    tiles = -(-len(x) // ROWS.value) * (len(weight) // (2 * PIECE.value))
+    known = x.element_size() == 2 and x.shape[1] % INS.value == 0 and len(weight) % (2 * COLUMNS.value) == 0
+    tiles = -(-len(x) // ROWS.value) * (len(weight) // (2 * COLUMNS.value))
     return known and tiles >= 0.9 * num_programs * -(-tiles // num_programs)
 
 
@@ -191,10 +191,10 @@ def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor, num_programs: int
     """
     rows, in_features = x.shape
     out = torch.empty(rows, len(weight) // 2, dtype=x.dtype, device=x.device)
-    row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * PIECE.value)
+    row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * COLUMNS.value)
     _gated_linear_kernel[(min(num_programs, row_tiles * column_tiles),)](
-        descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [PIECE.value, INS.value]),
-        descriptor(out, [ROWS.value // 2, PIECE.value]), row_tiles, column_tiles, in_features // INS.value,
+        descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [COLUMNS.value, INS.value]),
+        descriptor(out, [ROWS.value // 2, COLUMNS.value]), row_tiles, column_tiles, in_features // INS.value,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out
@@ -227,9 +227,9 @@ def hopper_qkv_rope_store(
     kv_heads = k_cache.shape[2]
     heads = len(weight) // HEAD_DIM.value - 2 * kv_heads
     query = torch.empty(rows, heads, HEAD_DIM.value, dtype=x.dtype, device=x.device)
-    row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * PIECE.value)
+    row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * COLUMNS.value)
     _qkv_kernel[(min(num_programs, row_tiles * column_tiles),)](
-        descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [PIECE.value, INS.value]),
+        descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [COLUMNS.value, INS.value]),
         rows, row_tiles, column_tiles, in_features // INS.value, positions, cos_sin, *norm_weights,
         query, k_cache, v_cache, slot_mapping, eps, HEADS=heads, KV_HEADS=kv_heads, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -23,11 +23,11 @@ from nanovllm.kernels._gluon import (
 
 ROWS = gl.constexpr(128)
 """Rows of a tile of the result, half of them each group's."""
-PIECE = gl.constexpr(128)
+COLUMNS = gl.constexpr(128)
 """Half of a tile's columns; the weights of either half lie together."""
 INS = gl.constexpr(64)
 """Inputs of one step of the product."""
-_SLOTS = gl.constexpr(4)
+_STAGES = gl.constexpr(4)
 """Steps that shared memory holds."""
 _BAND = gl.constexpr(16)
 """Tiles one above the other that are worked on before those beside them, so that both operands stay in the L2 cache."""
@@ -36,9 +36,9 @@ _BAND = gl.constexpr(16)
 @gluon.jit
 def make_ring(x_desc, weight_desc):
     """Shared memory for some steps' tiles, and the barriers that say when each is full, and when empty."""
-    xs = gl.allocate_shared_memory(x_desc.dtype, [_SLOTS, ROWS, INS], x_desc.layout)
-    weights = gl.allocate_shared_memory(x_desc.dtype, [_SLOTS, 2 * PIECE, INS], weight_desc.layout)
-    full, empty = make_barriers(_SLOTS, 2)
+    xs = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, ROWS, INS], x_desc.layout)
+    weights = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, 2 * COLUMNS, INS], weight_desc.layout)
+    full, empty = make_barriers(_STAGES, 2)
     return xs, weights, full, empty
 
 
@@ -55,41 +55,41 @@ def find_tile(tile, row_tiles, column_tiles):
 def load_tiles(x_desc, weight_desc, row_tiles, column_tiles, steps, stride, second, ring):
     """Copy what the groups will multiply.
 
-    Of the weights' rows, tile n of the columns is PIECE from `n * stride` on, and PIECE from `n * stride + second` on.
+    Tile n of the columns is COLUMNS rows of the weights from `n * stride` on, and as many from `n * stride + second`.
     """
-    BYTES: gl.constexpr = (ROWS + 2 * PIECE) * INS * 2
+    BYTES: gl.constexpr = (ROWS + 2 * COLUMNS) * INS * 2
     xs, weights, full, empty = ring
     turn = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         above, left = find_tile(tile, row_tiles, column_tiles)
         for step in range(steps):
-            slot = turn % _SLOTS
-            mbarrier.wait(empty.index(slot), turn // _SLOTS & 1 ^ 1)
-            ready = full.index(slot)
+            stage = turn % _STAGES
+            mbarrier.wait(empty.index(stage), turn // _STAGES & 1 ^ 1)
+            ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
-            tma_load(x_desc, [above * ROWS, step * INS], ready, xs.index(slot))
+            tma_load(x_desc, [above * ROWS, step * INS], ready, xs.index(stage))
             for half in gl.static_range(2):
                 place = [left * stride + half * second, step * INS]
-                tma_load(weight_desc, place, ready, weights.index(slot).slice(half * PIECE, PIECE))
+                tma_load(weight_desc, place, ready, weights.index(stage).slice(half * COLUMNS, COLUMNS))
             turn += 1
 
 
 @gluon.jit
 def multiply_tile(GROUP: gl.constexpr, turn, steps, ring):
-    """One group's half of the next tile, [ROWS / 2, 2 * PIECE] float32, after `turn` steps of others."""
+    """One group's half of the next tile, [ROWS / 2, 2 * COLUMNS] float32, after `turn` steps of others."""
     HALF: gl.constexpr = ROWS // 2
     xs, weights, full, empty = ring
-    acc = gl.zeros([HALF, 2 * PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PIECE, 16]))
+    acc = gl.zeros([HALF, 2 * COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16]))
     for step in range(steps):
-        slot = (turn + step) % _SLOTS
-        mbarrier.wait(full.index(slot), (turn + step) // _SLOTS & 1)
-        x = xs.index(slot).slice(GROUP * HALF, HALF)
-        acc = warpgroup_mma(x, weights.index(slot).permute((1, 0)), acc, is_async=True)
+        stage = (turn + step) % _STAGES
+        mbarrier.wait(full.index(stage), (turn + step) // _STAGES & 1)
+        x = xs.index(stage).slice(GROUP * HALF, HALF)
+        acc = warpgroup_mma(x, weights.index(stage).permute((1, 0)), acc, is_async=True)
         # The step before has ended.
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index((turn + step - 1) % _SLOTS), pred=step > 0)
+        mbarrier.arrive(empty.index((turn + step - 1) % _STAGES), pred=step > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((turn + steps - 1) % _SLOTS))
+    mbarrier.arrive(empty.index((turn + steps - 1) % _STAGES))
     return acc
 
 

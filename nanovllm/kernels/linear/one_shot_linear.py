@@ -24,11 +24,11 @@ from nanovllm.kernels.linear.skinny_linear import (
 )
 
 _WARPS = gl.constexpr(16)
-_PIECE = gl.constexpr(ONE_SHOT_CHUNK // 16)
+_WARP_INS = gl.constexpr(ONE_SHOT_CHUNK // 16)
 """Inputs that a warp takes of a chunk."""
 _ROWS = gl.constexpr(MAX_SKINNY_ROWS)
 _LOAD = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 4, 1], [2, 0, 1]))
-"""Of [warps, rows or outputs, piece]."""
+"""Of [warps, rows or outputs, part]."""
 _SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 """Eight neighbouring rows or outputs, which a matrix instruction loads at once, lie in different banks."""
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [_WARPS.value, 1, 1], [1, 16, 8]))
@@ -36,12 +36,12 @@ _MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [_WARPS.value, 1, 1], [1, 
 
 @gluon.jit
 def _chunk_indices(NUMBER: gl.constexpr):
-    """Indices into a tile of rows or outputs: the inputs of a chunk [warps, 1, piece], and the rows [1, NUMBER, 1]."""
+    """Indices into a tile of rows or outputs: the inputs of a chunk [warps, 1, part], and the rows [1, NUMBER, 1]."""
     warps = gl.arange(0, _WARPS, gl.SliceLayout(1, gl.SliceLayout(2, _LOAD)))
     rows = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, _LOAD)))
-    ins = gl.arange(0, _PIECE, gl.SliceLayout(0, gl.SliceLayout(0, _LOAD)))
-    pieces = gl.expand_dims(gl.expand_dims(warps * _PIECE, 1), 2)
-    return pieces + gl.expand_dims(gl.expand_dims(ins, 0), 0), gl.expand_dims(gl.expand_dims(rows, 0), 2)
+    ins = gl.arange(0, _WARP_INS, gl.SliceLayout(0, gl.SliceLayout(0, _LOAD)))
+    parts = gl.expand_dims(gl.expand_dims(warps * _WARP_INS, 1), 2)
+    return parts + gl.expand_dims(gl.expand_dims(ins, 0), 0), gl.expand_dims(gl.expand_dims(rows, 0), 2)
 
 
 @gluon.jit
@@ -63,16 +63,16 @@ def _begin_copies(
     weight_ptr, first_out, out_features,
     IN: gl.constexpr, CHUNKS: gl.constexpr, OUTS: gl.constexpr, BLOCK_OUT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Make room for a program's weights, [chunks, warps, outputs, piece] or [gate and up, ...], and ask for them."""
+    """Make room for a program's weights, [chunks, warps, outputs, part] or [gate and up, ...], and ask for them."""
     HALVES: gl.constexpr = 2 if GATED else 1
-    shape: gl.constexpr = [CHUNKS * HALVES, _WARPS, BLOCK_OUT, _PIECE]
+    shape: gl.constexpr = [CHUNKS * HALVES, _WARPS, BLOCK_OUT, _WARP_INS]
     weights = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, shape, _SHARED)
     ins, own_outs = _chunk_indices(BLOCK_OUT)
     is_out = (own_outs < OUTS) & (first_out + own_outs < out_features)
     ptrs = weight_ptr + (first_out + own_outs).to(gl.int64) * IN + ins
     for chunk in gl.static_range(CHUNKS):
-        mask = (chunk * _WARPS * _PIECE + ins < IN) & is_out
-        async_load(weights.index(chunk * HALVES), ptrs + chunk * _WARPS * _PIECE, mask=mask)
+        mask = (chunk * _WARPS * _WARP_INS + ins < IN) & is_out
+        async_load(weights.index(chunk * HALVES), ptrs + chunk * _WARPS * _WARP_INS, mask=mask)
         if GATED:
             async_load(weights.index(1), ptrs + gl.cast(out_features, gl.int64) * IN, mask=mask)
     async_copy.commit_group()
@@ -81,7 +81,7 @@ def _begin_copies(
 
 @gluon.jit
 def _normed(x, norm_weight, eps, IN: gl.constexpr):
-    """RMS norm of rows [warps, rows, piece] over warps and pieces."""
+    """RMS norm of rows [warps, rows, part] over warps and parts."""
     wide = x.to(gl.float32)
     scale = rsqrt(gl.sum(gl.sum(wide * wide, axis=2), axis=0) / IN + eps)
     return (wide * gl.expand_dims(gl.expand_dims(scale, 0), 2) * norm_weight).to(x.dtype)
@@ -89,7 +89,7 @@ def _normed(x, norm_weight, eps, IN: gl.constexpr):
 
 @gluon.jit
 def _operand(shared, INDEX: gl.constexpr):
-    """Weights [outputs, piece] of each warp as what its rows are multiplied by."""
+    """Weights [outputs, part] of each warp as what its rows are multiplied by."""
     return shared.index(INDEX).permute((0, 2, 1)).load(gl.DotOperandLayout(1, _MMA, 2))
 
 
@@ -108,9 +108,9 @@ def _one_shot_linear_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    xs = gl.allocate_shared_memory(dtype, [CHUNKS, _WARPS, _ROWS, _PIECE], _SHARED)
+    xs = gl.allocate_shared_memory(dtype, [CHUNKS, _WARPS, _ROWS, _WARP_INS], _SHARED)
     for chunk in gl.static_range(CHUNKS):
-        chunk_ins = chunk * _WARPS * _PIECE + ins
+        chunk_ins = chunk * _WARPS * _WARP_INS + ins
         offsets = rows * IN + chunk_ins
         mask = (rows < num_rows) & (chunk_ins < IN)
         x = gl.load(x_ptr + offsets, mask=mask, other=0.0)

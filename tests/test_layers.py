@@ -1,0 +1,62 @@
+"""Norms and linear layers that compute when they are taken: what they compute, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import Shard
+from nanovllm.layers.layernorm import AllReduceRMSNorm, ResidualStream
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+ROWS, SIZE = 5, 8
+
+
+class TwoRanks(Communicator):
+    """A rank of two, the other of which adds nothing."""
+
+    size = 2
+
+
+def filled(layer: nn.Module) -> nn.Module:
+    for param in layer.parameters():
+        param.data.normal_()
+    return layer
+
+
+def normalised(norm: nn.Module, total: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(total, (SIZE,), norm.get_parameter("weight"), 1e-6)
+
+
+@pytest.mark.parametrize("communicator", [Communicator(), TwoRanks()])
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, 1])])
+def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    norm = filled(AllReduceRMSNorm(SIZE, 1e-6, communicator))
+    gate_up = filled(MergedColumnParallelLinear(SIZE, {"gate": Shard.whole(6), "up": Shard.whole(6)}, bias=False))
+    down = filled(RowParallelLinear(Shard.whole(6), SIZE))
+    x = torch.randn(ROWS, SIZE)
+    gate, up = (normalised(norm, x) @ gate_up.get_parameter("weight").T).chunk(2, dim=-1)
+    kept = slice(None) if rows is None else rows
+    branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight").T
+
+    stream = ResidualStream(x.clone())
+    inner = gate_up(norm(stream)).silu_and_mul()
+    torch.testing.assert_close(stream.residual, x)
+    stream += down(inner[kept], rows)
+    torch.testing.assert_close(norm(stream).compute(), normalised(norm, x[kept] + branch))
+    torch.testing.assert_close(stream.residual, x[kept] + branch)
+
+
+def test_a_norm_adds_up_the_stream_once() -> None:
+    norm = filled(AllReduceRMSNorm(SIZE, 1e-6, Communicator()))
+    stream = ResidualStream(torch.randn(ROWS, SIZE))
+    with pytest.raises(AssertionError):
+        stream += RowParallelLinear(Shard.whole(6), SIZE)(torch.randn(ROWS, 6))
+    normed = norm(stream)
+    normed.compute()
+    with pytest.raises(AssertionError):
+        normed.compute()

@@ -1,4 +1,4 @@
-"""The engine's settings, as the user gives them."""
+"""The engine's settings."""
 
 from __future__ import annotations
 
@@ -22,31 +22,29 @@ _LEAST = {
 @strict_keywords
 @dataclass(frozen=True)
 class Config:
-    """Settings of one engine, checked on their own; what depends on the model is checked where the model is known.
+    """Settings of one engine. Each value is checked here; limits that depend on the model are checked at loading.
 
     Attributes:
         model: a folder in the Hub's layout, or a Hub id.
-        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N", the first of several.
-        dtype: of weights and cache; "auto" is the checkpoint's on CUDA and float32 on the CPU.
-        tensor_parallel_size: ranks that share the model, each with a GPU of its own, or all on the CPU; at most as many
-            as the model has KV heads.
-        max_model_len: most tokens of one request, prompt and output together; capped by the model's own.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: token budget of one step, decoded and prompt tokens together.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
-        enforce_eager: launch kernel by kernel instead of replaying CUDA graphs.
-        kvcache_block_size: tokens of one cache block, a multiple of 16.
-        num_kvcache_blocks: blocks of the cache; -1 sizes it by the free memory.
-        enable_prefix_caching: share the blocks of equal prefixes.
+        device: "auto" (CUDA if available, else the CPU), "cpu", "cuda", or "cuda:N", the first GPU if several are used.
+        dtype: of weights and KV cache; "auto" is the checkpoint's on CUDA and float32 on the CPU.
+        tensor_parallel_size: number of ranks, each with its own GPU, or all on the CPU; at most the number of KV heads.
+        max_model_len: maximum tokens of one request, prompt and output together; capped by the model's maximum.
+        max_num_seqs: maximum sequences that run at once.
+        max_num_batched_tokens: token budget of one step, decode and prompt tokens together.
+        gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
+        enforce_eager: launch kernels one by one instead of replaying CUDA graphs.
+        kvcache_block_size: tokens per cache block, a multiple of 16.
+        num_kvcache_blocks: number of cache blocks; -1 derives it from the free memory.
+        enable_prefix_caching: share the cache blocks of equal prefixes.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
         revision: branch, tag or commit of a Hub id.
-        trust_remote_code: run code of the model's folder where its config or tokenizer names some; False refuses such
-            a folder.
-        seed: of dummy weights (0 if None), and of requests without a seed of their own (drawn if None).
+        trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
+        seed: of dummy weights (0 if None), and of requests without their own seed (drawn at random if None).
 
     Raises:
-        ValueError: a value out of its range, or an unknown keyword.
+        ValueError: a value is out of range, or a keyword is unknown.
     """
 
     model: str
@@ -88,7 +86,7 @@ class Config:
 
     @property
     def max_num_running(self) -> int:
-        """Most sequences that may run at once so that each gets its next token within every step's budget."""
+        """Maximum running sequences such that one token of each fits into a step's token budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from nanovllm.config import Config
-from nanovllm.engine.driver import Call
+from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
@@ -91,8 +91,8 @@ class LLM:
 
         Raises:
             ValueError: any of the prompts or parameters is out of bounds; none was begun.
-            RuntimeError: another `generate` or `step` of this engine is running, a step failed, or the engine is closed
-                (by another thread, meanwhile, too).
+            StepError: a step failed, and with it requests of this call; it is a RuntimeError.
+            RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
         """
         self.llm_engine.require_open()
@@ -146,7 +146,7 @@ class LLM:
         """Queue requests and step until they are done; on any exception drop them."""
         engine, ids = self.llm_engine, []
         try:
-            # A signal between a request and its id would leave it behind.
+            # Deferred, so that the id of every queued request is known.
             with deferred_signals():
                 for tokens, param in zip(token_ids, params, strict=True):
                     ids.append(engine.enqueue(tokens, param))
@@ -157,15 +157,17 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
     def _step_until_done(self, ids: set[int], use_tqdm: bool) -> dict[int, RequestOutput]:
-        """Return the outputs of requests `ids`; what finishes besides is kept for its callers."""
+        """Return the outputs of requests `ids`; other requests' results stay for their callers."""
         engine, outputs = self.llm_engine, dict[int, RequestOutput]()
         started, num_tokens = time.perf_counter(), engine.scheduler.stats.num_output_tokens
         with _progress_bar(len(ids), use_tqdm) as bar:
             while len(outputs) < len(ids):
                 engine.run_step()
-                done = engine.claim(ids)
-                if done:
+                # Ctrl-C while a text is decoded is no failure of the tokenizer.
+                with deferred_signals():
+                    done = engine.claim(ids)
                     outputs.update((i, self._output_processor.finish(i, output)) for i, output in done.items())
+                if done:
                     rate = (engine.scheduler.stats.num_output_tokens - num_tokens) / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
                     bar.update(len(done))

@@ -1,7 +1,7 @@
-"""What the engine needs to know of a model, read from the files beside its weights.
+"""The model's configuration, read from `config.json` and `generation_config.json`.
 
-The one place that knows how the versions of transformers spell it: 4.x has `rope_theta` and `rope_scaling`, 5.x
-`rope_parameters`; `torch_dtype` became `dtype`.
+Only this module handles the differences between versions of transformers: 4.x has `rope_theta` and `rope_scaling`, 5.x
+has `rope_parameters`; `torch_dtype` became `dtype`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the attention of a model type differs from the others'; `name` is in `architectures` of config.json."""
+    """A supported architecture: its name in config.json's `architectures`, and how its attention differs."""
 
     name: str
     qkv_bias: bool = False
@@ -47,7 +47,7 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Lengths and positions in tokens."""
+    """The hyperparameters of a decoder; `max_position` is in tokens."""
 
     architecture: Architecture
     vocab_size: int
@@ -72,16 +72,16 @@ class ModelConfig:
 
         Args:
             path: the model's folder.
-            trust_remote_code: whether transformers may run code of the folder that the config names.
+            trust_remote_code: whether transformers may run the code that the config names.
 
         Raises:
-            ValueError: no readable config, or one that asks for something that is not supported; names it.
+            ValueError: the config is missing, unreadable, or has a value that is not supported.
         """
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ValueError(f"no config.json in {path!r}")
         if not trust_remote_code:
             refuse_remote_code(path, "config.json", "AutoConfig")
-        # Ranks other than 0 do without it, and it takes seconds to import.
+        # Imported here because it takes seconds, and ranks other than 0 do not need it.
         from transformers import AutoConfig  # noqa: PLC0415
 
         try:
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
-        """Take over a transformers config; `eos_token_ids` are known from elsewhere and come on top of its own."""
+        """Convert a transformers config; `eos_token_ids` are added to its own."""
         architecture = _architecture(hf)
         _check_supported(hf, architecture)
         theta, yarn = _rope(hf)
@@ -180,7 +180,7 @@ def _rope(hf: Any) -> tuple[float, YarnConfig | None]:
 
 
 def _generation_eos(path: str) -> list[int]:
-    """The EOS list of `generation_config.json`: chat models end on more tokens than their tokenizer's one."""
+    """Return the EOS ids of `generation_config.json`, because chat models have more than their tokenizer's one."""
     file = os.path.join(path, "generation_config.json")
     if not os.path.isfile(file):
         return []

@@ -83,7 +83,7 @@ def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
     before = deepcopy(state)
     batch = ScheduledBatch(decode_slots=[2], chunks=[PromptChunk(3, 0, array("i", [50, 51]), True, False)],
                            new_requests=[NewRequest(3, [13], 9, 0.0, 0)])  # fmt: skip
-    inputs = sender.step(batch, StepShape(num_decodes=3, num_tokens=5, num_chunks=3), token=99)
+    inputs = sender.step(batch, StepShape(num_decodes=3, num_prompt_tokens=5, num_chunks=3), token=99)
     assert inputs.metadata.slot_mapping.tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
     assert inputs.metadata.seq_lens.tolist()[:1] == [18]
     # Neither padding nor the chunk, which does not end its prompt, is sampled for.

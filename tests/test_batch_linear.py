@@ -138,7 +138,9 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
         found = set()
         # Most products have all rows, and the last layer's those that are sampled from.
         rows = {
-            n for shape in shapes for n in (shape.num_decodes + shape.num_tokens, shape.num_decodes + shape.num_chunks)
+            n
+            for shape in shapes
+            for n in (shape.num_decodes + shape.num_prompt_tokens, shape.num_decodes + shape.num_chunks)
         }
         for num_rows, size in product(rows - set(range(MAX_SKINNY_ROWS + 1)), linears(ranks)):
             in_features, out_features, gated, parts = size
@@ -148,7 +150,7 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
                 found.add((size, hopper_batch_linear._find_tile(x, out_features, gated, parts)))
         return found
 
-    assert taken(capture_sizes.samples()) == taken(capture_sizes.shapes) != set()
+    assert taken(capture_sizes.representatives()) == taken(capture_sizes.shapes) != set()
 
 
 def hopper_parts_pay(x: torch.Tensor, weight: torch.Tensor) -> bool:

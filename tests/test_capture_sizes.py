@@ -61,11 +61,11 @@ def test_the_smallest_that_fits_is_taken() -> None:
             for other in capture_sizes.shapes
             if other.num_chunks >= shape.num_chunks
             and other.num_decodes >= shape.num_decodes
-            and other.num_tokens >= shape.num_tokens
+            and other.num_prompt_tokens >= shape.num_prompt_tokens
             and other.uses_cascade >= shape.uses_cascade
         ]
-        rows = size.num_decodes + size.num_tokens
-        assert size in fitting and all(rows <= other.num_decodes + other.num_tokens for other in fitting)
+        rows = size.num_decodes + size.num_prompt_tokens
+        assert size in fitting and all(rows <= other.num_decodes + other.num_prompt_tokens for other in fitting)
     assert capture_sizes.fit(StepShape(0, 5000, 1)) is None and capture_sizes.fit(StepShape(0, 64, 33)) is None
 
 
@@ -76,7 +76,7 @@ def test_samples_take_every_kind_of_kernel(uses_cascade: bool, single_split: boo
         return bool(shape.num_chunks), shape.uses_cascade, shape.single_split
 
     capture_sizes = make_capture_sizes(512, 16384, uses_cascade, single_split)
-    samples = capture_sizes.samples()
+    samples = capture_sizes.representatives()
     assert (
         set(samples) <= set(capture_sizes.shapes) and len(samples) == len(set(samples)) < len(capture_sizes.shapes) / 4
     )
@@ -93,7 +93,7 @@ def test_samples_take_every_kind_of_kernel(uses_cascade: bool, single_split: boo
 
 
 def test_few_sizes_and_none_have_samples() -> None:
-    assert make_capture_sizes(1, 64, False).samples() and not CaptureSizes([]).samples()
+    assert make_capture_sizes(1, 64, False).representatives() and not CaptureSizes([]).representatives()
 
 
 class FakeGraph:

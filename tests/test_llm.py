@@ -52,7 +52,7 @@ def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
     with make_llm(checkpoint) as fresh:
         want = fresh.generate(prompts, params, use_tqdm=False)
         runner: Any = fresh.llm_engine._runner
-        prepare, replay, parts = runner.prepare, runner._replay, []
+        prepare, replay, parts = runner.prepare, runner._run_or_replay, []
 
         def prepare_apart(batch: Any) -> Any:
             batch.sample_apart = True
@@ -62,7 +62,7 @@ def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
             parts.append(part)
             return replay(step, part, run)
 
-        runner.prepare, runner._replay = prepare_apart, recorded_replay
+        runner.prepare, runner._run_or_replay = prepare_apart, recorded_replay
         again = fresh.generate(prompts, params, use_tqdm=False)
     assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
     assert set(parts) == {"forward"}
@@ -398,6 +398,22 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
         while not llm.is_finished():
             finished.update(llm.step().finished)
         assert list(finished) == [request]
+
+
+def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM, ctrl_c: None) -> None:
+    class Interrupted:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            signal.raise_signal(signal.SIGINT)
+            return "text"
+
+    before = llm._output_processor.tokenizer
+    llm._output_processor.tokenizer = Interrupted()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
+    finally:
+        llm._output_processor.tokenizer = before
+    assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
 
 
 def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> None:

@@ -26,6 +26,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.workers import parallel_runner
 from nanovllm.workers import processes as ranks_module
+from nanovllm.workers.orders import StepOrder
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import WorkerPlan
 from tests.rank_processes import rank_pids
@@ -224,7 +225,7 @@ def test_an_exception_in_a_step(folder: Path) -> None:
     with make_llm(folder) as llm:
         ranks = parallel(llm)._ranks
         # A batch that only the others get.
-        ranks._send((False, "no batch"))
+        ranks._send(StepOrder("no batch", False))  # type: ignore[arg-type]
         with pytest.raises(StepError, match=r"(?s)rank 1 failed:\nTraceback.*in _serve.*AttributeError: 'str'"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
@@ -416,7 +417,7 @@ def test_whoever_watches_is_told_of_a_rank_that_fails() -> None:
 
 def test_a_long_traceback_arrives_in_its_last_part(folder: Path) -> None:
     with make_llm(folder) as llm:
-        parallel(llm)._ranks._send((False, LongError()))
+        parallel(llm)._ranks._send(StepOrder(LongError(), False))  # type: ignore[arg-type]
         with pytest.raises(StepError, match=r"(?s)rank 1 failed:\n.*LLL the end") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert 10_000 < len(str(caught.value)) < 20_000

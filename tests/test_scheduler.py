@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import StepError
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
@@ -286,3 +287,21 @@ def test_stats_count_what_happened() -> None:
         "num_used_blocks": 0,
         "num_free_blocks": 16,
     }
+
+
+@DEPTHS
+def test_sequences_run_and_are_preempted_by_their_key(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, num_blocks=5, max_num_seqs=2)
+    ids = [engine.add_request([i] * 17, greedy(30)) for i in range(4)]
+    # The last come first, as if they had a higher priority.
+    for seq in list(engine._inbox):
+        assert isinstance(seq, Sequence)
+        seq.sort_key = -seq.seq_id
+    finished: list[int] = []
+    while not engine.is_finished():
+        result = engine.step()
+        running = engine.scheduler.running
+        assert [seq.sort_key for seq in running] == sorted(seq.sort_key for seq in running)
+        finished += [request_id for request_id, _ in result.finished]
+        check_engine(engine)
+    assert finished == ids[::-1] and engine.stats()["num_preemptions"] > 0

@@ -78,7 +78,7 @@ def test_a_device_that_no_kernel_is_for_is_refused_before_weights_are_loaded(
     obstacle: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A message of its own, and no other ValueError of this engine's.
-    monkeypatch.setattr(model_runner, "make_model", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(model_runner, "load_model", Mock(side_effect=AssertionError))
     monkeypatch.setattr(model_runner, "compiler_ready", Mock(side_effect=AssertionError))
     with pytest.raises(ValueError, match=f"attention_backend='{backend}' .*{obstacle}.*: take 'sdpa'.*device='cpu'"):
         LLM(BUNDLED_MODEL, attention_backend=backend)

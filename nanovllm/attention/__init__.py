@@ -1,4 +1,4 @@
-"""Attention over the paged cache: one file per backend, and the choice between them."""
+"""Attention backends over the paged KV cache, one file each, and `make_backend`, which chooses one."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def make_backend(
     num_kv_heads: int,
     head_dim: int,
 ) -> AttentionBackend:
-    """Return the backend called `name`; "auto" takes triton on CUDA and sdpa elsewhere.
+    """Return the backend called `name`; "auto" is triton on CUDA and sdpa elsewhere.
 
     Args:
         name: "auto", "sdpa", "triton" or "flash_attn".
-        device, dtype: of queries and cache.
-        block_size: tokens of a cache block.
-        num_heads, num_kv_heads: heads of queries, and of keys.
-        head_dim: elements of a head.
+        device, dtype: of the queries and the KV cache.
+        block_size: tokens per cache block.
+        num_heads, num_kv_heads: query heads and KV heads.
+        head_dim: elements per head.
 
     Raises:
-        ValueError: the backend, or the Triton kernels of all but "sdpa", cannot run on this device, with this dtype or
-            this block size, or are not installed.
+        ValueError: the backend does not support this device, dtype or block size, or it (or Triton, which all but
+            "sdpa" need) is not installed.
     """
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaBackend(block_size)
     obstacle = triton_obstacle(device)
     if obstacle is not None:
-        # With flash-attn, too, all but attention are kernels of ours.
+        # flash_attn replaces only the attention kernels; the other ops still need Triton.
         raise ValueError(
             f"attention_backend={name!r} takes Triton kernels on {device.type!r}, but {obstacle}: take 'sdpa', which "
             "is plain torch and slower, or device='cpu'"

@@ -1,4 +1,4 @@
-"""What an attention backend is."""
+"""The interface of an attention backend."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from nanovllm.kernels.qkv_rope_store import NormWeights
 
 
 class AttentionBackend(ABC):
-    """Causal attention of the rows of one step over the paged cache, which holds those rows' keys already."""
+    """Causal attention of one step's tokens over the paged KV cache, which already holds their keys and values."""
 
     supports_cuda_graph = True
-    """Whether decode steps can be captured."""
+    """Whether decode steps can be captured in a CUDA graph."""
     supports_mixed_graph = False
-    """Whether steps with prompt tokens can: sizes and work lists then come from tensors on the device alone."""
+    """Whether steps with prompt chunks can be captured too; sizes and work lists must then be read on the device."""
 
     supports_single_split = False
-    """Whether there are steps that it had better run with `AttentionMetadata.single_split`."""
+    """Whether `should_use_single_split` can return true, so that decode steps are captured in both forms."""
 
     max_cascade_items = 0
-    """Most items of cascade attention in one step, see `CascadeGroups`; 0 if the backend has none."""
+    """Maximum items of cascade attention in one step, see `CascadeGroups`; 0 if the backend does not support it."""
     rows_per_cascade_item = 1
-    """Most decode rows of such an item."""
+    """Maximum decode rows per cascade item."""
 
     def should_use_single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-        """Whether that pays in a step whose decode rows have contexts of these lengths, without what they share.
+        """Return whether a decode step over contexts of these lengths is faster with `AttentionMetadata.single_split`.
 
-        seq_lens: [num_seqs], perhaps of none. num_kv_heads is some rank's: all ranks are asked the same, and so go
-        the same way.
+        Args:
+            num_kv_heads: the smallest number of KV heads on any rank, so that all ranks decide alike.
+            seq_lens: [num_seqs], may be empty; tokens of each context without its shared prefix.
         """
         return False
 
     def plan(self, metadata: AttentionMetadata) -> Any:
-        """Prepare once a step what every layer's `forward` will want; lands in `metadata.plan`."""
+        """Return what every layer's `forward` shares in this step; the caller stores it in `metadata.plan`."""
         return None
 
     @abstractmethod
@@ -49,17 +50,17 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        """Attend.
+        """Return the attention outputs of all query rows.
 
         Args:
-            query: [num_tokens, num_heads, head_dim]; the decode rows, then the chunks'.
+            query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
             k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-            metadata: the step; rows beyond its sequences are padding, and they, as those in none of its tiles of
-                queries, may come out as anything.
+            metadata: describes the step.
             scale: factor of the scores before the softmax.
 
         Returns:
-            [num_tokens, num_heads, head_dim], contiguous.
+            [num_tokens, num_heads, head_dim], contiguous; padding rows and chunk rows that are in none of
+            `metadata.query_tiles` are undefined.
         """
 
     def forward_projected(
@@ -73,5 +74,5 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor | None:
-        """`qkv_rope_store` and `forward` at once; None, and nothing done, where there is no such form of the step."""
+        """Run `qkv_rope_store` and `forward` in one kernel; return None, without any effect, if that is unsupported."""
         return None

@@ -1,4 +1,4 @@
-"""Attention by flash-attn (Dao 2023, arXiv:2307.08691), which pages by multiples of 256 tokens."""
+"""Attention by the flash-attn package (Dao 2023, arXiv:2307.08691); block sizes must be multiples of 256 tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanovllm.attention.metadata import AttentionMetadata
 
 
 class FlashAttnBackend(AttentionBackend):
-    """See the module."""
+    """Attention by flash-attn; only decode steps are captured in CUDA graphs."""
 
     def forward(
         self,
@@ -51,5 +51,5 @@ class FlashAttnBackend(AttentionBackend):
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Return the offsets of sequences of these lengths: [n] -> [n + 1] int32, from 0."""
+    """Return the exclusive cumulative sum of `lens` with its total: [n] -> [n + 1] int32."""
     return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

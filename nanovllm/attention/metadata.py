@@ -1,6 +1,6 @@
-"""Attention metadata: what attention needs to know of a step, set for one forward pass.
+"""Attention metadata of one forward pass, passed in a context variable.
 
-It is a context variable, so that layers take activations alone and the model does not depend on the runner.
+Layers therefore take only activations as arguments, and the model does not depend on the runner.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 
 @dataclass
 class AttentionMetadata:
-    """The rows of one forward pass: `num_decodes` sequences with one token each, then chunks of several tokens.
+    """The rows of one forward pass: `num_decodes` decode rows of one token each, then prompt chunks.
 
     Attributes:
-        num_decodes: decode rows, padding included.
+        num_decodes: decode rows, including padding.
         slot_mapping: [num_tokens] int32; the KV slot of each token, `block * block_size + offset`; -1 stores nothing.
-        block_tables: [num_seqs, max_blocks] int32; block ids of the decoding sequences, then of the chunks'.
-        seq_lens: [num_seqs] int32; tokens that each attends to, its own in this step included.
-        cu_seqlens_q: [num_chunks + 1] int32; where each chunk starts among the chunks' tokens.
-        query_tiles: [2 * num_tiles] int32; the chunk of each tile of chunk tokens (-1: none), then its number in it.
-        sample_tiles: [2 * num_chunks] int32; likewise, of the tiles with tokens that are sampled from.
-        seq_lens_host: the same as seq_lens, for what has to be sized on the host; not known to a graph.
-        query_lens_host: tokens of each chunk, likewise.
-        single_split: whether the backend reads each decode row's keys in one split instead of several (split-KV).
-        cascade: which decode rows share a prefix; None if the step does without.
-        plan: what the attention backend made of all this, once for all layers.
+        block_tables: [num_seqs, max_blocks] int32; block ids of the decode rows, then of the chunks' sequences.
+        seq_lens: [num_seqs] int32; context length of each sequence, including its tokens in this step.
+        cu_seqlens_q: [num_chunks + 1] int32; first token of each chunk, counted from the first chunk token.
+        query_tiles: [2 * num_tiles] int32; the chunk of each query tile (-1: no work), then the tile's index within
+            its chunk.
+        sample_tiles: [2 * num_chunks] int32; the same for only the tiles that hold a sampled row.
+        seq_lens_host: seq_lens on the host, for backends that size tensors there; not available in a CUDA graph.
+        query_lens_host: tokens of each chunk, on the host; likewise.
+        single_split: whether each decode row's keys are read in a single split instead of several (split-KV).
+        cascade: which decode rows share a prefix; None without cascade attention.
+        plan: what `AttentionBackend.plan` returned.
     """
 
     num_decodes: int
@@ -49,9 +50,10 @@ class AttentionMetadata:
     plan: Any = None
 
     def for_samples(self) -> AttentionMetadata:
-        """The same where only rows that are sampled from are wanted.
+        """Return a copy whose query tiles are only those with a sampled row; other chunk rows become undefined.
 
-        Others may come out as anything, NaN too. Some stand in for padding, of which the sampler makes some token.
+        Undefined rows may hold NaN. Padding of the sampled rows can point at them; the sampler draws a valid token
+        id from any logits.
         """
         return replace(self, query_tiles=self.sample_tiles)
 
@@ -66,7 +68,7 @@ def get_attention_metadata() -> AttentionMetadata:
 
 @contextmanager
 def set_attention_metadata(metadata: AttentionMetadata) -> Iterator[None]:
-    """Make `metadata` the current one inside the `with` block."""
+    """Set the attention metadata inside the `with` block."""
     token = _metadata.set(metadata)
     try:
         yield

@@ -1,7 +1,6 @@
-"""Attention by torch's `scaled_dot_product_attention`: runs on any device, and is what the others are tested against.
+"""Attention by torch's `scaled_dot_product_attention`, on any device; the reference for testing other backends.
 
-The pages of a few sequences at a time are gathered into one padded tensor. Slow where contexts are long, and simple
-enough to be believed.
+It gathers the pages of a few sequences at a time into one padded tensor, which is slow for long contexts.
 """
 
 from __future__ import annotations
@@ -15,19 +14,22 @@ from torch.nn import functional
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 
-# Most gathered tokens of one segment (times KV heads and head size: its memory), and most queries of one.
 _MAX_GATHERED_TOKENS = 65536
+"""Maximum padded context tokens of one segment; bounds the memory of the gathered keys and values."""
 _MAX_QUERIES = 1024
-# Contexts that differ by less than this are padded rather than kept apart.
 _SHORT = 32
+"""Contexts that differ by at most this many tokens share a segment, whatever their ratio."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Sequences `[num_seqs]` of equally many queries that are computed by one call.
+    """Sequences with equal numbers of queries, computed by one call.
 
-    `rows` [num_seqs * num_queries] are the query rows; `kv_slots` [num_seqs * max_len] the KV slots of the keys;
-    `mask` [num_seqs, 1, num_queries, max_len] is true where a query sees a key.
+    Attributes:
+        rows: [num_seqs * num_queries]; query rows.
+        num_seqs: sequences of the segment.
+        kv_slots: [num_seqs * max_len]; KV slots of the keys.
+        mask: [num_seqs, 1, num_queries, max_len]; true where a query sees a key.
     """
 
     rows: torch.Tensor
@@ -37,16 +39,16 @@ class Segment:
 
 
 class SdpaBackend(AttentionBackend):
-    """See the module."""
+    """Attention in plain torch."""
 
-    # Sizes of the gathered tensors follow the contexts.
+    # The sizes of the gathered tensors depend on the context lengths.
     supports_cuda_graph = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
     def plan(self, metadata: AttentionMetadata) -> list[Segment]:
-        """Cut the step into segments: decode rows of about equal context together, chunks alone."""
+        """Divide the step into segments: decode rows of similar context length together, each prompt chunk alone."""
         lens = metadata.seq_lens_host
         segments = []
         seqs: list[int] = []
@@ -69,7 +71,7 @@ class SdpaBackend(AttentionBackend):
         return segments
 
     def _segment(self, metadata: AttentionMetadata, seqs: list[int], rows: Sequence[int], max_len: int) -> Segment:
-        """The segment of sequences `seqs`, with equally many query rows each, over contexts of at most `max_len`."""
+        """Return the segment of `seqs`, which have equal numbers of query `rows`, over at most `max_len` keys each."""
         device = metadata.seq_lens.device
         seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
         num_queries = len(rows) // len(seqs)
@@ -79,7 +81,7 @@ class SdpaBackend(AttentionBackend):
         query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=device)
         mask = position <= query_position[:, :, None]
         kv_slots = blocks * self.block_size + position % self.block_size
-        # A masked key still meets a product, and 0 times another sequence's infinity is NaN: it is this one's own.
+        # Masked keys still enter the products, and 0 times another sequence's infinity is NaN: read an own key instead.
         kv_slots = torch.where(position < lens[:, None], kv_slots, kv_slots[:, :1])
         return Segment(row_index, len(seqs), kv_slots.flatten(), mask.unsqueeze(1))
 
@@ -103,10 +105,10 @@ def _attend(
 ) -> torch.Tensor:
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = k_cache.shape[2]
-    # The heads of a group share their keys, so they are queries of one KV head: [seqs, kv_heads, group, queries, dim].
+    # Query heads of a group become further queries of their KV head: [seqs, kv_heads, group, queries, dim].
     q = query.view(segment.num_seqs, -1, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     group, num_queries = q.shape[2:4]
-    # index_select copies whole rows; on the CPU it takes a quarter of the time of indexing.
+    # On the CPU index_select takes a quarter of the time of indexing.
     key, value = (
         cache.flatten(0, 1).index_select(0, segment.kv_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
         for cache in (k_cache, v_cache)

@@ -15,33 +15,30 @@ from nanovllm.kernels.attention.decode_attention import decode_attention, plan_d
 from nanovllm.kernels.attention.prefill_attention import prefill_attention
 from nanovllm.kernels.qkv_rope_store import NormWeights
 
-# `decode_attention` shares up to this many contexts out more finely, for fewer programs. A step of 0.6B on an H200, in
-# ms, so and the other way: 1 context of 400 0.635 and 0.666, 4 0.828 and 0.847, 8 0.918 and 0.924, 16 1.04 and 1.07; 8
-# of 250 0.855 and 0.881, of 600 0.944 and 0.967; 64 of 800 2.60 and 2.74, but 160 of 800 4.91 and 4.91. With 6 programs
-# a multiprocessor instead of 9, 128 of 840 take 4.27 instead of 4.20.
 FEW_SEQS = 64
+"""Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
+2.60 ms a step instead of 2.74 (0.6B, H200)."""
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
-"""Tokens of a tile, and programs a multiprocessor."""
+"""Tokens per tile, and programs per multiprocessor."""
 _FLOAT32_TILE = 32
 _SPLIT_PROGRAMS = 2
-"""Programs a multiprocessor among which `hopper_decode` splits contexts."""
+"""Programs per multiprocessor over which `hopper_decode` splits contexts."""
 _PROGRAMS_FOR_BANDWIDTH = 80
-"""So many programs of it read as fast as an H200 can."""
+"""Programs of `hopper_decode` that saturate an H200's read bandwidth."""
 _FREE_TOKENS = 190
-"""So many a program reads while split contexts would be merged."""
+"""Tokens that one program reads in the time that merging splits takes."""
 _CASCADE_PROGRAMS = 2
-"""Programs a multiprocessor that share the work on common prefixes."""
+"""Programs per multiprocessor for cascade attention."""
 
 
 def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-    """Whether `hopper_decode` had better leave contexts of these lengths, [num_seqs], whole.
+    """Return whether `hopper_decode` is faster with a single split for each context; seq_lens: [num_seqs].
 
-    One program then reads a sequence's part of a KV head, so the longest context must not keep the device waiting. A
-    step of Qwen3-0.6B, whole and split, in ms: 2 contexts of 200 0.722 and 0.754, of 400 0.777 and 0.760; 4 of 300
-    0.765 and 0.774, of 400 0.786 and 0.779; 8 of 400 0.804 and 0.831, of 1024 0.969 and 0.947, of 4096 1.834 and 1.609.
-    A single short one would gain 1%, until it has grown, and is not worth two graphs.
+    One program then reads a whole context for one KV head. That is faster unless the longest context takes longer
+    than reading all contexts at full bandwidth and merging their splits. Figures: kernels/README.md.
     """
+    # A single short context would gain 1% until it has grown, which is not worth a second CUDA graph.
     if len(seq_lens) == 1:
         return False
     evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
@@ -49,14 +46,14 @@ def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
 
 
 class TritonBackend(AttentionBackend):
-    """See the module.
+    """Attention by this library's Triton and Gluon kernels.
 
     Args:
         device: a CUDA device.
-        dtype: of queries and cache.
-        block_size: tokens of a cache block.
-        num_heads, num_kv_heads: heads of queries, and of keys.
-        head_dim: elements of a head.
+        dtype: of the queries and the KV cache.
+        block_size: tokens per cache block.
+        num_heads, num_kv_heads: query heads and KV heads.
+        head_dim: elements per head.
     """
 
     supports_mixed_graph = True
@@ -87,7 +84,7 @@ class TritonBackend(AttentionBackend):
         return self.supports_single_split and should_use_single_split(num_kv_heads, seq_lens)
 
     def plan(self, metadata: AttentionMetadata) -> Any:
-        """Plan how programs share the decode rows' contexts."""
+        """Divide the decode rows' contexts among programs."""
         if not metadata.num_decodes:
             return None
         lens = metadata.seq_lens[: metadata.num_decodes]
@@ -132,7 +129,7 @@ class TritonBackend(AttentionBackend):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor | None:
-        """See the base class; for decode rows alone, without shared prefixes."""
+        """See the base class; supported by `hopper_decode`, for decode rows only, without cascade attention."""
         if self._hopper_decode is None or metadata.cascade is not None or len(metadata.query_tiles):
             return None
         out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
@@ -143,8 +140,8 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _shares(self, num_seqs: int) -> int:
-        """How finely `hopper_decode` had better split contexts."""
+        """Return the `shares` argument of `split_contexts`."""
         _, num_kv_heads, _ = self.heads
         at_once = max(1, _SPLIT_PROGRAMS * self.num_processors // num_kv_heads)
-        # Each sequence may have a split more than its share of them; a few together must not be more than run at once.
+        # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
         return at_once - num_seqs if 2 * num_seqs <= at_once else at_once

@@ -1,4 +1,4 @@
-"""What the ranks of one engine say to each other on their devices: sums of activations, and which token was drawn."""
+"""Collectives among the ranks of one engine: all-reduce of activations and of sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpac
 from nanovllm.kernels.rms_norm import rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
-"""For ranks that die while they meet; a later death is noticed by whoever watches their processes."""
+"""Limit for joining the process group. A rank that dies later is detected by watching its process."""
 _ABORT_SECONDS = 5.0
 
 
 class Communicator:
-    """The collectives of one rank: this one is alone and has nothing to say. All ranks call the same in the same order.
+    """The collectives of one rank; this base class is for a single rank. All ranks make the same calls in one order.
 
     Attributes:
         rank: 0 ... size - 1.
         size: number of ranks.
-        device_bytes: memory that it holds on the device.
+        device_bytes: device memory that the communicator allocates, in bytes.
     """
 
     rank = 0
@@ -31,7 +31,7 @@ class Communicator:
     device_bytes = 0
 
     def begin_step(self) -> None:
-        """A forward pass begins."""
+        """Reset the per-step state; called at the start of each forward pass."""
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""
@@ -40,11 +40,11 @@ class Communicator:
     def all_reduce_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised `sum of the ranks' x + residual`, and that sum; x may be overwritten."""
+        """Return RMSNorm(sum of the ranks' x + residual), and that sum; x may be overwritten."""
         return rms_norm(self._all_reduce(x), weight, eps, residual)
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return for each row the token of the largest score of any rank, [num_rows] int64; ties take the lowest id.
+        """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.
 
         Args:
             scores: [num_rows] float32, none NaN.
@@ -53,39 +53,38 @@ class Communicator:
         return token_ids
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the least of the ranks' values, on the host."""
+        """Return the minimum of the ranks' values, on the host."""
         return value
 
     def interrupt(self) -> None:
-        """Some rank is gone: what waits for it must not wait on, and nothing comes of it but an end.
+        """Make all pending collectives end, with undefined results, because a rank has died.
 
         Returns at once, and is thread-safe.
         """
 
     def close(self) -> None:
-        """Leave the others in good order."""
+        """Leave the process group; all ranks call it."""
 
     def abort(self) -> None:
-        """Leave without them: some rank is gone. CUDA graphs that hold collectives must be gone before."""
+        """Leave the process group after a rank has died; CUDA graphs with collectives must be destroyed before."""
 
 
 class DistributedCommunicator(Communicator):
-    """Over torch.distributed's default process group: NCCL on CUDA, gloo on the CPU.
+    """Collectives over torch.distributed's default process group: NCCL on CUDA, gloo on the CPU.
 
-    The collectives on tensors do not synchronise with the host, so a CUDA graph can hold them.
+    Collectives on tensors do not synchronise with the host, so CUDA graphs can capture them.
 
     Args:
-        rank, size: this process's, in the group.
-        device: of the tensors.
-        store: where the ranks meet.
-        backend: another than the device's own, for those who bring their own collectives on tensors.
+        rank, size: this process's rank, and the number of ranks.
+        device: device of the tensors.
+        store: the store through which the ranks join the group.
+        backend: overrides the device's default, for subclasses with their own collectives on tensors.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, backend: str | None = None) -> None:
         self.rank = rank
         self.size = size
         self._uses_nccl = device.type == "cuda" and backend is None
-        # Where the process group finds the tensors that it works on.
         self._group_device = device if self._uses_nccl else torch.device("cpu")
         self._abort_lock = Lock()
         self._aborting: Thread | None = None
@@ -123,10 +122,10 @@ class DistributedCommunicator(Communicator):
 
     def interrupt(self) -> None:
         """See the base class."""
-        # Over gloo, connections that closed end all waiting.
+        # gloo needs nothing: its waits end when the dead rank's connections close.
         with self._abort_lock:
             if self._uses_nccl and self._aborting is None and dist.is_initialized():
-                # It ends no sooner than the graphs that hold NCCL's calls are gone.
+                # In a thread, because NCCL's abort does not return before all graphs with its calls are destroyed.
                 group = dist.distributed_c10d._get_default_group()
                 self._aborting = Thread(target=group.abort, daemon=True)
                 self._aborting.start()
@@ -143,10 +142,10 @@ class DistributedCommunicator(Communicator):
 
 
 def open_store(size: int) -> TCPStore:
-    """The meeting place of `size` ranks, in rank 0's process, on a port that the system chooses."""
+    """Start the store of `size` ranks in this process, which is rank 0's, on a port that the system chooses."""
     return TCPStore("127.0.0.1", 0, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
 
 
 def find_store(port: int, size: int) -> TCPStore:
-    """The meeting place that rank 0 opened."""
+    """Connect to the store that rank 0 started."""
     return TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT)

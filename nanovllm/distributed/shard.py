@@ -1,6 +1,7 @@
-"""Which part of a model each rank holds (tensor parallelism, Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
+"""The shard of a model that each rank holds (tensor parallelism: Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
-Attention is split by KV heads, each with its group of query heads; the MLP by columns; embedding and LM head by tokens.
+Attention is sharded by KV heads, each with its group of query heads; the MLP by columns; embedding and LM head by
+token ids.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 from nanovllm.model_config import ModelConfig
 
 _MLP_UNIT = 16
-"""Columns of the MLP come in multiples of this, so that rows of every share stay aligned."""
+"""MLP shards are multiples of this many columns, so that the rows of every shard stay aligned."""
 _VOCAB_UNIT = 64
-"""Tokens come in multiples of this; whatever treats neighbouring ids together finds them on one rank."""
+"""Vocabulary shards are multiples of this many token ids, so that no sampling group spans two ranks."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Items `start ... stop - 1` of `total`. A share that reaches beyond `total` is padded there."""
+    """Items `start ... stop - 1` of `total`; items from `total` on are padding."""
 
     start: int
     stop: int
@@ -25,37 +26,37 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Items, padding included."""
+        """Number of items, including padding."""
         return self.stop - self.start
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is everything, and no padding."""
+        """Whether the shard is all of `total`, without padding."""
         return self.start == 0 and self.stop == self.total
 
     @property
     def num_present(self) -> int:
-        """Items that exist, the first ones of the share."""
+        """Number of items without padding; they come first in the shard."""
         return self.present.stop - self.present.start
 
     @property
     def present(self) -> slice:
-        """The items that exist."""
+        """The items without padding, as a slice of `total`."""
         return slice(min(self.start, self.total), min(self.stop, self.total))
 
     def times(self, factor: int) -> Shard:
-        """The same share of something with `factor` elements an item."""
+        """Return the shard in units of elements, with `factor` elements per item."""
         return Shard(self.start * factor, self.stop * factor, self.total * factor)
 
     @classmethod
     def whole(cls, total: int) -> Shard:
-        """All of it."""
+        """Return the shard of all `total` items."""
         return cls(0, total, total)
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's part of a model: its KV heads, query heads, MLP columns and token ids."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns and token ids."""
 
     kv_heads: Shard
     heads: Shard
@@ -64,12 +65,13 @@ class ModelShard:
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
-    """Return the part of rank `rank` of `size`.
+    """Return the shard of rank `rank` of `size`.
 
-    Shares are as even as they go, the first ranks have what is left over; those of the vocabulary are equal and padded.
+    Heads and MLP columns are divided as evenly as possible, the first ranks taking the remainder; vocabulary shards
+    have equal, padded sizes.
 
     Raises:
-        ValueError: more ranks than the model can be split over.
+        ValueError: the model has too few KV heads or MLP columns for `size` ranks.
     """
     if size > model.num_kv_heads:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
@@ -88,7 +90,7 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
 
 
 def _even_share(total: int, unit: int, rank: int, size: int) -> Shard:
-    """Whole units, as evenly as they go; what is less than a unit goes to the last rank."""
+    """Divide `total` in whole units, as evenly as possible; the last rank takes the items beyond the last unit."""
     each, more = divmod(total // unit, size)
     start, stop = (unit * (r * each + min(r, more)) for r in (rank, rank + 1))
     return Shard(start, total if rank == size - 1 else stop, total)

@@ -1,4 +1,4 @@
-"""Sums of activations over GPUs that map each other's memory, by kernels of ours."""
+"""All-reduce among GPUs that map each other's memory, by this library's kernels."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _WORD_BYTES = 2**19
 _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
 _CALLS_PER_STEP = 2**16 - 1
-"""Odd, as a step's calls are: two a layer and one, each in an odd number of pieces."""
+"""Odd, like the number of calls of a step (two per layer and one, each in an odd number of parts): see
+`SymmetricBuffer.calls_per_step`."""
 _ONE_SHOT_BYTES = 2**19
-"""Most bytes that a rank sends to all the others; of more it sends each its share."""
+"""Up to this many bytes sent per rank, the all-reduce is one-shot; above, it is two-shot."""
 _CHOICE_KEY = "mailboxes"
 
 
 class SymmetricCommunicator(DistributedCommunicator):
-    """By kernels over memory that the ranks share; over gloo what the host asks for.
+    """Tensor collectives by kernels over a symmetric buffer; host collectives over gloo.
 
-    Nothing on the device waits for a rank but those kernels, and they look at a flag.
+    Only these kernels wait for other ranks on the device, and all of them check the host's abort word.
 
     Args:
-        rank, size, device, store: see the base class; all GPUs must reach each other.
-        max_candidates: most rows of one `all_reduce_argmax`.
+        rank, size, device, store: see the base class; every GPU must map every other's memory.
+        max_candidates: maximum rows of one `all_reduce_argmax`.
     """
 
-    # Torch numbers a process's exchanges of memory, and only fresh processes begin with the same number.
+    # torch numbers the rendezvous of a process, and ranks agree on the number only in their first one.
     used_in_this_process = False
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> None:
@@ -60,7 +61,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         self._boxes = boxes
         self._call = 0
         torch.cuda.synchronize(device)
-        # Nobody sends before every mailbox is empty.
+        # No rank may write before every rank has zeroed its buffer.
         dist.barrier()
 
     def begin_step(self) -> None:
@@ -74,7 +75,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         """See the base class."""
         num_bytes = x.numel() * x.element_size()
         one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
-        # An odd number of pieces leaves the number of a step's calls odd.
+        # An odd number of parts keeps the number of calls per step odd.
         pieces = 1
         while not fits(x[: -(-len(x) // pieces)], self._boxes, one_shot):
             pieces += 2
@@ -98,10 +99,10 @@ class SymmetricCommunicator(DistributedCommunicator):
 
 
 def connect(rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> DistributedCommunicator:
-    """Join the other ranks; all of them take what rank 0 chooses.
+    """Join the other ranks with the communicator that rank 0 chooses for all.
 
-    It chooses mailboxes where all devices are GPUs that can map each other's memory, for the first such engine of its
-    process; NCCL for later ones, and gloo on the CPU. `max_candidates`: most rows of one `all_reduce_argmax`.
+    It is `SymmetricCommunicator` if all GPUs map each other's memory and this is the first such engine of rank 0's
+    process; else NCCL on CUDA and gloo on the CPU. max_candidates: maximum rows of one `all_reduce_argmax`.
     """
     if rank == 0:
         first = device.index

@@ -1,7 +1,7 @@
 """The engine: token ids in, token ids out, one step at a time. It knows neither texts nor devices.
 
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
-(depth 0, on the CPU). What depends on values, and so on results, is done a step later; see `Scheduler`.
+(depth 0, on the CPU). What needs token values, such as EOS, waits for the step's result; see `Scheduler`.
 
 One thread at a time drives the engine: it steps, or generates; another that tries to gets an error. Requests and aborts
 may come from any thread: they go into an inbox, which the next step empties. What a step finishes or fails is kept
@@ -19,7 +19,7 @@ from itertools import count
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.driver import Call, Driver, exit_with_interpreter
+from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.runner import Handle, Runner
 from nanovllm.engine.scheduler import Scheduler
@@ -73,10 +73,10 @@ class LLMEngine:
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
         # New requests, and the ids of aborted ones, in the order in which they came.
         self._inbox: deque[Sequence | list[int]] = deque()
-        # Of the last step: ids, a token of each, and the ids whose token was dropped.
+        # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
         self._unclaimed = Unclaimed()
-        self._driver = Driver()
+        self._guard = CallGuard()
         exit_with_interpreter(self)
 
     def add_request(self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None) -> int:
@@ -127,7 +127,7 @@ class LLMEngine:
         call = Call(brief=True)
         try:
             with deferred_signals():
-                if self._driver.begin(call):
+                if self._guard.begin(call):
                     self._empty_inbox()
         finally:
             self.end(call)
@@ -150,7 +150,7 @@ class LLMEngine:
         While another thread drives the engine, this waits up to ten seconds for its step to end; a step that takes
         longer frees the device when it ends. In a forked copy of the engine's process this does nothing.
         """
-        self._driver.close(self._close)
+        self._guard.close(self._close)
 
     def begin(self, call: Call) -> None:
         """Let a call drive the engine, until `end`.
@@ -158,18 +158,18 @@ class LLMEngine:
         Raises:
             RuntimeError: the engine is closed, or another call drives it.
         """
-        if not self._driver.begin(call):
+        if not self._guard.begin(call):
             raise RuntimeError("the engine is already running: a generate or step of it has not ended")
 
     def end(self, call: Call) -> None:
         """End a call, which may never have begun; closes the engine if somebody has asked for it meanwhile."""
-        self._driver.end(call, self._close)
+        self._guard.end(call, self._close)
 
     def run_step(self) -> int:
         """Do a step for the call that drives the engine; results and failures are kept.
 
-        Returns the number of prefilled tokens. A signal acts behind the step: within it, it would leave requests
-        half-moved.
+        Returns the number of prefilled tokens. Signals are deferred until the step ends, so that the scheduler's state
+        stays consistent.
         """
         with deferred_signals():
             runner = self.require_open()
@@ -252,7 +252,7 @@ class LLMEngine:
         Raises:
             RuntimeError: the engine is closed.
         """
-        if self._runner is None or self._driver.closing:
+        if self._runner is None or self._guard.closing:
             raise RuntimeError("the engine is closed")
         return self._runner
 

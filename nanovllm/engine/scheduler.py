@@ -102,7 +102,7 @@ class Scheduler:
         finished, dropped = [], set()
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
-            # A stop that only a value can show is known one step late: the token after it belongs to nobody.
+            # An EOS is seen one step late: the token sampled after it is dropped.
             if seq is None:
                 dropped.add(seq_id)
                 continue
@@ -162,7 +162,7 @@ class Scheduler:
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         planned = []
-        # Only the last can be part-way through its prompt: the next is not admitted before its budget is left over.
+        # Only the last can be part-way through its prompt: a new one is admitted when that is wholly scheduled.
         last = self.running[-1] if self.running else None
         seq = last if last is not None and last.is_prefill else self._admit(batch)
         while seq is not None:

@@ -1,4 +1,4 @@
-"""One request's state. Plain data: the scheduler moves it, nobody else writes to it."""
+"""One request's state: plain data that the scheduler and the block manager write."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One file per op: the plain torch reference, its Triton kernel, and the dispatcher, of one signature."""
+"""Kernels, one file per op: the plain torch reference, the Triton kernel and the dispatcher have one signature."""

@@ -1,6 +1,6 @@
-"""Gluon, the language beneath Triton's: what a kernel says itself of layouts, barriers, and which warps do what.
+"""Gluon, Triton's lower-level language, in which a kernel controls layouts, barriers and warp specialisation itself.
 
-For kernels with Hopper's instructions, whose files are imported where there is such a GPU.
+Hopper's kernels import this module; their files are imported only on such a GPU.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, recorded
 
 _Kernel = recorded(GluonJITFunction)
 
-# Names of Triton 3.9; 3.6 and 3.7 have the others.
+# Triton 3.9 renamed these functions; 3.6 and 3.7 have the old names.
 _NEW = hasattr(tma, "async_load")
 tma_load = tma.async_load if _NEW else tma.async_copy_global_to_shared
-"""(descriptor, place, barrier, shared memory): start to copy a block in, which then completes the barrier's phase."""
+"""(descriptor, coordinates, barrier, shared memory): start copying a block in; completion arrives on the barrier."""
 tma_store = tma.async_store if _NEW else tma.async_copy_shared_to_global
-"""(descriptor, place, shared memory): start to copy a block out."""
+"""(descriptor, coordinates, shared memory): start copying a block out."""
 tma_store_wait = tma.store_wait
-"""(number): wait until no more than so many copies out still read shared memory."""
+"""(number): wait until at most `number` copies out still read shared memory."""
 
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""(shared memory, pointers, mask): start to copy elements in, zeros where the mask is false."""
+"""(shared memory, pointers, mask): start copying elements in; zeros where the mask is false."""
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""(): all warps of the program meet."""
+"""(): barrier over all warps of the program."""
 
 
 def kernel(*, do_not_specialize: Sequence[str], unaligned: Sequence[str] = ()) -> Any:
-    """Make a kernel that `compile_ahead` can compile; see `_triton.jit`."""
+    """Return a decorator that makes a Gluon kernel that `compile_ahead` can compile; see `_triton.jit`."""
     return lambda function: _Kernel(
         function, do_not_specialize=list(do_not_specialize), do_not_specialize_on_alignment=list(unaligned)
     )
@@ -51,7 +51,7 @@ def kernel(*, do_not_specialize: Sequence[str], unaligned: Sequence[str] = ()) -
 
 @gluon.jit
 def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Barriers of each of some places in shared memory: it is full, and all groups of warps that read it are done."""
+    """Allocate two barriers per stage: `full`, one arrival, and `empty`, one arrival by each of READERS warp groups."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -61,9 +61,9 @@ def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
-    """Describe a tensor of two-byte elements to the tensor memory accelerator, which copies blocks of it.
+    """Return the TMA descriptor of a tensor of two-byte elements, copied in blocks of `block_shape`.
 
-    They lie in shared memory as products want them.
+    In shared memory a block has the 128-byte swizzle that `warpgroup_mma` and bank-conflict-free loads need.
     """
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block_shape))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout)

@@ -1,8 +1,8 @@
-"""Kernels compiled in parallel, and loaded, before their first launch.
+"""Compile kernels in parallel, and load them, before their first launch.
 
-Processes compile them, or threads in a program that has other threads already, as a notebook has. A fifth of a
-compilation is Python, which one thread of a process at a time runs: with threads, which kept 6 of 16 cores busy, a
-first start of Qwen3-0.6B took 5.1 to 5.5 s, and 4.0 with processes.
+Processes compile them, or threads if the program already has other threads, as a notebook has. A fifth of a
+compilation is Python, which the GIL serialises: a cold start of Qwen3-0.6B takes 4.0 s with processes, and 5.1 to 5.5 s
+with threads.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from nanovllm.kernels.compilers import Compilers, Job, compile_kernel, empty_ker
 
 T = TypeVar("T")
 
-# Engines that are made in several threads would compile the same kernels.
+# Engines created in several threads at once would compile the same kernels.
 _one_at_a_time = Lock()
 
 
 @cache
 def compiler_ready(device: torch.device) -> Future[None]:
-    """Begin, in a thread, what Triton does before its first kernel, or return what began before.
+    """Start Triton's initialisation in a thread, once per device; the future is done when it has ended.
 
-    It hashes its library, asks its tools for their versions, and has the C compiler make a module. That takes 0.8 s,
-    some of them while CUDA starts and the rest while kernels are found.
+    Triton hashes its library, queries its tools' versions, and compiles a C module, which takes 0.8 s. That overlaps
+    with the start of CUDA and with the search for the kernels to compile.
     """
 
     def compile_first() -> None:
-        # Where the C compiler comes in, which need not wait until CUDA has started.
+        # Compiles the C module; before `set_device`, so that it does not wait for CUDA to start.
         _ = triton.runtime.driver.active
-        # A thread has a device of its own.
+        # torch's current device is per thread.
         torch.cuda.set_device(device)
         empty_kernel.warmup(grid=(1,))
 
@@ -54,26 +54,25 @@ def compile_ahead(
     rank: int = 0,
     size: int = 1,
 ) -> None:
-    """Compile and load the kernels that `runs` launch, which are not launched.
+    """Compile and load, without launching them, the kernels that `runs` would launch.
 
-    One after the other, as they would be at their first launches, they take many times as long. Those that are in
-    Triton's cache from before are loaded at once.
+    Kernels in Triton's cache are only loaded.
 
     Args:
-        device: the current one.
-        runs: each launches kernels; those that take the longest to compile should come first.
-        compilers: processes that compile; None, or what they leave, is compiled in threads.
-        rank, size: of `size` processes that compile the same kernels at the same time, this is number `rank`.
+        device: the current device.
+        runs: functions that launch kernels; the slowest kernels to compile should come first.
+        compilers: processes that compile; without them, threads compile, as they do what the processes leave.
+        rank, size: this process is number `rank` of `size` that compile the same kernels at the same time.
     """
     kernels: dict[Any, Job] = {}
     num_workers = max(1, len(os.sched_getaffinity(0)) // size)
     with _one_at_a_time:
-        # In a context of its own, where nothing is left behind, an exception or not.
+        # A copy, so that the context variables set here end with this call.
         context = copy_context()
         context.run(to_compile.set, kernels)
         for run in runs:
             context.run(run)
-        # Should it have failed, the kernels will say so themselves, or it no longer matters.
+        # Its exception is ignored: if it matters, the kernels raise it again.
         wait([compiler_ready(device)])
         context.run(compiled_only.set, True)
         missing = [job for job in _shared_out(list(kernels.values()), rank, size) if not context.run(_loaded, job)]
@@ -81,16 +80,16 @@ def compile_ahead(
             compilers.compile(missing, num_workers)
             missing = [job for job in missing if not context.run(_loaded, job)]
         _compile_in_threads(missing, num_workers)
-        # Whatever could not be compiled says here what is wrong with it.
+        # Raises the error of any kernel that could not be compiled.
         for job in missing:
             _ = job().run
 
 
 def _shared_out(jobs: list[T], rank: int, size: int) -> list[T]:
-    """Return all jobs, those first that other ranks do last.
+    """Return all jobs in an order in which ranks rarely compile the same kernel twice.
 
-    A rank does its own, then the next rank's, and so on. Of others' it does the last ones first: where it meets their
-    rank all are done, and found in Triton's cache, so few are done twice.
+    Rank r first takes jobs r, r + size, ..., then those of rank r + 1, and so on. It takes another rank's jobs in
+    reverse order: where the two meet, the remaining ones are already in Triton's cache.
     """
     own, *others = [jobs[(rank + step) % size :: size] for step in range(size)]
     return own + [job for part in others for job in reversed(part)]
@@ -105,12 +104,12 @@ def _loaded(job: Job) -> bool:
 
 
 def _compile_in_threads(jobs: list[Job], num_threads: int) -> None:
-    """Compile what can be compiled into Triton's cache."""
+    """Compile jobs into Triton's cache; failures are ignored."""
     if not jobs:
         return
     executor = ThreadPoolExecutor(min(num_threads, len(jobs)))
     try:
         wait([executor.submit(compile_kernel, job) for job in jobs])
     finally:
-        # After an interrupt, too, none goes on.
+        # After an interrupt the remaining jobs are cancelled.
         executor.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
 """Processes that compile kernels into Triton's cache on disk.
 
-They are forked from one that is forked before CUDA and any thread begin: a fork copies locks that other threads hold,
-and nobody in the copy releases them.
+A server process is forked before CUDA and any thread start, and forks the workers later. A process forked beside
+other threads could inherit locks that they hold, which nothing in the copy would release.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ Job = Callable[[], Any]
 """Compiles one kernel, or reads it from Triton's cache, and returns it."""
 
 _PATIENCE_SECONDS = 60.0
-"""How long no kernel may be done until the processes are taken to stand still."""
+"""If no kernel is finished for this long, the processes are considered stuck."""
 _INDEX_BYTES = 2
 _PR_SET_PDEATHSIG = 1
 _COMPILES_LAUNCHERS = getattr(triton, "__version__", "").startswith("3.6.")
-"""Triton 3.6 has the C compiler make a launcher of each kernel."""
+"""Whether Triton compiles a C launcher for each kernel; 3.6 does."""
 
 
 @jit
 def empty_kernel():
-    """Do nothing."""
+    """Do nothing; compiled to initialise Triton."""
 
 
 class Compilers:
-    """Processes that compile kernels without CUDA, for one engine.
+    """Processes that compile one engine's kernels without CUDA.
 
-    It forks one process now, and that one forks the others when there is something to compile. It must be made before
-    whatever makes threads. Where there are other threads already, or a CUDA context, or no GPU, nothing is forked.
+    The constructor forks the server, so it must run before anything starts threads. If there are other threads, a CUDA
+    context, or no GPU, it forks nothing, and `compile` does nothing.
 
     Args:
-        device: the engine's setting.
+        device: the engine's `device` setting.
     """
 
     def __init__(self, device: str = "auto") -> None:
@@ -68,14 +68,14 @@ class Compilers:
             raise
 
     def compile(self, jobs: list[Job], num_processes: int) -> None:
-        """Compile what can be compiled so into Triton's cache, for the current device; the processes end with it."""
+        """Compile jobs for the current device into Triton's cache, ignoring failures; then end the processes."""
         if self._server is None:
             return
         pickled = []
         for job in jobs:
             with suppress(Exception):
                 pickled.append(pickle.dumps(job))
-        # The end of file comes when all processes have ended.
+        # EOFError is raised when all processes have ended.
         with self, suppress(EOFError, OSError):
             self._connection.send((triton.runtime.driver.active.get_current_target(), pickled, num_processes))
             while self._connection.poll(_PATIENCE_SECONDS):
@@ -86,7 +86,7 @@ class Compilers:
         server, self._server = self._server, None
         if server is not None:
             self._connection.close()
-            # Where SIGCHLD is ignored, one that has ended is gone. Its workers end with it.
+            # If SIGCHLD is ignored, the system has reaped a process that has ended. The workers die with the server.
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(server, signal.SIGKILL)
                 os.waitpid(server, 0)
@@ -101,39 +101,38 @@ class Compilers:
 
 
 def compile_kernel(job: Job) -> None:
-    """Compile all that the kernel's first launch would."""
+    """Compile everything that the kernel's first launch would compile."""
     kernel = job()
     if _COMPILES_LAUNCHERS:
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _can_fork(device: str) -> bool:
-    """Whether processes can be forked safely, and a GPU may need them; CUDA does not begin here."""
+    """Return whether forking is safe and a GPU may need the kernels; does not initialise CUDA."""
     return (
         sys.platform == "linux"
         and HAS_TRITON
         and device != "cpu"
         and threading.active_count() == 1
         and not torch.cuda.is_initialized()
-        # `is_available` would have CUDA's driver begin; this asks NVML.
+        # `is_available` would initialise CUDA's driver; `device_count` asks NVML.
         and torch.cuda.device_count() > 0
     )
 
 
 def _fork(runs: Callable[[], None]) -> int:
-    """Start a process that does this alone and exits, and return its number."""
+    """Fork a process that calls `runs` and exits; return its id."""
     with warnings.catch_warnings():
-        # Python 3.12 and later warn of any threads, among them those that OpenBLAS makes when numpy is imported. They
-        # wait for work and hold no locks.
+        # Python 3.12 and later warn of any threads, including OpenBLAS's, which are idle and hold no locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         try:
-            # What the engine holds is not finalised here, nor do its handlers of signals run.
+            # The engine's objects must not be finalised in this copy, nor its signal handlers run.
             gc.disable()
-            # The engine, which looks for the same kernels, gives the same warnings.
+            # The engine's process gives the same warnings.
             warnings.simplefilter("ignore")
-            # It does not outlive the process that forked it.
+            # The system kills this process when the one that forked it ends.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -145,7 +144,7 @@ def _fork(runs: Callable[[], None]) -> int:
 
 
 class _Target(NamedTuple):
-    """Triton's driver, as far as it takes to compile: there is no device, but what to compile for."""
+    """A driver for Triton that only knows the target to compile for, and has no device."""
 
     target: Any
 
@@ -164,11 +163,11 @@ class _Target(NamedTuple):
 
 
 def _serve(connection: Connection, engine_connection: Connection) -> None:
-    """Wait for kernels, have workers compile them, and wait for the workers' end."""
-    # Else this process would not see the end of the engine's.
+    """Run the server: receive jobs, fork workers that compile them, and wait until the workers have ended."""
+    # Otherwise `recv` would not raise when the engine's process ends.
     engine_connection.close()
     driver = triton.runtime.driver
-    # What Triton does before its first kernel, for any target, is done when kernels come.
+    # Initialises Triton, for an arbitrary target, before the jobs arrive.
     driver.set_active(_Target(import_module("triton.backends.compiler").GPUTarget("cuda", 80, 32)))
     empty_kernel.warmup(grid=(1,))
     target, pickled, num_workers = connection.recv()
@@ -180,7 +179,7 @@ def _serve(connection: Connection, engine_connection: Connection) -> None:
     to_do, write_end = os.pipe()
     os.write(write_end, b"".join(index.to_bytes(_INDEX_BYTES, "big") for index in range(len(jobs))))
     os.close(write_end)
-    # Where no more can be had, those that are there do it all, or nobody does.
+    # If a fork fails, the workers forked so far compile everything; without any, the engine compiles in threads.
     with suppress(OSError):
         for _ in range(min(num_workers, len(jobs))):
             _fork(partial(_work, jobs, to_do, connection))
@@ -190,9 +189,9 @@ def _serve(connection: Connection, engine_connection: Connection) -> None:
 
 
 def _work(jobs: list[Job], to_do: int, connection: Connection) -> None:
-    """Compile the kernels whose indices come from a pipe, and tell the engine of each."""
+    """Run a worker: compile the jobs whose indices it reads from the pipe `to_do`, and report each to the engine."""
     while index := os.read(to_do, _INDEX_BYTES):
-        # Of what fails, the engine will find out.
+        # The engine compiles again what failed, and raises its error.
         with suppress(Exception):
             compile_kernel(jobs[int.from_bytes(index, "big")])
         connection.send_bytes(b".")

@@ -1,7 +1,7 @@
-"""From a projection to attention: norm and rotate queries and keys, store keys and values in the paged cache.
+"""QK norm, RoPE, and the store of keys and values into the paged cache, in one op.
 
-The per-head RMS norm is Qwen3's; the rotary embedding is RoPE (Su et al. 2021, arXiv:2104.09864). One op, because each
-of its parts alone is a launch and a pass over memory.
+The per-head RMS norm is Qwen3's; RoPE: Su et al. 2021, arXiv:2104.09864. Separate ops would each cost a launch and a
+pass over memory.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def qkv_rope_store_triton(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Triton form of `qkv_rope_store`, one program for a few heads of a token."""
+    """Triton form of `qkv_rope_store`; each program handles 8 heads of a token."""
     num_tokens, all_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
     num_heads = all_heads - 2 * num_kv_heads
@@ -139,17 +139,18 @@ def qkv_rope_store(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm each head of queries and keys, if there are weights, rotate them, and store keys and values in place.
+    """Apply QK norm (if weights are given) and RoPE, and store keys and values in the cache in place.
+
+    All inputs but qkv must be written before the kernel queued last (see `pdl_options`).
 
     Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries', keys', values' heads; rows contiguous.
-        norm_weights: of the queries' norm and of the keys', [head_dim] each.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads; rows contiguous.
+        norm_weights: weights of the query norm and of the key norm, [head_dim] each.
         eps: added to the mean square.
-        cos_sin: [max_position, head_dim] float32, cosines then sines of the angles of the head's two halves.
+        cos_sin: [max_position, head_dim] float32; head_dim / 2 cosines, then as many sines.
         positions: [num_tokens] int32.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
-        slot_mapping: [num_tokens] int32, `block * block_size + offset`; -1 stores nothing. All but qkv is older than
-            the kernel queued last (see `pdl_options`).
+        slot_mapping: [num_tokens] int32; KV slots, `block * block_size + offset`; -1 stores nothing.
 
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
@@ -159,7 +160,7 @@ def qkv_rope_store(
 
 
 def should_use_fused_qkv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:
-    """Whether `project_rope_store` exists here and for these shapes, and is faster than a product and this op apart."""
+    """Return whether `project_rope_store` supports device and shapes, and is faster than a product and this op."""
     if bias is not None or x.dim() != 2 or not is_hopper(x.device):
         return False
     from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
@@ -179,7 +180,7 @@ def project_rope_store(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """`qkv_rope_store` of `x @ weight.T` in one kernel, where `should_use_fused_qkv`.
+    """Compute `qkv_rope_store` of `x @ weight.T` in one kernel; requires `should_use_fused_qkv`.
 
     Args:
         x: [num_tokens, hidden_size], contiguous.

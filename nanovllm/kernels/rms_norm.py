@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), with the residual addition before it."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rms_norm_kernel(
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL or PARTS > 1:
-        # What is passed on is rounded, and what is normalised is what is passed on.
+        # The norm reads the rounded sum, which is what the next layer adds to.
         rounded = total.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * size + offsets, rounded, mask=mask)
         total = rounded.to(tl.float32)
@@ -48,7 +48,7 @@ def _rms_norm_kernel(
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `rms_norm`, one program a row."""
+    """Triton form of `rms_norm`; one program per row."""
     num_rows, size = x.shape[-2:]
     parts = len(x) if x.dim() == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
@@ -66,15 +66,15 @@ def rms_norm_triton(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise `x + residual`; computed in float32, returned in the weight's dtype.
+    """Return RMSNorm(x + residual) and `x + residual`, computed in float32, in the weight's dtype.
 
     Args:
-        x: [num_rows, size], or parts of a sum, [num_parts, num_rows, size] float32.
+        x: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size] float32.
         weight: [size].
         eps: added to the mean square.
         residual: [num_rows, size], or None for zero.
 
     Returns:
-        The normalised rows, and `x + residual`, which is x itself if there is nothing to add.
+        Two tensors [num_rows, size]; the second is x itself if there is nothing to add.
     """
     return (rms_norm_triton if uses_triton(x.device) else rms_norm_ref)(x, weight, eps, residual)

@@ -1,17 +1,16 @@
-"""Temperature sampling in one pass over the logits, by the Gumbel maximum: of groups of tokens, then within a group.
+"""Temperature sampling in one pass over the logits by the Gumbel-max trick: draw a group of tokens, then a token of it.
 
-`argmax(logits + temperature * g)` with independent Gumbel noise g is a draw from `softmax(logits / temperature)`
-(Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). Written with the temperature on the noise, temperature 0 is argmax
-with no special case, and no division overflows. The maximum of a group of such sums is distributed as one sum whose
-logit is the group's, `temperature * log(sum(exp(logits / temperature)))`, and which token it is does not depend on its
-value. So first a group is drawn and then a token of it, with a 64th of the random numbers: 512 rows of Qwen3's 151,936
-tokens take 81 us on an H200, and took 300 with noise for each.
+The argmax of `logits + temperature * g` with independent Gumbel noise g is a draw from `softmax(logits / temperature)`
+(Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). With the temperature on the noise, temperature 0 is argmax without
+a special case, and no division overflows. The maximum of these sums over a group is distributed as a single such sum
+with the logit `temperature * log(sum(exp(logits / temperature)))`, and is independent of which token attains it. So a
+group is drawn first and a token of it second, which needs a 64th of the noise: 512 rows of 151,936 tokens take 81 us
+on an H200, and 300 us with noise for each token.
 
-The noise comes from Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the
-request's seed. A group's is counted by (group, index of the output token, 1), a token's by (token id / 4, index of the
-output token, 0), of which it takes word `token id % 4`. So it depends on nothing but the request: not on the batch, the
-slot, the step, or the device. Nor on how many devices share the vocabulary: each takes the best of its own groups, and
-the best of those is the best of all.
+The noise is Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the request's
+seed. A group's counter is (group, index of the output token, 1), a token's is (token id / 4, index of the output token,
+0), of which it takes word `token id % 4`. The noise therefore depends only on the request, not on the batch, slot, step
+or device. Ranks that share the vocabulary each take the best of their groups; the best of these is the draw.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_o
 
 _MASK32 = 0xFFFFFFFF
 GROUP = 64
-"""Tokens of a group; ranks share the vocabulary by no less."""
+"""Tokens per group; vocabulary shards start at a multiple of it."""
 _GROUP = tl.constexpr(GROUP)
 _MAX_ELEMENTS = 2**17
-"""Logits that the plain form works on at once: a few rows, whose intermediate results stay in the cache."""
+"""Logits that the plain form processes at once, so that its intermediate results stay in the CPU's cache."""
 _LEAST_TEMPERATURE = 1e-30
-"""What the inverse is taken of at least: a temperature below gives the greatest logit just as well."""
+"""Lower bound of the temperature before its inverse is taken; colder draws are the argmax in any case."""
 _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 _PHILOX_W0, _PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 
 
 def _mul_hi_lo(a: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a 32 by 32 bit product, all held in int64, whose product wraps to the right 64 bits."""
+    """Return high and low 32 bits of a product of 32-bit words held in int64; int64 wraps to the right 64 bits."""
     product = a * m
     return (product >> 32) & _MASK32, product & _MASK32
 
 
 def philox(counter0: torch.Tensor, counter1: torch.Tensor, key: torch.Tensor, counter2: int = 0) -> torch.Tensor:
-    """Philox-4x32-10 of counters (counter0, counter1, counter2, 0).
+    """Return Philox-4x32-10 of the counters (counter0, counter1, counter2, 0).
 
     Args:
-        counter0, counter1: int64 in 0 ... 2**32 - 1, of shapes that broadcast with key's.
-        key: [..., 2] int64, low and high word.
+        counter0, counter1: int64 in 0 ... 2**32 - 1; broadcast with each other and with key[..., 0].
+        key: [..., 2] int64; low and high word.
         counter2: in 0 ... 2**32 - 1.
 
     Returns:
-        [..., 4] int64, four random words of 32 bits.
+        [..., 4] int64; four random 32-bit words.
     """
     k0, k1 = key[..., 0], key[..., 1]
     c0, c1, k0, k1 = torch.broadcast_tensors(counter0, counter1, k0, k1)
@@ -61,18 +60,18 @@ def philox(counter0: torch.Tensor, counter1: torch.Tensor, key: torch.Tensor, co
 
 
 def group_noise(num_groups: int, seeds: torch.Tensor, output_index: torch.Tensor, first_group: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise of the groups from `first_group` on, [num_rows, num_groups] float32.
+    """Return standard Gumbel noise of the groups from `first_group` on, [num_rows, num_groups] float32.
 
-    seeds: [num_rows, 2], output_index: [num_rows], of the requests.
+    seeds: [num_rows, 2] and output_index: [num_rows], see `sample`.
     """
     groups = first_group + torch.arange(num_groups, device=seeds.device)
     return _gumbel(_words(groups, seeds, output_index, 1)[..., 0])
 
 
 def token_noise(groups: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise of the tokens of one group of each row, [num_rows, GROUP] float32.
+    """Return standard Gumbel noise of the tokens of one group per row, [num_rows, GROUP] float32.
 
-    groups: [num_rows] int64; seeds: [num_rows, 2], output_index: [num_rows], of the requests.
+    groups: [num_rows] int64; seeds: [num_rows, 2] and output_index: [num_rows], see `sample`.
     """
     counters = groups.unsqueeze(1) * (GROUP // 4) + torch.arange(GROUP // 4, device=seeds.device)
     return _gumbel(_words(counters, seeds, output_index, 0).flatten(1))
@@ -84,7 +83,7 @@ def _words(counter0: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tens
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    # u in (0, 1), fine near 0, where the exponential -log(1 - u) of the winner lies; 1 - u alone would round that away.
+    # The winner has u near 0, where the exponential -log(1 - u) needs a series: 1 - u would round u away.
     u = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     exponential = torch.where(u < 2.0**-10, u + u * u * (0.5 + u / 3), -torch.log(1 - u))
     return -torch.log(exponential)
@@ -108,11 +107,11 @@ def sample_ref(
     scores = scores.masked_fill_(scores.isnan(), float("-inf")).view(num_rows, num_groups, GROUP)
     group_scores = scores.amax(dim=2)
     hot = (temperatures > 0).nonzero().flatten()
-    # Greedy rows need no noise, which on a CPU would be a fifth of a small model's step.
+    # Greedy rows skip the noise, which on a CPU would be a fifth of a small model's step.
     parts = hot.split(max(1, _MAX_ELEMENTS // num_columns)) if len(hot) else ()
     for rows in parts:
         temperature, greatest = temperatures[rows].view(-1, 1, 1), group_scores[rows].unsqueeze(2)
-        # The greatest less itself is 0, infinite or not.
+        # An infinite maximum minus itself would be NaN.
         below = torch.where(scores[rows] == greatest, 0.0, scores[rows] - greatest)
         sums = (below / temperature.clamp(min=_LEAST_TEMPERATURE)).exp().sum(dim=2)
         noise = group_noise(num_groups, seeds[rows], output_index[rows], first_group)
@@ -157,11 +156,11 @@ def _group_kernel(
         gdc_launch_dependents()
     logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     logits = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
-    # NaN has no place in an order; what comes out must be a token in any case.
+    # NaN becomes -inf, so that the argmax is always a valid token.
     logits = tl.where(logits == logits, logits, -float("inf"))  # noqa: PLR0124
     scores = tl.max(logits, axis=1)
     if temperature > 0:
-        # The greatest less itself is 0, infinite or not.
+        # An infinite maximum minus itself would be NaN.
         below = tl.where(logits == scores[:, None], 0.0, logits - scores[:, None])
         sums = tl.sum(tl.exp(below * (1 / tl.maximum(temperature, least_temperature))), axis=1)
         scores += temperature * tl.log(sums)
@@ -177,7 +176,7 @@ def _draw_kernel(
     row = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
-    # The noise needs nothing from the kernel ahead.
+    # The noise does not depend on the previous kernel, so it is computed before `gdc_wait`.
     word, _, _, _ = _words_triton(seeds_ptr, output_index_ptr, row, seed_stride, first_token // _GROUP + groups, 1)
     noise = temperature * _gumbel_triton(word)
     if PDL:
@@ -207,7 +206,7 @@ def sample_triton(
     first_token: int = 0,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `sample`: the groups' scores in one kernel, the draws in another."""
+    """Triton form of `sample`: one kernel scores the groups, a second draws."""
     num_rows, num_columns = logits.shape
     num_tokens = num_columns if num_tokens is None else num_tokens
     num_groups, device = triton.cdiv(num_columns, GROUP), logits.device
@@ -238,20 +237,21 @@ def sample(
     first_token: int = 0,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row; ties take the lowest id.
+    """Draw one token per row; ties take the lowest id.
+
+    All inputs but the logits must be written before the kernel queued last (see `pdl_options`).
 
     Args:
-        logits: [num_rows, num_columns], any float dtype; scores are float32, and NaN is the least.
+        logits: [num_rows, num_columns], any float dtype; NaN counts as -inf.
         temperatures: [num_rows] float32; 0 is argmax.
-        seeds: [num_rows, 2] int32, low and high word of each request's seed.
-        output_index: [num_rows] int32, how many tokens the request has generated before this one. All but the logits
-            are older than the kernel queued last (see `pdl_options`).
-        first_token: the token id of the first column, a multiple of GROUP.
-        num_tokens: columns that are tokens; those behind them are padding, which is never drawn. None for all.
+        seeds: [num_rows, 2] int32; low and high word of each request's seed.
+        output_index: [num_rows] int32; tokens that the request has generated before this one.
+        first_token: token id of the first column, a multiple of GROUP.
+        num_tokens: number of columns that are tokens; the rest is padding and never drawn. None for all.
 
     Returns:
-        The scores of the tokens' groups, [num_rows] float32, and the tokens, [num_rows] int64. Scores of different
-        shares compare.
+        The scores of the drawn tokens' groups, [num_rows] float32, and the token ids, [num_rows] int64. Ranks that
+        hold shards of the vocabulary compare the scores.
     """
     form = sample_triton if uses_triton(logits.device) else sample_ref
     return form(logits, temperatures, seeds, output_index, first_token, num_tokens)

@@ -46,7 +46,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return SiLU(gate) * up, computed in float32.
 
     Args:
-        gate_up: [num_rows, 2 * size], the gate first, contiguous.
+        gate_up: [num_rows, 2 * size], contiguous; the gate's columns first.
 
     Returns:
         [num_rows, size].

@@ -1,6 +1,6 @@
-"""The beginning and the end of a step: from slots to rows, and from sampled tokens back to slots.
+"""Gather the rows of a decode step from the slots, and scatter sampled tokens back into them.
 
-Each running sequence has a slot; one slot more, the last, takes what padding rows write.
+Each running sequence has a slot. The last slot is for padding rows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM = 32, 64
 
 @dataclass
 class SlotTensors:
-    """What is known of each slot's sequence: contiguous, [num_slots + 1] int32 if not said otherwise.
+    """The state of each slot's sequence; contiguous [num_slots + 1] int32 unless stated otherwise.
 
     Attributes:
         last_token: the newest token.
         num_computed: tokens whose keys and values are stored.
-        num_prompt: tokens of the prompt.
+        num_prompt: prompt tokens.
         temperature: float32; 0 is greedy.
         seed: [num_slots + 1, 2]; low and high word.
         block_tables: [num_slots + 1, max_blocks].
@@ -37,14 +37,14 @@ class SlotTensors:
 
 @dataclass
 class DecodeRows:
-    """One row for each decoding sequence, [num_rows] int32 if not said otherwise.
+    """One row per decoding sequence; [num_rows] int32 unless stated otherwise.
 
     Attributes:
-        token_ids: the newest token, which is the input.
+        token_ids: the newest token, which is the model's input.
         positions: its position.
         slot_mapping: its KV slot; -1 for padding.
-        seq_lens: tokens that it attends to, itself included.
-        output_index: tokens that the sequence has generated before the next one.
+        seq_lens: tokens that it attends to, including itself.
+        output_index: tokens generated before the one that this step samples.
         temperatures: float32.
         seeds: [num_rows, 2].
         block_tables: [num_rows, max_blocks].
@@ -96,7 +96,7 @@ def _gather_decode_rows_kernel(
     in_table = mask[:, None] & (columns < max_blocks)
     entries = tl.load(table_ptr[:, None] + columns, mask=in_table, other=0)
     tl.store(row_tables_ptr + rows[:, None] * max_blocks + columns, entries, mask=in_table)
-    # One program of those of a row writes its numbers.
+    # Only the programs of the first columns write the per-row values.
     mask = mask & (tl.program_id(1) + tl.zeros_like(rows) == 0)
     positions = tl.load(num_computed_ptr + slots, mask=mask, other=0)
     blocks = tl.load(table_ptr + positions // block_size, mask=mask, other=0)
@@ -116,7 +116,7 @@ def _gather_decode_rows_kernel(
 def gather_decode_rows_triton(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
     """Triton form of `gather_decode_rows`."""
     num_rows, (num_slots, max_blocks) = len(slots), state.block_tables.shape
-    # Tensors of their own, so aligned: every kernel that reads them would be compiled again for each other alignment.
+    # Separate tensors are aligned; slices of one would make their readers compile again for each alignment.
     token_ids, positions, slot_mapping, seq_lens, output_index = (torch.empty_like(slots) for _ in range(5))
     temperatures = torch.empty_like(slots, dtype=torch.float32)
     seeds, block_tables = (slots.new_empty(num_rows, width) for width in (2, max_blocks))
@@ -131,12 +131,12 @@ def gather_decode_rows_triton(state: SlotTensors, slots: torch.Tensor, block_siz
 
 
 def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
-    """Make the rows of a decode step.
+    """Gather the rows of a decode step.
 
     Args:
-        state: of all slots.
-        slots: [num_rows] int32.
-        block_size: tokens of a cache block.
+        state: state of all slots.
+        slots: [num_rows] int32; the last slot for padding rows.
+        block_size: tokens per cache block.
     """
     form = gather_decode_rows_triton if uses_triton(slots.device) else gather_decode_rows_ref
     return form(state, slots, block_size)
@@ -185,14 +185,14 @@ def scatter_tokens_triton(
 def scatter_tokens(
     state: SlotTensors, slots: torch.Tensor, token_ids: torch.Tensor, num_decodes: int, sampled: torch.Tensor
 ) -> None:
-    """Put sampled tokens into their slots, in place, and count the decoded ones as computed.
+    """Write sampled tokens into their slots, and add 1 to `num_computed` of the decode rows' slots, in place.
 
     Args:
-        state: of all slots.
-        slots: [num_rows] int32, decode rows first; none but the padding slot may be there twice.
+        state: state of all slots.
+        slots: [num_rows] int32, decode rows first; only the padding slot may occur more than once.
         token_ids: [num_rows] int64.
-        num_decodes: how many of the rows are decode rows.
-        sampled: [at least num_rows] int64; its first entries become the tokens.
+        num_decodes: number of decode rows.
+        sampled: [num_rows or more] int64; its first num_rows entries are set to token_ids.
     """
     form = scatter_tokens_triton if uses_triton(slots.device) else scatter_tokens_ref
     form(state, slots, token_ids, num_decodes, sampled)

@@ -1,4 +1,4 @@
-"""Token embedding and LM head, split over the ranks by tokens."""
+"""Token embedding and LM head, split over the ranks along the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
 
 
 class VocabParallelEmbedding(LoadableLayer):
-    """A table of one row a token; weight [tokens of this rank, hidden_size].
+    """A table of one row a token; weight [vocabulary entries of this rank, hidden_size].
 
     Args:
         vocab: this rank's token ids; rows of padding hold nothing in particular.
@@ -41,7 +41,7 @@ class VocabParallelEmbedding(LoadableLayer):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """The projection to the logits of this rank's tokens; weight [tokens of this rank, hidden_size].
+    """The projection to the logits of this rank's vocabulary entries; weight [entries, hidden_size].
 
     Args:
         vocab, hidden_size: see `VocabParallelEmbedding`.

@@ -1,6 +1,6 @@
 """RMS norm, and the residual stream between a decoder's norms.
 
-A norm computes nothing by itself: the linear layer that follows may have one kernel for both.
+A norm is lazy: the linear layer that takes it may have one kernel for both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.layers.weights import LoadableLayer
 
-Branch = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+DeferredBranch = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Computes the last product of a branch. Takes the residual, which it may overwrite; returns the stream's `branch` and
 `residual` (see `ResidualStream`)."""
 
@@ -33,10 +33,10 @@ class ResidualStream:
         self.residual: torch.Tensor | None = None
 
     def settle(self, total: torch.Tensor) -> None:
-        """Take over `residual + branch`, which a norm's kernel has added up."""
+        """Set the residual to `residual + branch`, which a norm's kernel has added up."""
         self.branch, self.residual = None, total
 
-    def __iadd__(self, branch: Branch) -> ResidualStream:
+    def __iadd__(self, branch: DeferredBranch) -> ResidualStream:
         """Compute a branch and add it, in one kernel where that pays."""
         assert self.branch is None and self.residual is not None
         self.branch, self.residual = branch(self.residual)
@@ -44,7 +44,7 @@ class ResidualStream:
 
 
 class RMSNorm(LoadableLayer):
-    """Weight [size] and epsilon of a norm over rows."""
+    """Parameters of an RMS norm: weight [size] and epsilon. The attention kernels apply it to heads."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class AllReduceRMSNorm(RMSNorm):
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm of the residual stream, computed by the layer that takes it: once, as that adds up the stream."""
+    """A norm of the residual stream that is not computed yet; the layer that takes it computes it, exactly once."""
 
     stream: ResidualStream
     norm: AllReduceRMSNorm

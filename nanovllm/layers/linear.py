@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.qkv_rope_store import NormWeights, project_rope_store, should_use_fused_qkv
-from nanovllm.layers.layernorm import Branch, Normed
+from nanovllm.layers.layernorm import DeferredBranch, Normed
 from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
 
 LayerT = TypeVar("LayerT", bound="MergedColumnParallelLinear")
@@ -92,7 +92,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         self.head_dim = head_dim
 
     def project_rope_store(self, x: Normed, norm_weights: NormWeights | None, *args: Any) -> torch.Tensor | None:
-        """Do `qkv_rope_store` of the product, with these arguments, in one kernel; None if there is none that pays."""
+        """Project, norm heads, rotate and store in one kernel; None if it is not supported or not faster.
+
+        args: of `qkv_rope_store`, from eps on. Returns the query, [num_tokens, num_heads, head_dim].
+        """
         if norm_weights is None or not should_use_fused_qkv(x.branch, self.weight, self.bias, self.head_dim):
             return None
         return project_rope_store(x.compute(), self.weight, norm_weights, *args)
@@ -113,7 +116,7 @@ class RowParallelLinear(LoadableLayer):
         """Return the columns of this rank's inputs."""
         return {WeightTarget(name): WeightSlice.along(1, self.inputs, param.data)}
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> Branch:
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> DeferredBranch:
         """Return the product, not computed yet, for the residual stream.
 
         Args:

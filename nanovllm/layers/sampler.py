@@ -11,11 +11,11 @@ from nanovllm.kernels.sampling import sample
 
 
 class Sampler(nn.Module):
-    """Temperature sampling with noise that depends on the request alone; see `kernels/sampling.py`.
+    """Temperature sampling with noise that depends on seed and output index alone; see `kernels/sampling.py`.
 
     Args:
         vocab: this rank's token ids.
-        communicator: by it the ranks agree on the best of their tokens.
+        communicator: all-reduces the best (score, token) of the ranks.
     """
 
     def __init__(self, vocab: Shard, communicator: Communicator) -> None:
@@ -28,7 +28,8 @@ class Sampler(nn.Module):
     ) -> torch.Tensor:
         """Return token ids, [num_rows] int64, the same on every rank.
 
-        logits: [num_rows, this rank's tokens]; temperatures, output_index: [num_rows]; seeds: [num_rows, 2].
+        logits: [num_rows, vocabulary entries of this rank]; temperatures: [num_rows] float32; output_index: [num_rows]
+        int32; seeds: [num_rows, 2] int32.
         """
         vocab = self.vocab
         scores, token_ids = sample(logits, temperatures, seeds, output_index, vocab.start, vocab.num_present)

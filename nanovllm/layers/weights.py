@@ -52,7 +52,7 @@ class WeightSlice:
 
 
 class LoadableLayer(nn.Module):
-    """A layer that knows how to load it: here one tensor a parameter, which every rank holds whole."""
+    """A layer that maps checkpoint tensors to its parameters; here one tensor a parameter, whole on every rank."""
 
     def weight_slices(self, name: str, param: nn.Parameter) -> dict[WeightTarget, WeightSlice]:
         """Return what this rank holds of each tensor that `param`, which the model calls `name`, is made of."""

@@ -52,7 +52,9 @@ class CausalLM(nn.Module):
                 module.cos_sin = table
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Normed:
-        """token_ids, positions: [num_tokens] int32 -> [num_tokens, hidden_size], which `compute_logits` takes.
+        """token_ids, positions: [num_tokens] int32 -> the last norm of [num_tokens, hidden_size], or of `rows` of it.
+
+        It is not computed yet; `compute_logits` takes it.
 
         Most rows of a prompt give no token: `rows` says which do, all if None.
         """
@@ -60,12 +62,12 @@ class CausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Normed) -> torch.Tensor:
-        """hidden: of num_rows tokens, from `forward` -> [num_rows, tokens of this rank]."""
+        """hidden: of num_rows tokens, from `forward` -> [num_rows, vocabulary entries of this rank]."""
         logits: torch.Tensor = self.lm_head(hidden).compute()
         return logits
 
     def weight_target(self, name: str) -> WeightTarget | None:
-        """Return where a tensor of the checkpoint goes, should the model have that; None if it is not needed."""
+        """Map the name of a checkpoint tensor to its target, which may not exist; None for one that is not needed."""
         # A tied head is the embedding; many checkpoints store it all the same.
         if self.config.tie_word_embeddings and name == "lm_head.weight":
             return None

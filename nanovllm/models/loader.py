@@ -14,11 +14,38 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator
 from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.utils.checks import read_json
 
 _INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    model_config: ModelConfig,
+    communicator: Communicator,
+    config: Config,
+    folder: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM:
+    """Make this rank's shard of a model and fill it as `config.load_format` says.
+
+    Raises:
+        ValueError: weights that do not fit; see `load_weights`.
+    """
+    with torch.device("meta"):
+        model = make_model(model_config, communicator)
+    model = model.to(dtype).to_empty(device=device)
+    if config.load_format == "dummy":
+        init_dummy_weights(model, config.seed or 0)
+    else:
+        load_weights(model, folder)
+    return model
 
 
 def load_weights(model: CausalLM, folder: str) -> None:

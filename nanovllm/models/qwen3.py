@@ -1,10 +1,11 @@
-"""Qwen3, dense (Qwen Team 2025, arXiv:2505.09388), and with another row of the table Qwen2 and Qwen2.5.
+"""Qwen3, dense (Qwen Team 2025, arXiv:2505.09388); by `config.architecture` also Qwen2 and Qwen2.5.
 
 Pre-norm decoder with grouped-query attention, rotary embedding and a SwiGLU MLP. Qwen3 normalises each head of queries
 and keys; Qwen2 has biases on them instead. Activations are [num_tokens, size]: sequences lie one after the other, and
 only attention knows where one ends.
 
-Norms and linear layers return what they are to compute, and the layer that takes it chooses the kernel for both.
+Norms and linear layers are lazy: they return a deferred result (`Normed`, `Projection`, `DeferredBranch`), and the
+layer that takes it runs one fused kernel for both where there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm, Branch, Normed, ResidualStream, RMSNorm
+from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, Normed, ResidualStream, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM, Decoder
@@ -37,7 +38,7 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.attn = Attention(head_dim, eps)
 
-    def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> Branch:
+    def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
         """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""
         qkv = self.qkv_proj(x)
         out = self.attn(qkv, self.q_norm, self.k_norm, positions, rows)
@@ -53,8 +54,8 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, {"gate": size, "up": size})
         self.down_proj = RowParallelLinear(size, config.hidden_size)
 
-    def forward(self, x: Normed) -> Branch:
-        """x: [num_tokens, hidden_size] -> the same shape."""
+    def forward(self, x: Normed) -> DeferredBranch:
+        """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
         gate_up = self.gate_up_proj(x)
         return self.down_proj(gate_up.silu_and_mul())
 
@@ -89,7 +90,7 @@ class Qwen3Model(Decoder):
         """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size], or `rows` of it."""
         x = ResidualStream(self.embed_tokens(token_ids))
         for i, layer in enumerate(self.layers, 1):
-            # What the last layer stores is all that anything needs of the other rows.
+            # Behind the last layer's attention only the rows to sample from are needed.
             x = layer(x, positions, rows if i == len(self.layers) else None)
         return self.norm(x)
 

@@ -24,14 +24,14 @@ from nanovllm.runner.staging import Staging
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of one step: decode rows, prompt tokens, and chunks of prompts, padding included.
+    """Sizes of one step: decode rows, prompt tokens and prompt chunks; of a `PreparedStep`, padding included.
 
     `uses_cascade` is whether decode rows may attend to a common prefix together; `single_split` as in
     `AttentionMetadata`.
     """
 
     num_decodes: int
-    num_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_chunks: int = 0
     uses_cascade: bool = False
     single_split: bool = False
@@ -120,7 +120,7 @@ class BatchBuilder:
         self._staging = Staging(prompts + 2 * self.slots.size + 8 * num_slots + 4 * max_cascade_items, device)
 
     def shape_of(self, batch: ScheduledBatch) -> StepShape:
-        """The shape that a batch has without padding."""
+        """Plan the cascade attention of a batch, for `send`, and return the shape that it has without padding."""
         slots = self.slots
         shared_lens = self.cascade.plan(batch.decode_slots, slots.num_computed, slots.block_tables)
         seq_lens = slots.num_computed[self._index_of(batch.decode_slots)] + 1
@@ -129,11 +129,14 @@ class BatchBuilder:
         return StepShape(*sizes, uses_cascade=shared_lens is not None, single_split=single_split)
 
     def send(self, batch: ScheduledBatch, shape: StepShape, is_capture_size: bool = False) -> PreparedStep:
-        """Send what a batch changes, padded to `shape`; equal shapes find their tensors at equal addresses."""
+        """Update the host's copy of the slots and send what changed to the device, padded to `shape`.
+
+        Equal shapes find their tensors at equal addresses, as CUDA graphs need.
+        """
         slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.decode_slots)
-        index, values = slots.apply(batch)
+        index, values = slots.update_host(batch)
         prompts = make_prompt_arrays(
-            chunks, shape.num_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
+            chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
         )
         num_padding = shape.num_decodes - num_decodes
         rows = batch.decode_slots + [slots.padding_slot] * num_padding
@@ -143,7 +146,7 @@ class BatchBuilder:
         sent = self._staging.send([*prompts, changed_rows, groups, index, values])
         *prompt_tensors, new_rows, new_groups, index_tensor, value_tensor = sent
         self.cascade.receive(new_groups)
-        slots.receive(index_tensor, value_tensor)
+        slots.update_device(index_tensor, value_tensor)
         if len(new_rows):
             self._decode_slots[: len(new_rows)] = new_rows
             self._sent_decode_slots = rows

@@ -1,4 +1,4 @@
-"""The work on shared prefixes on the device, sent when the decoding sequences change."""
+"""The plan of cascade attention on the device, sent when the decoding sequences change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanovllm.runner.cascade_plan import plan_cascade_groups
 
 
 class CascadeBuffers:
-    """Plans, keeps and sends the work.
+    """Plans cascade attention, and keeps what the device has of the plan.
 
     Args:
         num_slots: most decode rows.
@@ -35,7 +35,7 @@ class CascadeBuffers:
         self.groups = CascadeGroups(items.view(-1, 4), members, rows.view(3, num_slots))
 
     def plan(self, decode_slots: list[int], num_computed: np.ndarray, block_tables: np.ndarray) -> np.ndarray | None:
-        """Plan the step of these rows; returns the tokens that each shares, [num_rows], or None if none does.
+        """Plan the step of these rows; returns the length of each row's shared prefix, [num_rows], or None.
 
         num_computed and block_tables are all slots', on the host.
         """
@@ -48,7 +48,7 @@ class CascadeBuffers:
         return self._planned_lens
 
     def to_send(self) -> np.ndarray:
-        """What the device does not have yet of the planned work, [n] int32: all or nothing."""
+        """Return the packed plan, [n] int32; empty if the device has it already."""
         return self._none[:0] if self._planned is self._sent else self._planned
 
     def receive(self, sent: torch.Tensor) -> None:

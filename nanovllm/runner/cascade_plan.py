@@ -29,8 +29,8 @@ class PrefixGroup(NamedTuple):
 def find_groups(tables: np.ndarray, num_full_blocks: np.ndarray) -> Iterator[PrefixGroup]:
     """Group rows by their first block, each group cut to the depth, and the members, that save most.
 
-    Depth is measured against one row, the best of the first, the middle and the last, so that one that soon goes its
-    own way does not cut the others short.
+    Depth is measured against one row, the best of the first, the middle and the last, so that one row that diverges
+    early does not shorten the prefix for all.
 
     Args:
         tables: [num_rows, max_blocks] int32; block tables.
@@ -70,7 +70,8 @@ def plan_cascade_groups(
         rows_per_item: most rows of an item.
 
     Returns:
-        The arrays of `CascadeGroups`: items [max_items, 4], members [num_rows], rows [3, num_rows], int32.
+        The arrays of `CascadeGroups`, int32: items [max_items, 4] (first member, members, first key, keys), members
+        [num_rows], rows [3, num_rows] (shared tokens, first output, outputs).
     """
     num_rows = len(tables)
     groups: list[PrefixGroup] = []

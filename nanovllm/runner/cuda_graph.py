@@ -30,10 +30,10 @@ _SHARING_MIXED_TOKENS = (256, 2048)
 """With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
 _KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, 33, FEW_SEQS + 1, 129, 193)
 _KERNEL_TOKENS = (1, 65)
-"""Decode rows, and prompt tokens, from which on other kernels serve, or others of `hopper_batch_linear`'s tiles."""
+"""Decode rows, and prompt tokens, at which the choice of kernels or of their tiles changes."""
 _ATTENTION_ROWS = (1, 17, FEW_SEQS + 1)
-"""Decode rows from which on attention has other kernels; from 17 rows on 8 KV heads have more programs than an H200 has
-multiprocessors, and from 65 on 2."""
+"""Decode rows at which the choice of attention kernels changes. With 8 KV heads, 17 rows launch more programs than an
+H200 has multiprocessors; with 2 KV heads, 65 do."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: streams that engines which have ended captured on."""
@@ -65,7 +65,7 @@ def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bo
 
 
 def _up_to(sizes: Iterable[int], most: int) -> list[int]:
-    """The sizes below `most`, and that."""
+    """Return the sizes below `most`, and `most`."""
     return [*(size for size in sizes if size < most), most]
 
 
@@ -87,7 +87,7 @@ class CaptureSizes:
             if (
                 bool(size.num_chunks) == bool(shape.num_chunks)
                 and size.num_decodes >= shape.num_decodes
-                and size.num_tokens >= shape.num_tokens
+                and size.num_prompt_tokens >= shape.num_prompt_tokens
                 and size.num_chunks >= shape.num_chunks
                 and size.uses_cascade >= shape.uses_cascade
                 and size.single_split == shape.single_split
@@ -95,8 +95,8 @@ class CaptureSizes:
                 return size
         return None
 
-    def samples(self) -> list[StepShape]:
-        """Some of the shapes, small ones and the largest of each kind, which take the kernels that all of them take."""
+    def representatives(self) -> list[StepShape]:
+        """Return shapes that together launch every kernel variant: small ones, and the largest of each kind."""
         prompts = [(0, 0), *((num_tokens, 1) for num_tokens in _KERNEL_TOKENS)]
         shapes = [StepShape(rows, *prompt) for prompt in prompts for rows in _KERNEL_ROWS]
         # All but attention is the same whichever way its rows go.
@@ -134,8 +134,8 @@ class StepGraphs:
 
         Args:
             key: steps of one key launch the same kernels, and read and write the same memory.
-            step: launches the kernels. The first of a key is launched kernel by kernel, since what is loaded at a first
-                launch cannot be loaded in a capture. The second is captured, and later ones are not called.
+            step: launches the kernels. The first step of a key runs eagerly, since modules cannot be loaded during a
+                capture; the second is captured and replayed; later ones are replayed without calling `step`.
         """
         if key not in self._seen:
             result = step()
@@ -161,8 +161,7 @@ class StepGraphs:
                 finally:
                     graph.capture_end()
         except BaseException:
-            # Torch takes nothing more into a pool whose capture was broken off, and gives up, with this graph, memory
-            # that cuBLAS has in the others: they go too.
+            # A failed capture invalidates the pool, and with it the cuBLAS workspaces of all other graphs.
             graph.reset()
             self.clear()
             self._pool = torch.cuda.graph_pool_handle()
@@ -173,7 +172,7 @@ class StepGraphs:
         return graph, result
 
     def clear(self) -> None:
-        """Let go of all graphs, whoever holds this object: NCCL ends no communicator while a graph has its calls."""
+        """Reset all graphs: NCCL cannot destroy a communicator while a graph holds its calls."""
         for graph, _ in self._graphs.values():
             graph.reset()
         self._graphs.clear()
@@ -185,5 +184,5 @@ class StepGraphs:
 
 
 def _cost(shape: StepShape) -> tuple[int, bool, bool]:
-    """What to compare shapes by: their tokens; sharing prefixes, and contexts shared out, take memory of their own."""
-    return shape.num_tokens + shape.num_decodes, shape.uses_cascade, not shape.single_split
+    """Return the key that orders shapes: tokens; then cascade attention and split-KV, which take more memory."""
+    return shape.num_prompt_tokens + shape.num_decodes, shape.uses_cascade, not shape.single_split

@@ -26,9 +26,8 @@ from nanovllm.kernels.slot_state import scatter_tokens
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
-from nanovllm.models.loader import init_dummy_weights, load_weights
+from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.memory import check_cache_budget, profiling_batch
@@ -84,7 +83,7 @@ class ModelRunner:
         config, num_kv_heads = self.config, self.model_shard.kv_heads.size
         free_before = self._free_memory()
         self.model = self._load_model(folder, max_model_len)
-        self.sampler = Sampler(self.model.shard.vocab, self.communicator)
+        self.sampler = Sampler(self.model_shard.vocab, self.communicator)
         self.max_blocks = -(-max_model_len // self.block_size)
         # Whether a step shares prefixes decides its padding, so every rank must find the same.
         max_cascade_items = self.communicator.all_reduce_min(self.backend.max_cascade_items)
@@ -113,7 +112,7 @@ class ModelRunner:
                 # The largest: the others fit into its memory.
                 empty = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
                 for _ in range(2):
-                    self._replay(empty, "step", lambda: self.sample(*self._forward(empty)))
+                    self._run_or_replay(empty, "step", lambda: self.sample(*self._gather_and_forward(empty)))
 
     def execute(self, batch: ScheduledBatch) -> StepHandle:
         """Queue one step and return without waiting for it."""
@@ -156,18 +155,18 @@ class ModelRunner:
         """
         step = self.prepare(batch)
         if batch.sample_apart:
-            self.sample(*self._replay(step, "forward", partial(self._forward, step)))
+            self.sample(*self._run_or_replay(step, "forward", partial(self._gather_and_forward, step)))
         else:
-            self._replay(step, "step", lambda: self.sample(*self._forward(step)))
+            self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
         return step
 
-    def _replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
+    def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
         """Run a part of a step, as a graph if the step has a capture size; returns what it returns."""
         if self.graphs is None or not step.is_capture_size:
             return run()
         return self.graphs.run((part, step.shape), run)
 
-    def _forward(self, step: PreparedStep) -> tuple[DeviceBatch, torch.Tensor]:
+    def _gather_and_forward(self, step: PreparedStep) -> tuple[DeviceBatch, torch.Tensor]:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         return inputs, self.forward(inputs)
@@ -214,7 +213,10 @@ class ModelRunner:
         self._bind_cache(1)
         with torch.inference_mode(), self._device_guard():
             # Kernels for many rows take the longest, and so come first.
-            shapes = [StepShape(0, self.config.max_num_batched_tokens, 1), *reversed(self.capture_sizes.samples())]
+            shapes = [
+                StepShape(0, self.config.max_num_batched_tokens, 1),
+                *reversed(self.capture_sizes.representatives()),
+            ]
             # Two layers launch what all of them do.
             model = self.model.model
             layers, model.layers = model.layers, model.layers[:2]
@@ -232,19 +234,13 @@ class ModelRunner:
         self.sample(inputs, self.forward(inputs))
 
     def _load_model(self, folder: str, max_model_len: int) -> CausalLM:
-        with torch.device("meta"):
-            model = make_model(self.model_config, self.communicator)
-        model = model.to(self.dtype).to_empty(device=self.device)
-        if self.config.load_format == "dummy":
-            init_dummy_weights(model, self.config.seed or 0)
-        else:
-            load_weights(model, folder)
+        model = load_model(self.model_config, self.communicator, self.config, folder, self.dtype, self.device)
         model.init_rope(max_model_len, self.device)
         return model.eval()
 
     def _bind_cache(self, num_blocks: int) -> None:
         model = self.model_config
-        num_kv_heads = self.model.shard.kv_heads.size
+        num_kv_heads = self.model_shard.kv_heads.size
         shape = (2, model.num_layers, num_blocks, self.block_size, num_kv_heads, model.head_dim)
         # Zeros, because a masked key still meets a product, and garbage may be NaN.
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -256,7 +252,7 @@ class ModelRunner:
         if self.config.num_kvcache_blocks != -1:
             return self.config.num_kvcache_blocks
         model = self.model_config
-        kv_elements = 2 * model.num_layers * self.model.shard.kv_heads.size * model.head_dim
+        kv_elements = 2 * model.num_layers * self.model_shard.kv_heads.size * model.head_dim
         block_bytes = kv_elements * self.dtype.itemsize * self.block_size
         cpu_budget = cpu_cache_budget() // self.communicator.size
         budget = self._gpu_cache_budget(free_before) if self.is_cuda else cpu_budget

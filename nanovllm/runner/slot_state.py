@@ -20,7 +20,6 @@ _MAX_TEMPERATURE = 1e30
 _ALIGNMENT = 16
 """Slots are padded to a multiple of this: Triton compiles a kernel anew for each other alignment of its arguments."""
 _FLOAT_FIELDS = {"temperature"}
-_WIDE_FIELDS = {"seed", "block_tables"}
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
@@ -35,8 +34,9 @@ class SlotState:
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         self.padding_slot = num_slots
-        wide = {"seed": 2, "block_tables": max_blocks}
-        self._widths = {field.name: wide.get(field.name, 1) for field in fields(SlotTensors)}
+        # Elements of a slot in the fields of two dimensions.
+        self._wide = {"seed": 2, "block_tables": max_blocks}
+        self._widths = {field.name: self._wide.get(field.name, 1) for field in fields(SlotTensors)}
         rows = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
         ends = np.cumsum([rows * width for width in self._widths.values()]).tolist()
         self._starts = dict(zip(self._widths, [0, *ends[:-1]], strict=True))
@@ -48,8 +48,8 @@ class SlotState:
         self.num_computed = self._host_field("num_computed")[:, 0]
         self.block_tables = self._host_field("block_tables")
 
-    def apply(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Take a batch into the host's copy; returns the flat indices and the values that changed, for `receive`."""
+    def update_host(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Apply a batch to the host's copy; returns the flat indices and values that changed, for `update_device`."""
         # Block tables of new requests, and new blocks of running ones.
         entries = [(r.slot, i, block) for r in batch.new_requests for i, block in enumerate(r.block_table)]
         entries += [(new.slot, new.index, new.block_id) for new in batch.new_blocks]
@@ -65,8 +65,8 @@ class SlotState:
         index = np.concatenate(changed)
         return index, self._host[index]
 
-    def receive(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Put what `apply` returned into the device's state."""
+    def update_device(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Put what `update_host` returned into the device's state."""
         if len(index):
             self._flat[index] = values
 
@@ -86,7 +86,7 @@ class SlotState:
         start, width, num_rows = self._starts[name], self._widths[name], self.padding_slot + 1
         values = self._flat[start : start + num_rows * width]
         values = values.view(torch.float32) if name in _FLOAT_FIELDS else values
-        return values if name not in _WIDE_FIELDS else values.view(num_rows, width)
+        return values.view(num_rows, width) if name in self._wide else values
 
     def _host_field(self, name: str) -> np.ndarray:
         start, width, num_rows = self._starts[name], self._widths[name], self.padding_slot + 1

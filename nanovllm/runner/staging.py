@@ -24,7 +24,7 @@ class Staging:
         self._turn = 0
 
     def send(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
-        """Copy int32 arrays to the device at once; returns them as views, valid until the next call."""
+        """Copy int32 arrays to the device in one non-blocking copy; returns views, valid until the next call."""
         lengths = [len(part) for part in parts]
         total = sum(lengths)
         views = self._device_buffer[:total].split(lengths)

@@ -33,7 +33,7 @@ class Detokenizer:
         text = self._decode(self._context + self._waiting)
         if (text.endswith(_REPLACEMENT) or len(text) < len(before)) and not final:
             return ""
-        # Tokens without text say nothing of what stands before the next one.
+        # Tokens without text, such as skipped special ones, do not replace the context of the next one.
         self._context = self._waiting if len(text) > len(before) else self._context + self._waiting
         self._waiting = []
         return text[len(before) :]
@@ -63,7 +63,7 @@ class OutputProcessor:
         if self.tokenizer is not None:
             try:
                 text = Detokenizer(self.tokenizer).append(output["token_ids"], final=True)
-            # A panic of the tokenizers library is no Exception.
+            # A panic of the tokenizers library derives from BaseException.
             except BaseException as error:
                 message = f"the text of request {request_id} cannot be decoded: {error}"
                 raise StepError(message, [request_id], error) from error

@@ -1,1 +1,1 @@
-"""What more than one part of the library needs and none of them owns."""
+"""Utilities that several layers share."""

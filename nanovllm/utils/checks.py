@@ -1,4 +1,4 @@
-"""A user's values, checked: each failure is a `ValueError` that names the value and the limit."""
+"""Validation of user input: unless stated otherwise, a failed check raises a `ValueError` with the value and limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def strict_keywords(cls: type[T]) -> type[T]:
-    """Make a dataclass answer an unknown keyword with a `ValueError` that lists the known ones."""
+    """Make a dataclass raise a `ValueError` that lists the known keywords when it gets an unknown one."""
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     init = cls.__init__
 
@@ -35,7 +35,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return an integer of any integral type, but bool, as an int, if it is in `low ... high`."""
+    """Return `value`, of any integral type except bool, as an int in `low ... high`."""
     limit = f">= {low}" if high is None else f"in {low} ... {high}"
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer {limit}, not {value!r}")
@@ -46,7 +46,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def check_float(name: str, value: Any) -> float:
-    """Return a real number of any type, but bool, as a float, if it is finite and not negative."""
+    """Return `value`, of any real type except bool, as a finite float >= 0."""
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -58,22 +58,23 @@ def check_float(name: str, value: Any) -> float:
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
-    """Return a list of integers, of any type but bool, as an array, if all are in `0 ... vocab_size - 1`.
+    """Return a list of integers (not bools) in `0 ... vocab_size - 1` as an array of int32.
 
     Raises:
-        TypeError: it is no list, or not of integers.
+        TypeError: not a list of integers.
+        ValueError: the list is empty, or an id is outside the vocabulary.
     """
     if not isinstance(token_ids, list):
         raise TypeError("not a list")
     if not token_ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     try:
-        # Half the time of array("i", token_ids); the first step of a `generate` waits for this, over all its prompts.
+        # Half the time of array("i", token_ids). The first step of `generate` waits until all prompts are checked.
         packed = array("i", struct.pack(f"{len(token_ids)}i", *token_ids))
         values = np.asarray(packed)
         low, high = int(values.min()), int(values.max())
     except struct.error:
-        # Something that is no integer, or one of more than 32 bits, which no vocabulary has.
+        # Not an integer (`index` raises TypeError), or more than 32 bits, which is outside every vocabulary.
         low, high = min(map(index, token_ids)), max(map(index, token_ids))
     if low <= 1 and bool in set(map(type, token_ids)):
         raise TypeError("True and False are no token ids")
@@ -84,13 +85,13 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Refuse what is not a bool, and would pass for one by its truth."""
+    """Raise unless `value` is a bool; truthiness does not count."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Read a file that holds one JSON object."""
+    """Return the JSON object that a file holds."""
     try:
         with open(path, encoding="utf-8") as stream:
             content = json.load(stream)
@@ -102,14 +103,10 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def refuse_remote_code(folder: str, file: str, auto_class: str) -> None:
-    """Refuse a folder whose JSON file `file` names code of its own, in its `auto_map`, for transformers' `auto_class`.
-
-    Raises:
-        ValueError: it does; names the code.
-    """
+    """Raise a `ValueError` if `file` in `folder` names code in its `auto_map` for transformers' `auto_class`."""
     path = os.path.join(folder, file)
     auto_map = read_json(path).get("auto_map") if os.path.isfile(path) else None
-    # Tokenizers of old have a list, of the slow class and the fast one.
+    # In old tokenizer configs `auto_map` is a list: the slow class and the fast one.
     code = auto_map.get(auto_class) if isinstance(auto_map, dict) else auto_map
     if code:
         raise ValueError(

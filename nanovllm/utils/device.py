@@ -1,4 +1,4 @@
-"""From the settings to torch's devices and dtypes, and what a CPU has to give."""
+"""Resolve the device and dtype settings, and size the cache of a CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CPU_MEMORY_LIMIT = 2**30
 
 
 def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
-    """Turn the setting into a rank's device: "auto" takes CUDA if there is one.
+    """Return the device of a rank; "auto" is CUDA if available, else the CPU.
 
-    Several ranks take CUDA devices one after the other, from the one that is named or else from 0.
+    Several ranks use consecutive CUDA devices, starting with the named one, or with 0.
 
     Raises:
-        ValueError: an unknown device, or more CUDA devices than there are.
+        ValueError: the device is unknown, or there are too few CUDA devices.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +34,7 @@ def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
-    """Turn the setting into a dtype: "auto" is the checkpoint's on CUDA and float32 on the CPU."""
+    """Return the dtype of a setting; "auto" is the checkpoint's on CUDA and float32 on the CPU."""
     if name == "auto":
         name = checkpoint if is_cuda else "float32"
     dtype: torch.dtype = getattr(torch, name)
@@ -42,8 +42,8 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
 
 
 def cpu_cache_budget() -> int:
-    """Bytes for caches in host memory: a tenth of what is free, at most 1 GiB."""
-    # Windows has no such call.
+    """Return the bytes for a KV cache in host memory: a tenth of the free memory, at most 1 GiB."""
+    # Windows has no `sysconf`.
     if not hasattr(os, "sysconf"):
         return _CPU_MEMORY_LIMIT
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"

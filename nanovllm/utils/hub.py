@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder."""
+"""Resolve a model's name to a local folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _WEIGHT_FILES = ["*.safetensors"]
 
 
 def resolve_model(model: str, revision: str | None, weights: bool = True) -> str:
-    """Return the folder of a model: itself, or a snapshot of the Hub's, fetched unless `HF_HUB_OFFLINE` forbids it.
+    """Return the folder of a model: `model` itself, or a Hub snapshot, downloaded unless `HF_HUB_OFFLINE` is set.
 
     Args:
         model: a folder or a Hub id.
         revision: branch, tag or commit of a Hub id.
-        weights: whether the weights are wanted, or only what describes the model.
+        weights: whether to fetch the weights, or only config and tokenizer.
 
     Raises:
-        ValueError: neither a folder nor a Hub id that can be had.
+        ValueError: `model` is neither a folder nor a Hub id that can be downloaded or is cached.
     """
     path = os.path.expanduser(model)
     if os.path.isdir(path):

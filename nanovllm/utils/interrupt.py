@@ -1,4 +1,4 @@
-"""Signals that wait for a good moment."""
+"""Deferred handling of signals."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM inside the `with` block; those that came act, as they would have, at its end.
+    """Hold back SIGINT and SIGTERM inside the `with` block, and raise those that arrived at its end.
 
-    A signal without a Python handler acts at once, as does any signal in a thread other than the main one, where
-    Python's handlers do not run.
+    Signals without a Python handler are not deferred. Outside the main thread, where Python's handlers do not run, this
+    does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,7 +37,7 @@ def deferred_signals() -> Iterator[None]:
 
 
 def _restore(handlers: dict[int, Any]) -> None:
-    """Set handlers, every one of them, whatever one does that is called meanwhile."""
+    """Restore all handlers, even if a handler that runs meanwhile raises."""
     if handlers:
         number, handler = handlers.popitem()
         try:
@@ -47,7 +47,7 @@ def _restore(handlers: dict[int, Any]) -> None:
 
 
 def _raise(numbers: list[int]) -> None:
-    """Raise signals, every one of them, whatever the handler of one does."""
+    """Raise all signals, even if the handler of one raises."""
     if numbers:
         try:
             signal.raise_signal(numbers.pop(0))

@@ -1,1 +1,1 @@
-"""The processes of tensor parallelism: rank 0's runner drives the others."""
+"""The worker processes of tensor parallelism, which rank 0's runner drives."""

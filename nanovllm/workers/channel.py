@@ -1,12 +1,11 @@
-"""How rank 0 tells the other ranks what to do: a ring in shared memory, with one writer and several readers.
+"""A broadcast channel from rank 0 to the other ranks: a ring buffer in shared memory, one writer, several readers.
 
-A message is its length and its pickle. The ring carries them as one stream of bytes, so that a message may be larger
-than the ring: it then goes in pieces. Positions in the stream only ever grow, and are what orders everything: the
-writer's counts the bytes that are there to read, each reader's those that it has read; the writer overwrites nothing
-that some reader has not read.
+A message is 8 bytes of length and a pickle. The ring carries messages as one byte stream, so a message larger than
+the ring is sent in several parts. The writer's position is the number of bytes written, each reader's the number of
+bytes it has read; positions only grow. The writer never overwrites bytes that some reader has not read.
 
-The memory is a file without a name, which other processes inherit as a descriptor: whatever becomes of the processes,
-nothing is left behind. Eight bytes are written at once, and in the order of the program, as x86 does.
+The memory is an unnamed file whose descriptor the other processes inherit, so the system frees it however they end.
+The channel relies on x86: aligned 8-byte stores are atomic and become visible in program order.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from collections.abc import Callable
 from typing import Any
 
 _LINE = 8
-"""Counters of 8 bytes in a cache line of 64: each has a line to itself."""
+"""Counters of 8 bytes per cache line of 64 bytes; each position has its own line."""
 _LENGTH_BYTES = 8
 _YIELD_SECONDS = 0.02
-"""For so long a waiting process only lets others run, which takes it about a microsecond to come back from; then it
-begins to sleep."""
+"""A waiting process calls `sched_yield` (about 1 us) for this long, then sleeps between checks."""
 _SLEEP_SECONDS = 0.0005
 
 
 class Channel:
-    """Carries any objects that pickle; each reader gets every one, in order.
+    """Carries objects that pickle; every reader receives every message, in order.
 
     Args:
-        num_readers: readers are numbered from 0.
+        num_readers: number of readers; they are numbered from 0.
         capacity: bytes of the ring.
-        descriptor: that of the memory, inherited from the process that made it; None makes it.
+        descriptor: inherited descriptor of the memory; None allocates it.
     """
 
     def __init__(self, num_readers: int, capacity: int = 2**20, descriptor: int | None = None) -> None:
@@ -48,11 +46,11 @@ class Channel:
         self._data = view[header:]
 
     def send(self, message: object, check: Callable[[], None]) -> None:
-        """Write a message; waits while some reader has not read what it would overwrite.
+        """Write a message; wait while the ring is full.
 
         Args:
-            message: anything that pickles.
-            check: called now and then while it waits; what it raises ends the waiting.
+            message: any object that pickles.
+            check: called repeatedly while waiting; raises to end the wait.
         """
         payload = pickle.dumps(message, protocol=5)
         unsent = memoryview(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
@@ -63,7 +61,7 @@ class Channel:
             until_end = min(count, self.capacity - start)
             self._data[start : start + until_end] = unsent[:until_end]
             self._data[: count - until_end] = unsent[until_end:count]
-            # Only now may the readers look.
+            # After the data, so that readers see only complete bytes.
             self._written += count
             unsent = unsent[count:]
 
@@ -73,7 +71,7 @@ class Channel:
         return pickle.loads(self._read(reader, length, check))
 
     def close(self) -> None:
-        """Give the memory back; the system frees it once every process has, or has ended."""
+        """Unmap the memory; the system frees it when every process has closed it or ended."""
         self._counters.release()
         self._data.release()
         self._memory.close()
@@ -101,7 +99,7 @@ class Channel:
             start = position % self.capacity
             size = min(count, self._written - position, self.capacity - start)
             pieces.append(bytes(self._data[start : start + size]))
-            # Only now may the writer overwrite it.
+            # After the copy, because the writer may then overwrite these bytes.
             self._counters[place] = position + size
             count -= size
         return b"".join(pieces)
@@ -110,7 +108,7 @@ class Channel:
 def _new_memory(size: int) -> int:
     shm = "/dev/shm"
     with tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) else None) as file:
-        # Written, not only sized: a file system that is full says so here, and not by a signal later.
+        # Writing zeros allocates the memory now: a full file system raises here instead of SIGBUS later.
         file.write(bytes(size))
         file.flush()
         return os.dup(file.fileno())

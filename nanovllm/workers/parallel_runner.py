@@ -1,6 +1,6 @@
-"""Several devices as one runner: rank 0 runs in this process, and tells the others every step that it runs itself.
+"""A runner over several devices: rank 0 runs in this process and broadcasts every step to the other ranks.
 
-Whatever fails on any rank ends all of them, and reaches the caller as an exception; the engine is closed then.
+An error on any rank ends all ranks and is raised to the caller; the engine is then closed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,19 +30,19 @@ from nanovllm.workers.worker import READY, STARTED, WorkerPlan
 
 _CHECK_SECONDS = 0.1
 _STEP_SECONDS = 300.0
-"""Longer than any step takes: for ranks that stand still but live."""
+"""Longer than any step takes; detects ranks that are alive but stuck."""
 
 
 @contextmanager
 def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
-    """Start the processes of `config`'s ranks, which import while this process goes on inside the `with` block.
+    """Start the worker processes, which import while the `with` block runs; end them if the block raises.
 
-    Yields None if there is one rank alone. Where the block raises, the processes end.
+    Yields None if there is only one rank.
 
     Raises:
         ValueError: more ranks than GPUs.
-        RuntimeError: this process has an engine of several ranks already, the system is Windows, or the processor is no
-            x86.
+        RuntimeError: this process already has a torch.distributed process group, the system is Windows, or the
+            processor is not x86.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -72,11 +73,11 @@ class ParallelRunner:
     """Runs the steps of one engine on `config.tensor_parallel_size` devices.
 
     Args:
-        ranks: the processes beside this one, from `start_ranks`.
+        ranks: the worker processes, from `start_ranks`.
         config, model_config, folder, max_model_len, compilers: see `ModelRunner`.
 
     Raises:
-        ValueError: more ranks than the model's KV heads, or what `ModelRunner` refuses.
+        ValueError: the model cannot be sharded over so many ranks, or `ModelRunner` raises it.
         RuntimeError: a rank failed.
     """
 
@@ -102,7 +103,7 @@ class ParallelRunner:
             self._ranks.plan(WorkerPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
             self._communicator = communicator = connect(0, size, device, store, 2 * config.max_num_running)
-            # On GPUs nothing else would notice a rank's end while this thread waits for the device.
+            # While this thread waits for a GPU, nothing else would notice that a rank has died.
             self._ranks.watch(communicator.interrupt)
             self._runner = runner = ModelRunner(
                 config,
@@ -123,12 +124,30 @@ class ParallelRunner:
             self._ranks.broadcast(batch)
             return ParallelHandle(runner.execute(batch), self)
 
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every rank's `ModelRunner`; returns the results in rank order.
+
+        Raises:
+            RuntimeError: the call failed on some rank; all ranks go on. Or the ranks have ended.
+        """
+        runner = self._require_open()
+        self._ranks.begin_call(method, args)
+        try:
+            own = getattr(runner, method)(*args)
+        finally:
+            others = self._ranks.replies()
+        return [own, *others]
+
     def synchronize(self) -> None:
-        """Wait for all that was launched; raises if the ranks are gone."""
-        self._require_open().synchronize()
+        """Wait for all launched work on every rank.
+
+        Raises:
+            RuntimeError: it failed on some rank, or the ranks have ended.
+        """
+        self.call("synchronize")
 
     def exit(self) -> None:
-        """Let go of every device, and end the other ranks."""
+        """Free every device and end the worker processes; a second call does nothing."""
         runner = self._runner
         if runner is None:
             return
@@ -148,7 +167,7 @@ class ParallelRunner:
 
     @contextmanager
     def one_fails_all_fail(self) -> Iterator[None]:
-        """Where the `with` block raises, end every rank, and raise what began it."""
+        """If the `with` block raises, end every rank and raise the original failure, which may be another rank's."""
         try:
             yield
         except BaseException as error:
@@ -160,8 +179,8 @@ class ParallelRunner:
             raise
 
     def wait(self, handle: StepHandle) -> StepOutput:
-        """Wait for a step, but not for a rank that is gone."""
-        # A step that was under way when a later one failed is asked for its tokens still.
+        """Wait for a step and return its tokens; raise if a rank dies meanwhile."""
+        # The engine still asks for the tokens of a step that was in flight when a later one failed.
         if self._ended_by is not None:
             raise self._ended_by
         with self.one_fails_all_fail():
@@ -174,7 +193,7 @@ class ParallelRunner:
                     self._ranks.check()
                     checked = now
                 os.sched_yield()
-            # Where a rank is gone the others' devices stop waiting for it, and what they come to means nothing.
+            # If a rank has died, the other devices stop waiting for it and their results are undefined.
             self._ranks.check()
             return handle.result()
 
@@ -184,12 +203,12 @@ class ParallelRunner:
         return self._runner
 
     def _abandon(self) -> None:
-        """End the ranks that are left, and let go of what is left of rank 0."""
+        """End the remaining ranks and free rank 0's device."""
         communicator, self._communicator = self._communicator, None
         runner, self._runner = self._runner, None
         try:
             if communicator is not None:
-                # The device may wait for a rank, and whoever gives back its memory waits for the device.
+                # Before the release, which waits for the device, which may wait for a dead rank.
                 communicator.interrupt()
             if runner is not None:
                 runner.release()
@@ -198,12 +217,12 @@ class ParallelRunner:
             if communicator is not None:
                 communicator.abort()
             elif dist.is_initialized():
-                # Ranks that met, but not in whole.
+                # `connect` joined the process group but failed afterwards.
                 dist.destroy_process_group()
 
 
 class ParallelHandle:
-    """A step under way on every rank."""
+    """A step in flight on every rank."""
 
     def __init__(self, handle: StepHandle, runner: ParallelRunner) -> None:
         self._handle = handle

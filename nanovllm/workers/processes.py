@@ -1,7 +1,7 @@
-"""The ranks other than 0, as rank 0 sees them: their processes, what they are told, and how they ended.
+"""Rank 0's handle on the worker processes: start them, send them batches, and report how they ended.
 
-A rank is a Python process of its own that imports this library and not the user's program. It is started by
-`subprocess`: what `multiprocessing` starts, a forked copy of this process would end.
+A worker is a Python process that imports this library but not the user's program. It is started by `subprocess`,
+because a fork of this process would, at its exit, end the processes that `multiprocessing` started.
 """
 
 from __future__ import annotations
@@ -18,42 +18,47 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
+from typing import Any
 
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.workers.channel import Channel
+from nanovllm.workers.orders import CallOrder, Reply, StepOrder
 from nanovllm.workers.worker import STARTED, WorkerFailure, WorkerPlan
 
 _PROGRAM = "import sys; sys.path[:] = {path}; from nanovllm.workers.worker import run_worker; run_worker({arguments})"
 _START_SECONDS = 300.0
-"""For a rank's imports, and for what its loading takes longer than rank 0's."""
+"""Limit for a rank's imports, and for how much longer its loading may take than rank 0's."""
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
-"""Within this time of an error that a rank's death caused, that death shows."""
+"""Time after an error on rank 0 in which the end of the rank that caused it becomes visible."""
 _EXIT_SECONDS = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A rank other than 0 failed or died; the message says which, and has its traceback or its signal."""
+    """A rank other than 0 failed or died; the message has its number and its traceback, signal or exit code."""
 
 
 @dataclass
 class WorkerProcess:
-    """One rank, as rank 0 sees it."""
+    """One rank's process, the reports it has sent, and its failure if it sent one."""
 
     rank: int
     process: subprocess.Popen[bytes]
     reports: Connection
     stages: set[str] = field(default_factory=set)
     failure: WorkerFailure | None = None
+    reply: Reply | None = None
 
     def read_reports(self, timeout: float = 0.0) -> None:
-        """Take in what the rank has sent, or sends within `timeout` seconds."""
+        """Receive what the rank has sent, or sends within `timeout` seconds."""
         try:
             while self.reports.poll(timeout):
                 report = self.reports.recv()
                 if isinstance(report, WorkerFailure):
                     self.failure = report
+                elif isinstance(report, Reply):
+                    self.reply = report
                 else:
                     self.stages.add(report)
         except (EOFError, OSError):  # it has ended, perhaps within a report; its exit code says how
@@ -61,16 +66,16 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has."""
+        """Whether its process has ended."""
         return self.process.poll() is not None
 
     @property
     def failure_time(self) -> float:
-        """Sorts ended ranks, the likeliest cause first: killed ones, then by the time of their exception."""
+        """Sort key of ended ranks, likeliest cause first: killed ranks (0), then by the time of their exception."""
         return self.failure.seconds if self.failure else 0.0
 
     def exit_message(self) -> str:
-        """Say how an ended rank ended."""
+        """Describe how the rank's process, which has ended, ended."""
         code = self.process.returncode
         if self.failure is not None:
             return f"rank {self.rank} failed:\n{self.failure.traceback}"
@@ -82,10 +87,10 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
-    """All ranks but 0, from rank 0's side. Their processes start at once, and wait for a plan.
+    """The processes of all ranks but 0. The constructor starts them; they then wait for a plan.
 
     Args:
-        size: ranks, with rank 0.
+        size: number of ranks, including rank 0.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,7 +102,7 @@ class WorkerProcesses:
         self._stopping = threading.Event()
         self._stopped = False
         try:
-            # A process that an interrupt kept from the list would be nobody's.
+            # An interrupt between start and append would leave a process that nothing ends.
             with deferred_signals():
                 for rank in range(1, size):
                     self._ranks.append(_start(rank, size, self._channel))
@@ -107,51 +112,79 @@ class WorkerProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Their processes, in the order of the ranks, until they are stopped."""
+        """Process ids in rank order; empty after `stop`."""
         return [rank.process.pid for rank in self._ranks]
 
     def plan(self, plan: WorkerPlan) -> None:
-        """Tell every rank what to load.
+        """Send every rank the plan to load.
 
         Raises:
-            WorkerError: one has ended.
+            WorkerError: a rank has ended.
         """
         self._send(plan)
 
     def broadcast(self, batch: ScheduledBatch) -> None:
-        """Tell every rank to run a batch.
+        """Send every rank a batch to run.
 
         Raises:
-            WorkerError: one has ended.
+            WorkerError: a rank has ended.
         """
-        # Most steps decode what the one before did. The ids are for the way back, which is rank 0's.
+        # Most steps have the previous step's decode slots, which are then not sent again. Only rank 0 needs the ids.
         again = batch.decode_slots == self._decode_slots
         self._decode_slots = batch.decode_slots
-        self._send((again, replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)))
+        sent = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
+        self._send(StepOrder(sent, again))
 
-    def shutdown(self) -> None:
-        """Tell every rank to end.
+    def begin_call(self, method: str, args: tuple[Any, ...]) -> None:
+        """Have every rank call a method of its runner; `replies` must follow.
 
         Raises:
-            WorkerError: one has ended before.
+            WorkerError: a rank has ended.
+        """
+        self._send(CallOrder(method, args))
+
+    def replies(self) -> list[Any]:
+        """Wait for the results of a call, in rank order.
+
+        Raises:
+            WorkerError: a rank's call raised an exception, or a rank has ended.
+        """
+        for rank in self._ranks:
+            while rank.reply is None:
+                rank.read_reports(_POLL_SECONDS)
+                if rank.reply is None:
+                    self.check()
+        replies = [(rank.rank, rank.reply) for rank in self._ranks if rank.reply is not None]
+        for process in self._ranks:
+            process.reply = None
+        for number, reply in replies:
+            if reply.traceback is not None:
+                raise WorkerError(f"a call failed on rank {number}:\n{reply.traceback}")
+        return [reply.result for _, reply in replies]
+
+    def shutdown(self) -> None:
+        """Send every rank the order to end.
+
+        Raises:
+            WorkerError: a rank had already ended.
         """
         self._send(None)
 
     def check(self) -> None:
-        """Raise if a rank has ended.
+        """Check that all ranks run.
 
         Raises:
-            WorkerError: names it.
+            WorkerError: a rank has ended.
         """
         if self._any_ended():
             raise self._error()
 
     def watch(self, on_failure: Callable[[], None]) -> None:
-        """From now on, until `unwatch`, call `on_failure` from another thread as soon as a rank fails."""
+        """Call `on_failure` from another thread, once, when a rank fails; watches until `unwatch`."""
 
         def poll() -> None:
             while not self._stopping.wait(_POLL_SECONDS):
-                # Code 0 is a rank that was told to end.
+                # Exit code 0 is a rank that was told to end.
                 if any(rank.process.poll() for rank in self._ranks):
                     on_failure()
                     return
@@ -163,7 +196,7 @@ class WorkerProcesses:
         """Wait until every rank has reported `stage`.
 
         Raises:
-            WorkerError: one ended before, or does not get there.
+            WorkerError: a rank ended before, or did not report it in time.
         """
         deadline = time.monotonic() + _START_SECONDS
         for rank in self._ranks:
@@ -175,8 +208,8 @@ class WorkerProcesses:
                         raise WorkerError(f"rank {rank.rank} is not {stage} after {_START_SECONDS:.0f} s")
 
     def cause_of(self, error: BaseException) -> WorkerError | None:
-        """The end of a rank that made rank 0 fail with `error`; None if that is rank 0's own."""
-        # A collective that lost its peer raises a RuntimeError.
+        """Return the failure of another rank that caused rank 0's `error`, or None if no rank ended."""
+        # A collective whose peer has died raises a RuntimeError.
         if not isinstance(error, RuntimeError):
             return None
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -185,20 +218,20 @@ class WorkerProcesses:
         return self._error() if ended else None
 
     def join(self) -> None:
-        """Wait until every rank has ended as it was told to, but not for ever."""
+        """Wait, at most `_EXIT_SECONDS`, until every rank has ended."""
         deadline = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
             with suppress(subprocess.TimeoutExpired):
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
 
     def unwatch(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
 
     def stop(self) -> None:
-        """End every rank at once, and give back what they were told and watched with; a second call does nothing."""
+        """Kill every rank, end the watching thread, and close channel and pipes; a second call does nothing."""
         with deferred_signals():
             if self._stopped:
                 return
@@ -221,7 +254,7 @@ class WorkerProcesses:
         return any(rank.has_ended for rank in self._ranks)
 
     def _error(self) -> WorkerError:
-        # Let the others end too: the first to be seen need not be the first that failed.
+        # Wait for other ranks to end too: the rank seen first need not be the one that failed first.
         time.sleep(_POLL_SECONDS)
         ended = [rank for rank in self._ranks if rank.has_ended]
         for rank in ended:
@@ -233,7 +266,7 @@ def _start(rank: int, size: int, channel: Channel) -> WorkerProcess:
     receiver, sender = Pipe(duplex=False)
     descriptors = channel.descriptor, sender.fileno()
     arguments = ", ".join(map(str, (rank, size, os.getpid(), *descriptors)))
-    # Python looks into strings alone.
+    # The import system ignores other entries, which need not have a valid repr.
     path = [entry for entry in sys.path if isinstance(entry, str)]
     program = _PROGRAM.format(path=path, arguments=arguments)
     command = [os.fsdecode(get_executable()), "-c", program, f"nanovllm rank {rank}"]
@@ -244,7 +277,7 @@ def _start(rank: int, size: int, channel: Channel) -> WorkerProcess:
 
 @contextmanager
 def _blocked_sigint() -> Iterator[None]:
-    """Block SIGINT in this thread, and for good in processes that are started meanwhile."""
+    """Block SIGINT in this thread inside the `with` block; processes started there inherit the mask and keep it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

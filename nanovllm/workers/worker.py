@@ -1,8 +1,8 @@
 """The process of a rank other than 0.
 
-It joins the other ranks, loads its shard, and runs every batch that the channel brings, until it is told to end. Over a
-pipe of its own it tells rank 0 which stage of its start it has reached, and the exception that ends it. It never
-outlives rank 0's process, and takes no notice of Ctrl-C.
+It joins the group, loads its shard, and executes the orders from the channel until it is told to end. Over a pipe it
+reports to rank 0 its progress at start-up, the results of calls, and the exception that ends it. It ends with rank 0's
+process, and ignores Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from nanovllm.distributed.communicator import find_store
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
+from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device
 from nanovllm.workers.channel import Channel
+from nanovllm.workers.orders import CallOrder, Reply
 
 STARTED, READY = "started", "ready"
-"""Stages that a rank reports: it has its device and has met rank 0; it has model and cache."""
-_MOST_CHARACTERS = 16000  # of a traceback: the pipe takes as much without anybody reading
+"""Progress reports: the device is set and the store is connected; the model is loaded and the cache allocated."""
+_MOST_CHARACTERS = 16000  # of a traceback; a pipe buffers this much without a reader
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """The first message to every rank; `port` is where they meet."""
+    """The first message to every rank; `port` is the port of rank 0's store."""
 
     config: Config
     model_config: ModelConfig
@@ -44,7 +46,7 @@ class WorkerPlan:
 
 
 class WorkerFailure(NamedTuple):
-    """The exception that ended a rank, and when: the first is the cause of the others'."""
+    """The exception that ended a rank, and its time on the monotonic clock: the earliest caused the others."""
 
     seconds: float
     traceback: str
@@ -54,22 +56,22 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
     """Run a rank's process: join the group, load the shard, execute batches until told to end.
 
     Args:
-        rank, size: this rank, and how many there are.
-        parent: rank 0's process.
-        channel_descriptor: of the channel's memory.
-        reports_descriptor: of the pipe to rank 0.
+        rank, size: this rank, and the number of ranks.
+        parent: process id of rank 0.
+        channel_descriptor: file descriptor of the channel's memory.
+        reports_descriptor: file descriptor of the pipe to rank 0.
     """
     reports = Connection(reports_descriptor, readable=False)
-    # Before there are threads.
+    # Before any thread starts, because this forks.
     compilers = Compilers()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
         _serve(rank, size, Channel(size - 1, descriptor=channel_descriptor), reports, compilers)
     except BaseException:
-        # Where rank 0 is gone there is nobody to tell.
+        # The pipe is broken if rank 0 has died.
         with suppress(OSError):
             reports.send(WorkerFailure(time.monotonic(), traceback.format_exc()[-_MOST_CHARACTERS:]))
-        # At once, whatever the device or another thread waits for: it also tells the ranks that wait for this one.
+        # Without clean-up, which could wait for the device or a thread; ranks that wait for this one notice its exit.
         os._exit(1)
 
 
@@ -78,10 +80,10 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     device = resolve_device(plan.config.device, rank, size)
     if device.type == "cuda":
-        # Pinned memory, for one, would make a context on the first device.
+        # Otherwise, for example, pinned memory would create a context on the first device.
         torch.cuda.set_device(device)
     store = find_store(plan.port, size)
-    # From here on the others may wait for this rank, and not look at reports.
+    # Before `connect`, because rank 0 does not read reports while it connects.
     reports.send(STARTED)
     communicator = connect(rank, size, device, store, 2 * plan.config.max_num_running)
     with compilers:
@@ -95,10 +97,13 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
         )
     reports.send(READY)
     decode_slots: list[int] = []
-    # While it waits, it asks the device whether the last step has failed.
-    while (message := channel.receive(rank - 1, runner.check)) is not None:
-        again, batch = message
-        if again:
+    # `runner.check` raises while the channel waits if the last step failed on the device.
+    while (order := channel.receive(rank - 1, runner.check)) is not None:
+        if isinstance(order, CallOrder):
+            reports.send(_call(runner, order))
+            continue
+        batch: ScheduledBatch = order.batch
+        if order.same_decode_slots:
             batch.decode_slots = decode_slots
         decode_slots = batch.decode_slots
         runner.run(batch)
@@ -106,8 +111,15 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
     communicator.close()
 
 
+def _call(runner: ModelRunner, order: CallOrder) -> Reply:
+    try:
+        return Reply(getattr(runner, order.method)(*order.args))
+    except Exception:
+        return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
+
+
 def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has, whatever the main thread is waiting for."""
+    """End this process when its parent has ended, even if the main thread is blocked."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -1,9 +1,8 @@
-"""Attention of many sequences' new tokens over the pages that they share, in Triton.
+"""Cascade attention in Triton: attention of many sequences' new tokens over a shared prefix.
 
-Sequences with one prefix would each read its keys and values at every step. Here the queries of many of them are the
-rows of one matrix, and the pages are read once for all of it (Hydragen, Juravsky et al. 2024, arXiv:2402.05099); what
-comes out is merged, by its log-sum-exp, with attention to the pages that each has for itself (`decode_attention`,
-`hopper_decode`).
+The queries of many sequences are the rows of one matrix, so that the prefix's pages are read once for all of them
+(Hydragen, Juravsky et al. 2024, arXiv:2402.05099). `decode_attention` and `hopper_decode` merge the outputs, by their
+log-sum-exp, with attention over each sequence's own pages.
 """
 
 from __future__ import annotations
@@ -17,21 +16,23 @@ from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
 from nanovllm.kernels.fast_math import log2
 
 _FLOAT32_WARPS = 16
-"""Float32 has no matrix instructions: with 4 warps, a thread spills up to 1700 bytes, and with 8 up to 490."""
+"""Float32 has no matrix instructions, and threads of fewer warps spill registers: up to 490 bytes with 8 warps."""
 _QUERY_ROWS = 64
-"""Query heads of one item, those that pad a group to a power of two included."""
+"""Query rows per item: decode rows times the heads of a group, padded to a power of two."""
 
 
 @dataclass
 class CascadeGroups:
-    """Which decode rows share a prefix, as a list of work; numbers on the device, so that a graph may read them.
+    """Work items of cascade attention; on the device, so that CUDA graphs can read them.
+
+    An item is some decode rows' attention over some keys of the prefix that they share.
 
     Attributes:
-        items: [num_items, 4] int32; for each item where its rows start among `members`, how many there are (0:
-            no work), the first key and the number of keys.
-        members: [num_rows] int32; decode rows, in the order of the items.
-        rows: [3, num_rows] int32; for each decode row the tokens that it shares, and the places of their outputs: the
-            first, `item * rows_per_item + number within the item`, and how many, `rows_per_item` apart.
+        items: [num_items, 4] int32; first index into `members`, number of decode rows (0: no work), first key, number
+            of keys.
+        members: [num_rows] int32; decode rows in the order of the items.
+        rows: [3, num_rows] int32; for each decode row its shared tokens, its first output row in `CascadePlan.partial`
+            (`item * rows_per_item + index within the item`), and its number of outputs, `rows_per_item` rows apart.
     """
 
     items: torch.Tensor
@@ -41,13 +42,13 @@ class CascadeGroups:
 
 @dataclass
 class CascadePlan:
-    """What all layers of a step share.
+    """Work items and output buffers, shared by all layers of a step.
 
     Attributes:
-        shared: the work.
-        rows_per_item: see `rows_per_item`.
+        shared: the work items.
+        rows_per_item: see the function.
         partial: [num_items * rows_per_item, num_heads, head_dim] float32; outputs.
-        lse: [num_items * rows_per_item, num_heads] float32; base-2 logarithm of the sum of their weights.
+        lse: [num_items * rows_per_item, num_heads] float32; their base-2 log-sum-exp.
     """
 
     shared: CascadeGroups
@@ -57,13 +58,13 @@ class CascadePlan:
 
 
 def rows_per_item(group: int) -> int:
-    """Most decode rows of one item, with `group` query heads of a KV head each."""
+    """Return the maximum number of decode rows per item, with `group` query heads per KV head."""
     padded = 1 << (group - 1).bit_length()
     return max(1, _QUERY_ROWS // padded)
 
 
 def plan_cascade(shared: CascadeGroups, num_heads: int, group: int, head_dim: int) -> CascadePlan:
-    """Make room for the outputs of the items; `group` query heads of a KV head."""
+    """Allocate the outputs of the items; `group` is the number of query heads per KV head."""
     places = len(shared.items) * rows_per_item(group)
     device = shared.items.device
     partial = torch.empty(places, num_heads, head_dim, dtype=torch.float32, device=device)
@@ -94,7 +95,7 @@ def _cascade_kernel(
         dims = tl.arange(0, HEAD_DIM)
         q_rows = seqs * q_stride + (head * GROUP + group) * HEAD_DIM
         query = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
-        # The pages are the same for all, so any member's table will do.
+        # All members share these pages, so the first one's block table serves for all.
         table_ptr = block_tables_ptr + tl.load(members_ptr + first_member).to(tl.int64) * table_stride
         acc = tl.zeros([ROWS * GROUP_POW2, HEAD_DIM], dtype=tl.float32)
         row_max = tl.full([ROWS * GROUP_POW2], -float("inf"), dtype=tl.float32)
@@ -125,13 +126,13 @@ def cascade_attention(
     plan: CascadePlan,
     scale: float,
 ) -> None:
-    """Attention of decode rows over the prefixes that they share, into the plan's outputs.
+    """Compute attention of decode rows over their shared prefixes, into the plan's outputs.
 
     Args:
         query: [num_seqs, num_heads, head_dim]; rows contiguous.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
-        plan: of this step.
+        plan: the step's plan.
         scale: factor of the scores.
     """
     _, num_heads, head_dim = query.shape

@@ -1,9 +1,9 @@
-"""Contexts of decoding sequences split into ranges of tiles, for a program each, and merged again (split-KV).
+"""Split-KV: divide contexts of decoding sequences into splits, one per program and KV head, and merge their outputs.
 
-How often each is split is found on the device, from the contexts' lengths: so that they keep it busy, and no split is
-longer than an even share of all. So nothing depends on contexts but numbers on the device, and a captured graph stays
-valid as they grow. The longest splits, by a context's mean, come first, so that work which is taken as it comes ends
-with short ones. What is attended to in several splits is merged by its log-sum-exp (Flash-Decoding, Dao et al. 2023).
+The number of splits of each context is computed on the device from the context lengths, such that no split is longer
+than an even share of all tiles. A CUDA graph therefore stays valid as contexts grow. Contexts are ordered by the mean
+length of their splits, longest first, so that the last programs to run are short. Outputs are merged by their
+log-sum-exp (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_o
 from nanovllm.kernels.attention.online_softmax import merge_states
 
 _BLOCK = 16
-"""Sequences that one program splits."""
+"""Sequences per program of the splitting kernel."""
 _MERGED_AT_ONCE = 16
 
 
 @dataclass
 class ContextSplits:
-    """What all layers of a step share.
+    """The splits of a step's contexts, shared by all layers.
 
     Attributes:
-        splits: [num_splits, 4] int32; of each the sequence, -1 if it is left over, the first tile, the number of tiles,
-            and the tokens that tiles are of: the context's behind its prefix, but the new one.
-        of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which follow one another.
+        splits: [num_splits, 4] int32; sequence (-1: unused), first tile, number of tiles, and the number of tokens in
+            all the context's tiles, which is its length without its prefix and its new token.
+        of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which are consecutive.
     """
 
     splits: torch.Tensor
@@ -97,10 +97,10 @@ def _split_contexts_kernel(
 def split_contexts_triton(
     seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
 ) -> ContextSplits:
-    """Triton form of `split_contexts`: a split's place is the number of those before it."""
+    """Triton form of `split_contexts`; a context's first split is the number of splits ordered before it."""
     num_seqs = len(seq_lens)
     splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
-    # The same for all but the largest batches, so that they need no kernel of their own.
+    # At least 512, so that all but the largest batches share one compiled kernel.
     size = max(512, triton.next_power_of_2(num_seqs))
     _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
         seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
@@ -112,15 +112,14 @@ def split_contexts_triton(
 def split_contexts(
     seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
 ) -> ContextSplits:
-    """Split contexts; those first whose splits are longest in the mean, equal ones as they stand.
+    """Split contexts, ordered by the mean length of their splits, longest first; ties keep their order.
 
     Args:
-        seq_lens: [num_seqs] int32, at least 1 each; the last token, the new one, is in no tile.
-        tile: tokens of a tile.
-        shares: no split has more tiles than all contexts divided by this, rounded up; 1 leaves contexts whole. There is
-            room for num_seqs + shares - 1 splits.
-        prefix_lens: [num_seqs or more] int32; tokens at the start of each context, fewer than it has, that are left
-            out, as if the rest were all of it.
+        seq_lens: [num_seqs] int32, at least 1 each; a context's last token, the new one, is in no tile.
+        tile: tokens per tile.
+        shares: a split has at most ceil(tiles of all contexts / shares) tiles; 1 gives each context a single split. The
+            result has num_seqs + shares - 1 rows, unused ones included.
+        prefix_lens: [num_seqs or more] int32; leading tokens of each context to leave out, fewer than it has.
     """
     function = split_contexts_triton if uses_triton(seq_lens.device) else split_contexts_ref
     return function(seq_lens, tile, shares, prefix_lens)
@@ -153,13 +152,13 @@ def _merge_splits_kernel(
 
 
 def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, of_seqs: torch.Tensor) -> None:
-    """Merge what was attended to in several splits into `out`; other sequences' rows stay as they are.
+    """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
     Args:
         out: [num_seqs, num_heads, head_dim], contiguous.
         partial: [num_splits, num_heads, head_dim] float32; outputs of the splits.
-        lse: [num_splits, num_heads] float32; base-2 logarithm of the sum of each's weights.
-        of_seqs: of `ContextSplits`; older than the kernel queued last (see `pdl_options`).
+        lse: [num_splits, num_heads] float32; their base-2 log-sum-exp.
+        of_seqs: see `ContextSplits`; written before the kernel queued last (see `pdl_options`).
     """
     num_seqs, num_heads, head_dim = out.shape
     _merge_splits_kernel[(num_seqs, num_heads)](

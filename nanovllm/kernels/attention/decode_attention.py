@@ -1,10 +1,9 @@
-"""Attention of single new tokens over pages, in Triton, balanced over the device whatever the contexts.
+"""Decode attention over pages in Triton, with equal work per program whatever the context lengths.
 
-All contexts are cut into tiles, and the tiles of all sequences and KV heads, in one row, into equal splits, one for
-each program (Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanovar et al. 2024). So a batch of one long
-context keeps the whole device busy, a batch of uneven ones has no tail, and nothing depends on contexts but numbers on
-the device: a captured graph stays valid as they grow. What more than one program has worked on is merged by its
-log-sum-exp (Flash-Decoding, Dao et al. 2023).
+The tiles of all sequences and KV heads form one list of units, which is divided evenly among the programs
+(Stream-K, Osama et al. 2023; for attention: Lean Attention, Sanovar et al. 2024). One long context keeps the whole
+device busy, and uneven contexts leave no tail. The division is computed on the device, so a CUDA graph stays valid as
+contexts grow. Outputs of several programs are merged by their log-sum-exp (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _MERGED_AT_ONCE = 16
 
 @dataclass
 class DecodePlan:
-    """What all layers of a step share.
+    """The division of work and its buffers, shared by all layers of a step.
 
     Attributes:
-        tile: tokens of a tile.
-        tile_ends: [num_seqs] int32; tiles of the sequences up to each, its own included.
-        partial: [2 * num_programs, group, head_dim] float32; unfinished outputs, two places a program.
-        lse: [2 * num_programs, group] float32; base-2 logarithm of the sum of their weights.
-        prefix: what was attended to already, of prefixes that sequences share; None if there are none.
+        tile: tokens per tile.
+        tile_ends: [num_seqs] int32; inclusive cumulative sum of the sequences' numbers of tiles.
+        partial: [2 * num_programs, group, head_dim] float32; outputs to be merged, two entries per program.
+        lse: [2 * num_programs, group] float32; their base-2 log-sum-exp.
+        prefix: plan of the cascade attention over shared prefixes; None without.
     """
 
     tile: int
@@ -45,7 +44,7 @@ def _merge_cascade(
     partial_ptr, lse_ptr, place, stride, num_splits, head, group, dims, acc, row_max, row_sum,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Merge a shared prefix's outputs in: `num_splits` of them, `stride` places apart."""
+    """Merge the `num_splits` outputs of a shared prefix, `stride` rows apart, into the running softmax."""
     mask = group < GROUP
     for split in range(num_splits):
         rows = ((place + split * stride) * KV_HEADS + head) * GROUP + group
@@ -61,14 +60,14 @@ def _merge_cascade(
 
 @jit
 def _first_unit(program, num_units, num_programs):
-    """Where the share of a program starts; the first ones' may have a unit more than the others'."""
+    """Return the first unit of a program; the first programs may have one unit more than the others."""
     share = num_units // num_programs
     return program * share + tl.minimum(program, num_units - share * num_programs)
 
 
 @jit
 def _program_of(unit, num_units, num_programs):
-    """The program whose share a unit is of."""
+    """Return the program that a unit belongs to."""
     share = num_units // num_programs
     more = num_units - share * num_programs
     is_larger = unit < more * (share + 1)
@@ -96,7 +95,7 @@ def _decode_kernel(
     dims = tl.arange(0, HEAD_DIM)
     group_mask = (group < GROUP)[:, None]
     while unit < end:
-        # The head and tile that this unit is; then as many tiles as are left of the head or of the share.
+        # Units are ordered by sequence, head and tile. Take all tiles left of this head, or of this program.
         tiles_before = tl.load(tile_ends_ptr + seq - 1, mask=seq > 0, other=0)
         num_tiles = tl.load(tile_ends_ptr + seq) - tiles_before
         in_seq = unit - tiles_before * KV_HEADS
@@ -109,7 +108,7 @@ def _decode_kernel(
             first_key = tl.load(prefix_rows_ptr + seq)
             place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
             num_splits = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
-        # Some program has work, and so the kernel does not end before the one ahead.
+        # Inside the loop: at least one program has work, so the kernel cannot end before the previous one.
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -169,7 +168,7 @@ def _merge_kernel(
         for start in range(first, last + 1, SPLITS):
             programs = start + tl.arange(0, SPLITS)
             mask = programs <= last
-            # A program's first split lies in its first place; only the first program here may have begun with another.
+            # A program's second entry is used if it began with another head; only the first program here can have.
             in_second = (programs == first) & (first_unit > _first_unit(first, num_units, num_programs))
             places = 2 * programs + in_second.to(tl.int32)
             rows = places * GROUP + query_head % GROUP
@@ -197,7 +196,7 @@ def _plan_kernel(
 
 
 def _padded(num_seqs: int) -> int:
-    """A size that is the same for all but the largest batches, so that they need no kernel of their own."""
+    """Return a power of two >= num_seqs, at least 512, so that all but the largest batches share compiled kernels."""
     return max(512, triton.next_power_of_2(num_seqs))
 
 
@@ -214,11 +213,11 @@ def plan_decode(
 
     Args:
         seq_lens: [num_seqs] int32, at least 1 each.
-        num_programs: programs to share the work.
-        tile: tokens of a tile.
-        num_heads, num_kv_heads: heads of queries, and of keys.
-        head_dim: elements of a head.
-        shared: prefixes to attend to once for all that share them; a sequence has at least one token besides.
+        num_programs: number of programs.
+        tile: tokens per tile.
+        num_heads, num_kv_heads: query heads and KV heads.
+        head_dim: elements per head.
+        shared: shared prefixes for cascade attention; every sequence has at least one token after its prefix.
     """
     group = num_heads // num_kv_heads
     device = seq_lens.device
@@ -243,14 +242,14 @@ def decode_attention(
     plan: DecodePlan,
     scale: float,
 ) -> None:
-    """Attention of one new token of each sequence over all its pages, into `out`.
+    """Compute attention of one new token per sequence over its whole context, into `out`.
 
     Args:
         query, out: [num_seqs, num_heads, head_dim]; query's rows and all of out contiguous.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
-        seq_lens: [num_seqs] int32, at least 1, the new token included.
-        plan: of these seq_lens; both older than the kernel queued last (see `pdl_options`).
+        seq_lens: [num_seqs] int32, at least 1, including the new token.
+        plan: from these seq_lens; both written before the kernel queued last (see `pdl_options`).
         scale: factor of the scores.
     """
     num_seqs, num_heads, head_dim = query.shape

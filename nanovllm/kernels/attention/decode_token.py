@@ -1,7 +1,4 @@
-"""A sequence's new token, for one KV head on Hopper: as it was projected, normed, rotated and stored on the way.
-
-The forms of `qkv_rope_store` for programs that attend at once, each to what it needs of the token.
-"""
+"""`qkv_rope_store` inside Hopper's decode kernel: each program processes the new token's heads of its KV head."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from nanovllm.kernels.fast_math import rsqrt
 
 @gluon.constexpr_function
 def halves_layout(half):
-    """Threads that hold half of each head of a group."""
+    """Return the layout of one half of each of a group's heads, [ROWS, half]."""
     return gl.BlockedLayout([1, 4], [128 // half, half // 4], [WARPS, 1], [1, 0])
 
 
 @gluon.jit
 def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr):
-    """Norm and rotate heads, [ROWS, HALF] each half; rounded where a kernel apart would have."""
+    """Apply QK norm and RoPE to heads, given as halves [ROWS, HALF]; rounds like `qkv_rope_store`."""
     dtype: gl.constexpr = first.dtype
     first, second = first.to(gl.float32), second.to(gl.float32)
     cos, sin = angles
@@ -32,7 +29,7 @@ def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr
 
 @gluon.jit
 def load_constants(norms, cos_sin_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """What norms and rotation need besides the token, which is old: halves of both weights, cosines and sines."""
+    """Load the halves of both norm weights, and cosines and sines; none depends on the previous kernel."""
     q_norm_ptr, k_norm_ptr = norms
     angle_ptrs = cos_sin_ptr + position.to(gl.int64) * (2 * HALF) + dims
     angles = (gl.load(angle_ptrs)[None, :], gl.load(angle_ptrs + HALF)[None, :])
@@ -48,16 +45,16 @@ def load_constants(norms, cos_sin_ptr, position, dims, HALF: gl.constexpr, HAS_N
 def load_token(
     row_ptr, head, stored, rows, dims, value_dims, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, PROJECTED: gl.constexpr
 ):
-    """Load the new token's query heads, [ROWS, HEAD_DIM / 2] each half, its key likewise, [1, HEAD_DIM / 2], and value.
+    """Load the new token's query heads, halves [ROWS, HEAD_DIM / 2], key, halves [1, HEAD_DIM / 2], and value.
 
-    A projected token has all of them at `row_ptr`; of another one, key and value are where they are `stored`.
+    With PROJECTED all are in the QKV row at `row_ptr`; else key and value are read from the cache, at `stored`.
     """
     HALF: gl.constexpr = dims.shape[0]
     key_ptr, value_ptr = stored
     if PROJECTED:
         key_ptr = row_ptr + (GROUP * KV_HEADS + head) * (2 * HALF)
         value_ptr = row_ptr + ((GROUP + 1) * KV_HEADS + head) * (2 * HALF)
-    # Rows behind the group's are its last head's.
+    # Padding rows repeat the group's last head.
     heads = head * GROUP + gl.minimum(rows, GROUP - 1)
     query_ptrs = row_ptr + heads[:, None] * (2 * HALF) + dims[None, :]
     query = (gl.load(query_ptrs), gl.load(query_ptrs + HALF))
@@ -68,7 +65,7 @@ def load_token(
 
 @gluon.jit
 def finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM: gl.constexpr):
-    """Norm and rotate the new token's heads, and store its key and value."""
+    """Apply QK norm and RoPE to the new token's heads, and store its key and value unless kv_slot is -1."""
     query, key, value = token
     q_weights, k_weights, angles = constants
     key_ptr, value_ptr = stored

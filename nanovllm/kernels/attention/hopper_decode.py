@@ -1,15 +1,9 @@
-"""Attention of single new tokens over pages, for Hopper: a program takes a range of a context's tiles for a KV head.
+"""Decode attention over pages for Hopper: one program computes one split of a context for one KV head.
 
-The range may be the whole context; then nothing is left to merge. The token may come as it was projected: programs norm
-and rotate what they need of it, and one stores it. Before a program waits for the kernel ahead, it has the tensor
-memory accelerator copy its first tiles of keys and values, which are older, into shared memory. Each of its four warps
-attends to its own keys of every tile, with a softmax of its own, and all meet only to make room in shared memory, and
-at the end.
-
-Steps of Qwen3-0.6B, in ms, with RoPE, attention and merge in kernels of their own (`decode_attention`) and so: 1 row of
-400 tokens 0.655 and 0.615, 1 of 32,768 1.69 and 1.56, 8 of 4096 1.75 and 1.61; with whole contexts 8 of 400 0.901 and
-0.749, 64 of 80 to 1440 2.71 and 2.54, 128 4.37 and 4.13. To copy only 16s of keys that there are at the end of a
-context saves 1.4 to 2.4% more with 64 rows and over, and costs 1.1% with 8.
+With a single split per context nothing has to be merged. The new token may be given as QKV projection output: programs
+then apply QK norm and RoPE to the heads they need, and one of them stores key and value. Before `gdc_wait` a program
+starts the TMA copies of its first tiles of keys and values, which earlier steps have written. Each of its four warps
+attends to its own keys of every tile with its own softmax; warps synchronise only to reuse a stage, and at the end.
 """
 
 from __future__ import annotations
@@ -43,13 +37,13 @@ from nanovllm.kernels.qkv_rope_store import NormWeights
 
 @dataclass
 class HopperDecodePlan:
-    """What all layers of a step share.
+    """The splits and buffers, shared by all layers of a step.
 
     Attributes:
-        splits: ranges of contexts, of what sequences have behind a shared prefix, that programs take.
-        partial: outputs of splits that are not whole contexts, and the base-2 logarithms of the sums of their weights,
-            [num_splits, num_heads, head_dim] and [num_splits, num_heads] float32; None if there are no such splits.
-        prefix: what is attended to before, of prefixes that sequences share; None if there are none.
+        splits: the splits of each context without its shared prefix.
+        partial: outputs of splits to be merged, [num_splits, num_heads, head_dim] float32, and their base-2
+            log-sum-exp, [num_splits, num_heads] float32; None if every context has a single split.
+        prefix: plan of the cascade attention over shared prefixes; None without.
     """
 
     splits: ContextSplits
@@ -124,7 +118,7 @@ def _hopper_decode_kernel(
 
 
 def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
-    """Whether elements, heads and blocks are of sizes that the kernel knows."""
+    """Return whether the kernel supports this dtype and these head and block sizes."""
     return (
         dtype.itemsize == 2
         and num_heads <= MAX_GROUP * num_kv_heads
@@ -145,10 +139,10 @@ def plan_hopper_decode(
 
     Args:
         seq_lens: [num_seqs] int32, at least 1 each.
-        num_heads, num_kv_heads: heads of queries, and of keys.
-        head_dim: elements of a head.
-        shares: as in `split_contexts`, for the programs of one KV head; with 1 nothing has to be merged.
-        shared: prefixes to attend to once for all that share them; a sequence has at least one token besides.
+        num_heads, num_kv_heads: query heads and KV heads.
+        head_dim: elements per head.
+        shares: see `split_contexts`, which splits for each KV head; with 1 nothing has to be merged.
+        shared: shared prefixes for cascade attention; every sequence has at least one token after its prefix.
     """
     splits = split_contexts(seq_lens, TILE.value, shares, None if shared is None else shared.rows[0])
     prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, head_dim)
@@ -170,21 +164,23 @@ def hopper_decode_attention(
     scale: float,
     rope: tuple[NormWeights | None, float, torch.Tensor] | None = None,
 ) -> None:
-    """Attention of one new token of each sequence over all its pages, into `out`, for two-byte elements.
+    """Compute attention of one new token per sequence over its whole context, into `out`, for two-byte elements.
+
+    All inputs but x and the contents of the new tokens' KV slots must be written before the kernel queued last (see
+    `pdl_options`).
 
     Args:
-        x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope`, [num_seqs, num_heads + 2 *
-            num_kv_heads, head_dim], as they were projected.
+        x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope` the QKV projection's output, [num_seqs,
+            num_heads + 2 * num_kv_heads, head_dim].
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         out: [num_seqs, num_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
-        slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; a sequence with -1 is
-            padding, and comes out as anything finite. All but x and what is in these slots is older than the
-            kernel queued last (see `pdl_options`).
-        plan: of the contexts, each with its new token; older than the kernel queued last, too.
+        slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
+            whose output is finite but undefined.
+        plan: from the context lengths, each including the new token.
         scale: factor of the scores.
-        rope: norm_weights, eps and cos_sin of `qkv_rope_store`, to do what that does first, which fills the slots; a
-            token's position is its context's last. Not with shared prefixes.
+        rope: norm_weights, eps and cos_sin of `qkv_rope_store`, which is then computed first; a token's position is
+            the last of its context. Not supported with shared prefixes.
     """
     num_seqs, num_heads, head_dim = out.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -202,8 +198,8 @@ def hopper_decode_attention(
     descriptors = [descriptor(cache, size) for size in (tile, part) for cache in caches]
     splits, is_whole = plan.splits.splits, plan.partial is None
     partial, lse = plan.partial or (None, None)
-    # More programs than multiprocessors share them by two, and the bandwidth; fewer each have room to read further
-    # ahead, and had better save the steps that it takes to read less.
+    # With more programs than multiprocessors, two share one, and copying only existing keys saves bandwidth. With
+    # fewer, each has room for a fourth stage, and the extra instructions for a partial copy cost more than they save.
     many = num_seqs * num_kv_heads > device_limits(out.device)[0]
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, slot_mapping, splits, block_tables, block_tables.stride(0),

@@ -1,12 +1,9 @@
-"""Attention of chunks of prompts over pages, for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+"""Attention of prompt chunks over pages for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 
-One program a multiprocessor goes through tiles of queries. One of its warps has the tensor memory accelerator copy
-tiles of queries, keys and values into shared memory as far ahead as there is room; two groups of four warps each attend
-for half of the queries. A group starts the product of the next scores and that of the last weights before it works on
-the softmax, so the matrix units have something to do meanwhile, as they have from the other group.
-
-On an H200, 8 prompts of 2048 tokens with 16 heads take 278 us (494 TFLOP/s), where the kernel for all GPUs takes 410;
-one of 16,384 takes 1673 (657 TFLOP/s) and 2257.
+The kernel is persistent, with one program per multiprocessor that loops over query tiles. One warp copies tiles of
+queries, keys and values into shared memory by TMA, as far ahead as there are free stages. Two warpgroups each attend
+for half of a tile's queries. A warpgroup issues the next scores' product and the previous weights' product before it
+computes the softmax, which thus overlaps with matrix products of its own and of the other warpgroup.
 """
 
 from __future__ import annotations
@@ -32,22 +29,22 @@ from nanovllm.kernels.attention.query_tiles import QUERY_TILE, UNALIGNED
 from nanovllm.kernels.fast_math import exp2
 
 QUERIES = gl.constexpr(QUERY_TILE)
-"""Tokens of a tile of queries, half of them each group's."""
+"""Tokens per query tile; each warpgroup takes half."""
 KEYS = gl.constexpr(128)
-"""Tokens of a tile of keys, which must lie in one block."""
+"""Tokens per key tile, which must lie in one block."""
 _STAGES = gl.constexpr(2)
-"""Tiles of keys that shared memory holds, and of values. Their barriers are apart, since Triton has a group's warps
-meet before every wait but the first for the same array of barriers: in one ring it takes 292 us instead of 282."""
+"""Stages for key tiles, and for value tiles. Keys and values have separate barriers, because Triton synchronises a
+warpgroup before every wait but the first on one array of barriers: 282 us instead of 292."""
 _CLEARED = gl.constexpr(16)
-"""Rows of values that are looked at together when those behind the last key are cleared."""
+"""Granularity, in rows, of clearing values beyond the last key."""
 
 
 @gluon.jit
 def _find_work(item, work, HEADS: gl.constexpr):
-    """What program `item` of a plain grid would do.
+    """Return work item `item`: one query tile for one head.
 
-    Returns its head, sequence, first row, rows left in the sequence, first row's position, context length, and how many
-    tiles of keys it attends to.
+    Returns the head, sequence, first row, rows left in the sequence, position of the first row, context length, and
+    number of key tiles.
     """
     tiles_ptr, num_tiles, cu_seqlens_q_ptr, seq_lens_ptr = work
     seq = gl.load(tiles_ptr + item // HEADS)
@@ -64,7 +61,7 @@ def _find_work(item, work, HEADS: gl.constexpr):
 
 @gluon.jit
 def _stage(turn):
-    """Where the tile of a turn lies, and the parity of how often the place was used before."""
+    """Return the stage of a turn, and the parity of the number of times that the stage was used before."""
     return turn % _STAGES, turn // _STAGES & 1
 
 
@@ -73,7 +70,7 @@ def _load(
     load_from, work, shared,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy what the groups will attend to, from the last tile of keys to the first."""
+    """Copy queries, keys and values of all work items into the stages; key tiles from the last to the first."""
     QUERY_BYTES: gl.constexpr = QUERIES * HEAD_DIM * 2
     TILE_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     q_desc, k_desc, v_desc, block_tables_ptr, table_stride = load_from
@@ -107,16 +104,15 @@ def _load(
 
 @gluon.constexpr_function
 def _row_major(head_dim):
-    """Threads of four warps along the rows of heads, 16 bytes each."""
+    """Return a layout of four warps over rows of heads, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _clear_values(values, key, seq_len):
-    """Zero a tile's values behind the last key.
+    """Zero a tile's values beyond the last key: stale NaN or infinity times a zero weight would be NaN.
 
-    Another sequence may have left NaN or infinity there, and 0 times those is NaN.
-    Both groups do it, and neither waits for the other: they write the same.
+    Both warpgroups do it without synchronising, because they write the same.
     """
     LAYOUT: gl.constexpr = _row_major(values.shape[1])
     for row in gl.static_range(0, KEYS, _CLEARED):
@@ -129,7 +125,7 @@ def _clear_values(values, key, seq_len):
 
 @gluon.jit
 def _weigh(scores, row_max, row_sum, position, key, scale, MMA: gl.constexpr):
-    """Fold scores into the softmax; returns their weights, the factor of what was summed before, maximum and sum."""
+    """Fold scores into the online softmax; return their weights, the correction of earlier sums, maximum and sum."""
     if key + KEYS > position:
         positions = position + gl.arange(0, QUERIES // 2, gl.SliceLayout(1, MMA))
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
@@ -146,7 +142,7 @@ def _weigh(scores, row_max, row_sum, position, key, scale, MMA: gl.constexpr):
 def _attend_tile(
     query, ring, turn, key, position, scale, weights, acc, row_max, row_sum, SCORES: gl.constexpr, ACC: gl.constexpr
 ):
-    """Weigh the keys of `turn`, and add the values of the turn before, whose weights are known."""
+    """Compute the weights of the keys of `turn`, and accumulate the previous turn's values with `weights`."""
     keys, keys_full, keys_empty, values, values_full, values_empty = ring
     key_stage, key_used = _stage(turn)
     value_stage, value_used = _stage(turn - 1)
@@ -166,7 +162,7 @@ def _attend_tile(
 
 @gluon.jit
 def _attend_first_tile(query, ring, turn, key, position, seq_len, scale, SCORES: gl.constexpr, ACC: gl.constexpr):
-    """Weigh the last keys, with which work begins; returns their weights, and the rows' maxima and sums."""
+    """Compute the weights of the last key tile, which is processed first; return them, row maxima and row sums."""
     keys, keys_full, keys_empty, values, values_full, _values_empty = ring
     ROWS: gl.constexpr = QUERIES // 2
     stage, used = _stage(turn)
@@ -186,7 +182,7 @@ def _attend_first_tile(query, ring, turn, key, position, seq_len, scale, SCORES:
 
 @gluon.jit
 def _store(acc, row_sum, out_ptr, row, row_stride, left, ACC: gl.constexpr):
-    """Divide by the sums of the weights, and store the first `left` rows from `row` on."""
+    """Divide by the sums of the weights, and store the first `left` rows, starting at `row`."""
     ROWS: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = _row_major(HEAD_DIM)
@@ -200,7 +196,7 @@ def _store(acc, row_sum, out_ptr, row, row_stride, left, ACC: gl.constexpr):
 
 @gluon.jit
 def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Attend for one half of each tile of queries."""
+    """Run one warpgroup: compute attention of half `part` of each query tile."""
     ROWS: gl.constexpr = QUERIES // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -267,7 +263,7 @@ def _hopper_prefill_kernel(
 
 
 def supports(query: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Whether heads and blocks are of sizes that `hopper_prefill_attention` knows."""
+    """Return whether `hopper_prefill_attention` supports the dtype, head size and block size."""
     return query.element_size() == 2 and query.shape[2] in {64, 128} and k_cache.shape[1] % KEYS.value == 0
 
 
@@ -283,7 +279,7 @@ def hopper_prefill_attention(
     scale: float,
     num_programs: int,
 ) -> None:
-    """`prefill_attention`, for two-byte elements, by at most `num_programs` programs, one a multiprocessor."""
+    """Compute `prefill_attention` for two-byte elements with at most `num_programs` programs."""
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     num_tiles = len(tiles) // 2

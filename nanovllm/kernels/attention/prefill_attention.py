@@ -1,6 +1,6 @@
-"""Attention of chunks of prompts over pages, in Triton: FlashAttention (Dao et al. 2022) with a block table.
+"""Attention of prompt chunks over pages in Triton: FlashAttention (Dao et al. 2022) with a block table.
 
-Hopper has a kernel of its own (`hopper_prefill`), which takes some 0.7 times as long.
+Hopper has its own kernel (`hopper_prefill`), which takes about 0.7 times as long.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
 from nanovllm.kernels.attention.query_tiles import QUERY_TILE, UNALIGNED
 
 NUM_WARPS = 8
-"""With 4, a thread spills 480 to 960 bytes. On GPUs with 99 KiB of shared memory, where one program fills a
-multiprocessor, 8 are twice as many warps at work."""
+"""With 4, a thread spills 480 to 960 bytes, and with 99 KiB of shared memory only one program fits a multiprocessor."""
 _HOPPER_WARPS = 4
-"""Four warps are one warpgroup, and take 0.7 times as long as eight on an H200, although a thread spills 88 bytes."""
+"""One warpgroup; on an H200 it takes 0.7 times as long as 8 warps, although a thread spills 88 bytes."""
 _KEY_TILE = 64
 _FLOAT32_ROWS = 32
-"""Query tokens of one program for float32, which has no matrix instructions: 128 rows spill 1700 bytes."""
+"""Query tokens per program for float32, which has no matrix instructions: with 128 a thread spills 1700 bytes."""
 
 
 @jit
 def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
-    """The number of this program's rows within its sequence, in units of a part of a tile."""
-    # Volatile, so that it is read whenever it is asked for, and not kept in registers.
+    """Return the index, within its sequence, of the part of a query tile that this program computes."""
+    # Volatile, so that each call reads it again instead of keeping it in registers.
     tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1) // PARTS, volatile=True)
     return tile * PARTS + tl.program_id(1) % PARTS
 
@@ -46,7 +45,7 @@ def _prefill_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # A part of the last tile may have no rows.
+    # Parts of a sequence's last tile may have no rows.
     if seq >= 0 and tile * BLOCK_M < q_len:
         q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         first_position = seq_len - q_len
@@ -60,7 +59,7 @@ def _prefill_kernel(
         row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         end = tl.minimum(seq_len, first_position + (tile + 1) * BLOCK_M)
-        # Keys before the first query of the tile are seen by all its queries: no mask.
+        # All queries of the tile see the keys before its first query, so these need no mask.
         unmasked_end = (first_position + tile * BLOCK_M) // BLOCK_N * BLOCK_N
         for start in range(0, unmasked_end, BLOCK_N):
             acc, row_max, row_sum = attend_tile(
@@ -75,7 +74,7 @@ def _prefill_kernel(
                 KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
         out = acc / row_sum[:, None]
-        # Found out again, because the products above need all registers.
+        # Computed again instead of kept, because the products above need all registers.
         q_index = _own_tile(tiles_ptr, num_tiles, PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_rows = (q_start + q_index).to(tl.int64)
         tl.store(
@@ -124,17 +123,18 @@ def prefill_attention(
     tiles: torch.Tensor,
     scale: float,
 ) -> None:
-    """Causal attention of the last tokens of each sequence over all its pages, into `out`.
+    """Compute causal attention of the last tokens of each sequence over its whole context, into `out`.
+
+    seq_lens, cu_seqlens_q and tiles must be written before the kernel queued last (see `pdl_options`).
 
     Args:
         query, out: [num_tokens, num_heads, head_dim]; query's rows and all of out contiguous.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
-        seq_lens: [num_seqs] int32, the sequence's query tokens included.
-        cu_seqlens_q: [num_seqs + 1] int32; where each sequence's query tokens start.
-        tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then its
-            number within the sequence. Programs start in this order. Lengths, cu_seqlens_q and tiles are older than the
-            kernel queued last (see `pdl_options`).
+        seq_lens: [num_seqs] int32, including the sequence's query tokens.
+        cu_seqlens_q: [num_seqs + 1] int32; first query token of each sequence.
+        tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then the
+            tile's index within its sequence. Programs start in this order.
         scale: factor of the scores.
     """
     if is_hopper(query.device):

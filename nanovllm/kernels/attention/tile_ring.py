@@ -1,8 +1,8 @@
-"""Tiles of keys and values on their way from pages to shared memory, and attention to them as they arrive, on Hopper.
+"""The pipeline of Hopper's decode kernel: copy tiles of keys and values into stages, and attend to them as they arrive.
 
-What is copied is `copy_from`: descriptors of the caches for whole tiles, and for parts; where the sequence's table of
-blocks begins; the KV head's first column; and `tiles`, the first of them, how many, and how many keys all tiles have.
-Tiles take turns in the places of a `ring`: keys, values, and the barriers that say that a place is full.
+`copy_from` describes the source: TMA descriptors of the caches for whole tiles and for a warp's part of a tile, pointer
+to the sequence's block table, the KV head's first column, and `tiles` (first tile, number of tiles, keys in all the
+context's tiles). `ring` holds the stages: keys, values, and the barriers that signal a full stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nanovllm.kernels.attention.warp_attention import TILE, WARP_KEYS, WARPS, at
 
 @gluon.jit
 def _copy_tile(number, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr):
-    """Start to copy a tile of keys and values into its place; of the last, if BY_PARTS, just the parts with keys."""
+    """Start copying a tile of keys and values into its stage; with BY_PARTS only the parts that contain keys."""
     k_desc, v_desc, k_part_desc, v_part_desc, table_ptr, column, tiles = copy_from
     first_tile, _num_tiles, old_len = tiles
     keys, values, full = ring
@@ -40,7 +40,7 @@ def _copy_tile(number, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.con
 def begin_copies(
     copy_from, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr
 ):
-    """Make places for tiles in shared memory, and start to copy the first tiles into them."""
+    """Allocate the stages, and start copying the first tiles into them."""
     k_desc, v_desc, _k_part_desc, _v_part_desc, _table_ptr, _column, tiles = copy_from
     _first_tile, num_tiles, _old_len = tiles
     keys = gl.allocate_shared_memory(k_desc.dtype, [STAGES, WARPS, WARP_KEYS, HEAD_DIM], k_desc.layout)
@@ -58,7 +58,7 @@ def begin_copies(
 def attend_to_old(
     query, scale, softmax, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr
 ):
-    """Attend to the split's tiles, of which the first are on their way."""
+    """Fold all tiles of the split into the softmax; `begin_copies` has started the first copies."""
     _k_desc, _v_desc, _k_part_desc, _v_part_desc, _table_ptr, _column, tiles = copy_from
     first_tile, num_tiles, old_len = tiles
     keys, values, full = ring

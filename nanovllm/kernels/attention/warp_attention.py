@@ -1,7 +1,7 @@
-"""Attention for one group of query heads, each warp of a program with keys and a softmax of its own.
+"""Attention for one group of query heads in which each warp has its own keys of every tile, and its own softmax.
 
-What a warp works on between its own keys and its own softmax no other needs, so they meet only in the end, when the
-softmaxes are merged by their maxima and sums, as Flash-Decoding (Dao et al. 2023) merges those of programs.
+Warps therefore synchronise only at the end, when their softmaxes are merged by maxima and sums, as Flash-Decoding (Dao
+et al. 2023) merges those of programs.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from nanovllm.kernels.fast_math import exp2, log2
 
 WARPS = gl.constexpr(4)
 WARP_KEYS = gl.constexpr(16)
-"""Keys of a tile that are one warp's."""
+"""Keys per warp and tile."""
 TILE = gl.constexpr(WARPS.value * WARP_KEYS.value)
-"""Keys of a tile, which must lie in one block."""
+"""Keys per tile, which must lie in one block."""
 ROWS = gl.constexpr(16)
-"""Rows of the matrix instruction, of which a group of query heads fills some."""
+"""Rows of the matrix instruction; query heads of a group, then padding."""
 SMALLEST = gl.constexpr(2.0**-126)
 """Float32's smallest normal number."""
 MAX_GROUP = ROWS.value // 2
-"""Query heads of a KV head, at most: the upper half of the rows is dropped."""
+"""Maximum query heads per KV head: results of the upper half of the rows are dropped."""
 
 
 @gluon.jit
 def spread(first, second, OPERAND: gl.constexpr):
-    """Both halves of heads, [ROWS, HEAD_DIM / 2] each, as an operand that every warp has: [WARPS, ROWS, HEAD_DIM]."""
+    """Join halves of heads, [ROWS, HEAD_DIM / 2] each, into an operand that every warp has: [WARPS, ROWS, HEAD_DIM]."""
     HEAD_DIM: gl.constexpr = 2 * first.shape[1]
     heads = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [ROWS, HEAD_DIM])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -36,7 +36,7 @@ def spread(first, second, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _is_old(tile, old_len, LAYOUT: gl.constexpr):
-    """Which keys of a tile there are: [WARPS, WARP_KEYS]."""
+    """Return which keys of a tile exist, [WARPS, WARP_KEYS]."""
     warps = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
     keys = gl.arange(0, WARP_KEYS, gl.SliceLayout(0, LAYOUT))
     return tile * TILE + warps[:, None] * WARP_KEYS + keys[None, :] < old_len
@@ -44,9 +44,9 @@ def _is_old(tile, old_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend_tile(query, key, value, tile, old_len, scale, softmax):
-    """Fold a tile's keys, those before `old_len`, into the softmaxes.
+    """Fold those of a tile's keys that lie before `old_len` into the warps' softmaxes.
 
-    query [WARPS, ROWS, HEAD_DIM], key [WARPS, HEAD_DIM, WARP_KEYS], value [WARPS, WARP_KEYS, HEAD_DIM].
+    query: [WARPS, ROWS, HEAD_DIM]; key: [WARPS, HEAD_DIM, WARP_KEYS]; value: [WARPS, WARP_KEYS, HEAD_DIM].
     """
     acc, row_max, row_sum = softmax
     MMA: gl.constexpr = acc.type.layout
@@ -54,7 +54,7 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
     if (tile + 1) * TILE > old_len:
         known = _is_old(tile, old_len, gl.SliceLayout(1, MMA))
         scores = gl.where(gl.expand_dims(known, 1), scores, -float("inf"))
-        # Another sequence may have left NaN or infinity there, and 0 times those is NaN.
+        # Stale NaN or infinity times a zero weight would be NaN.
         known = _is_old(tile, old_len, gl.SliceLayout(2, value.type.layout))
         value = gl.where(gl.expand_dims(known, 2), value, 0.0)
     new_max = gl.maximum(row_max, gl.max(scores, axis=2) * scale)
@@ -67,10 +67,10 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
 
 @gluon.jit
 def begin_softmax(query, own_key, own_value, counts, scale, MMA: gl.constexpr):
-    """What the new token makes of the first warp's softmax, if it counts; the others know its scores for a maximum.
+    """Initialise the softmaxes with the new token: with weight 1 in the first warp if `counts`, else with weight 0.
 
-    query [ROWS, HEAD_DIM / 2] and own_key [1, HEAD_DIM / 2] in halves, own_value [HEAD_DIM]; returns the output
-    [WARPS, ROWS, HEAD_DIM], and the maxima and sums [WARPS, ROWS].
+    All warps start with its scores as maxima. query: halves [ROWS, HEAD_DIM / 2]; own_key: halves [1, HEAD_DIM / 2];
+    own_value: [HEAD_DIM]. Returns outputs [WARPS, ROWS, HEAD_DIM], maxima and sums [WARPS, ROWS].
     """
     STATS: gl.constexpr = gl.SliceLayout(2, MMA)
     zeros = gl.zeros([WARPS, ROWS], gl.float32, STATS)
@@ -85,13 +85,13 @@ def begin_softmax(query, own_key, own_value, counts, scale, MMA: gl.constexpr):
 
 @gluon.constexpr_function
 def _merged_layout(head_dim):
-    """Threads that hold all warps' parts of some outputs."""
+    """Return a layout in which each thread holds the outputs of all warps for some elements."""
     return gl.BlockedLayout([WARPS, 1, 4], [1, 128 // head_dim, head_dim // 4], [1, WARPS, 1], [2, 1, 0])
 
 
 @gluon.jit
 def merge(softmax):
-    """Merge the warps' outputs: float32 [HEADS, HEAD_DIM], and the base-2 logarithms of their weights' sums [HEADS]."""
+    """Merge the warps' softmaxes; return float32 outputs [HEADS, HEAD_DIM] and base-2 log-sum-exp [HEADS]."""
     acc, row_max, row_sum = softmax
     HEAD_DIM: gl.constexpr = acc.shape[2]
     HEADS: gl.constexpr = ROWS // 2
@@ -106,7 +106,7 @@ def merge(softmax):
     part_max = maxima.slice(0, HEADS, dim=1).load(STATS)
     top = gl.max(part_max, axis=0)
     share = exp2(part_max - gl.expand_dims(top, 0))
-    # Where the new token does not count, all weights may be as good as 0 beside its.
+    # A new token that does not count is still the maximum, beside which all weights can underflow to 0.
     total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), SMALLEST)
     out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
     return out, gl.convert_layout(top + log2(total), gl.SliceLayout(1, out.type.layout))
@@ -114,7 +114,7 @@ def merge(softmax):
 
 @gluon.jit
 def merge_two(out, lse, other, other_lse):
-    """Merge outputs as those of `merge`; not both of their logarithms may be -inf."""
+    """Merge two states (output, log-sum-exp) as `merge` returns them; at most one log-sum-exp may be -inf."""
     top = gl.maximum(lse, other_lse)
     weight, other_weight = exp2(lse - top), exp2(other_lse - top)
     total = weight + other_weight
@@ -124,7 +124,7 @@ def merge_two(out, lse, other, other_lse):
 
 @gluon.jit
 def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Load `count` outputs of a group's heads, `stride` rows apart, and merge them; of none, logarithms are -inf."""
+    """Load and merge `count` outputs of a group's heads, `stride` rows apart; log-sum-exp is -inf if count is 0."""
     LAYOUT: gl.constexpr = _merged_layout(HEAD_DIM)
     OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     HEADS: gl.constexpr = ROWS // 2
@@ -133,7 +133,7 @@ def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, 
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     out = gl.zeros([HEADS, HEAD_DIM], gl.float32, OUT)
     lse = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(1, OUT))
-    # As many at once as the layout has warps' outputs, so that they are waited for together.
+    # Loads as many outputs at once as the layout holds, to wait for them together.
     for start in range(0, count, WARPS):
         is_part = (start + numbers < count)[:, None]
         rows = first_row + (start + numbers)[:, None] * stride + heads[None, :]
@@ -153,7 +153,7 @@ def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, 
 
 @gluon.jit
 def store_heads(out, out_ptr, GROUP: gl.constexpr):
-    """Store the outputs of a group's heads, one behind the other."""
+    """Store the outputs of a group's heads at consecutive rows."""
     HEAD_DIM: gl.constexpr = out.shape[1]
     heads = gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out.type.layout))

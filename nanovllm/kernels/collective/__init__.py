@@ -1,1 +1,1 @@
-"""Kernels over memory that several GPUs share."""
+"""Collective kernels over a symmetric buffer that several GPUs map."""

@@ -1,4 +1,4 @@
-"""Which of the ranks' tokens is drawn: the one with the largest score, of equal ones the lowest."""
+"""All-reduce of sampled tokens: the token with the largest score of all ranks; ties take the lowest id."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ _ROWS_PER_PROGRAM = 32
 
 
 def pack_candidates(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Make one int64 of a score and its token, ordered by score, then by falling token id, so that a maximum decides.
+    """Pack a score and its token id into an int64 whose maximum has the largest score and, of ties, the lowest id.
 
-    A float's bits, read as an integer, are in the order of the floats where the sign is clear, and in the opposite
-    order where it is set.
+    The bits of floats, read as integers, have the order of non-negative floats, and the reverse order of negative ones.
     """
-    # Zeros of either sign are equal as scores; this leaves one of them.
+    # Makes -0.0 and 0.0 the same bits.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ _TOKEN_MASK, bits)
     return (ordered.long() << 32) | (_TOKEN_MASK - token_ids)
 
 
 def unpack_tokens(keys: torch.Tensor) -> torch.Tensor:
-    """The token ids that `pack_candidates` put into keys."""
+    """Return the token ids of keys from `pack_candidates`."""
     return _TOKEN_MASK - (keys & _TOKEN_MASK)
 
 
@@ -45,7 +44,7 @@ def _all_reduce_argmax_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # One call a step: the step's number is the call's.
+    # There is at most one call per step, so the step's number identifies it.
     call = tl.load(step_ptr)
     box = (call & 1).to(tl.int64) * (RANKS * 2 * max_rows)
     score = tl.load(scores_ptr + rows, mask=mask, other=0.0)
@@ -68,14 +67,14 @@ def _all_reduce_argmax_kernel(
 
 
 def all_reduce_argmax(scores: torch.Tensor, token_ids: torch.Tensor, boxes: SymmetricBuffer) -> torch.Tensor:
-    """Return for each row the token of the largest score of any rank, [num_rows] int64; ties take the lowest id.
+    """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.
 
-    At most once a step, on every rank; between two steps that do, the ranks must have met in `all_reduce_rms_norm`.
+    Every rank calls it, at most once per step; between two calls all ranks must have called `all_reduce_rms_norm`.
 
     Args:
         scores: [num_rows] float32, contiguous, none NaN.
         token_ids: [num_rows] int64, contiguous, below 2**31.
-        boxes: where the ranks meet.
+        boxes: this rank's view of the symmetric buffers.
     """
     num_rows = len(scores)
     assert scores.is_contiguous() and token_ids.is_contiguous() and num_rows <= boxes.max_candidates

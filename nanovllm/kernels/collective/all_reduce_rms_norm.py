@@ -1,7 +1,8 @@
-"""All-reduce over GPUs that map each other's memory, with the residual addition and the RMS norm that follow.
+"""All-reduce over GPUs that map each other's memory, fused with residual addition and RMSNorm.
 
-A few rows go to every rank, as words, and each adds them up (one-shot). Of more, each rank adds up its share and tells
-the others the sum, as rows with flags (two-shot). The order of summation is the ranks', so all get the same bits.
+One-shot, for few rows: every rank sends its rows to every rank, as words, and each rank sums them. Two-shot: each rank
+sums the rows that it owns and sends the sums to the others, as rows with signals. Sums are in rank order, so all ranks
+get the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nanovllm.kernels.rms_norm import rms_norm_ref
 def all_reduce_rms_norm_ref(
     parts: list[torch.Tensor], weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch form of `all_reduce_rms_norm`, of all ranks' parts in one place."""
+    """Plain torch form of `all_reduce_rms_norm`; `parts` are the x of all ranks."""
     total = torch.stack(parts).float().sum(0)
     if residual is not None:
         total += residual.float()
@@ -34,7 +35,7 @@ def all_reduce_rms_norm_ref(
 
 @jit
 def _unpack(words, dtype: tl.constexpr):
-    """The float32 values in words of 4 bytes: two of each, the second zero if there is room for one only."""
+    """Return the two float32 values of each 4-byte word; of a float32 word the second is zero."""
     if dtype.primitive_bitwidth == 16:
         first = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         second = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
@@ -46,7 +47,7 @@ def _unpack(words, dtype: tl.constexpr):
 
 @jit
 def _pack(first, second, dtype: tl.constexpr):
-    """What `_unpack` takes apart."""
+    """Pack two float32 values into words of `dtype`; the inverse of `_unpack`."""
     if dtype.primitive_bitwidth == 16:
         low = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return (second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
@@ -93,7 +94,7 @@ def _one_shot_kernel(
         second += part_second
     words = _pack(first, second, dtype)
     tl.store(total_ptr.to(word_pointer) + row_offsets, words, mask=mask)
-    # What is normalised is what is passed on, which is rounded.
+    # The norm reads the rounded sum, which is what the next layer adds to.
     first, second = _unpack(words, dtype)
     scale = rsqrt(tl.sum(first * first + second * second, axis=0) / size + eps)
     weight_first, weight_second = _unpack(weight, dtype)
@@ -124,7 +125,7 @@ def _two_shot_kernel(
     row_offsets = row.to(tl.int64) * size + offsets
     mine = tl.load(x_ptr + row_offsets, mask=mask, other=0.0)
     owner = row % RANKS
-    # Contributions to a row lie side by side, in the order of the ranks.
+    # The ranks' contributions to a row are adjacent, in rank order.
     sent_offsets = (row // RANKS * RANKS).to(tl.int64) * size + offsets
     own_flags = buffer_address(addresses_ptr, RANK, flags, tl.int32) + row
     if owner != RANK:
@@ -154,18 +155,18 @@ def _two_shot_kernel(
             if rank != RANK:
                 set_signal(addresses_ptr, rank, flags + (RANKS * max_rows + row) * 4, call)
     tl.store(total_ptr + row_offsets, rounded, mask=mask)
-    # What is normalised is what is passed on, which is rounded.
+    # The norm reads the rounded sum, which is what the next layer adds to.
     wide = rounded.to(tl.float32)
     scale = rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
     tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
 
 
 def fits(x: torch.Tensor, boxes: SymmetricBuffer, one_shot: bool) -> bool:
-    """Whether rows like x fit into the symmetric buffer, and in one shot consist of whole words."""
+    """Return whether x fits into the symmetric buffer and, for one-shot, its rows are whole words."""
     num_rows, row_bytes = len(x), x.shape[1] * x.element_size()
     if one_shot:
         return row_bytes % 4 == 0 and num_rows * row_bytes <= boxes.word_bytes
-    # Contributions to the last rows may be the last of a group of `num_ranks` rows.
+    # The last group of `num_ranks` rows takes the space of a whole group, even if it has fewer rows.
     return num_rows <= boxes.max_rows and (num_rows + boxes.num_ranks) * row_bytes <= boxes.row_bytes
 
 
@@ -182,15 +183,16 @@ def all_reduce_rms_norm(
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
 
     Args:
-        x: [num_rows, size], contiguous; this rank's part.
-        weight: [size], of the norm.
+        x: [num_rows, size], contiguous; this rank's summand.
+        weight: [size]; of the norm.
         eps: added to the mean square.
-        residual: [num_rows, size], contiguous, the same on every rank; or None for zero.
-        boxes: where the ranks meet. Two calls after this one it is all read: by then every rank has taken part in one.
-        call_in_step: number of the call, below `calls_per_step`.
-        one_shot: the form, the same on every rank; x must fit. Two shots need a row for each rank, or some ranks would
-            not take part.
-        out: where to put the results, contiguous; None for new tensors.
+        residual: [num_rows, size], contiguous, the same on every rank; None for zero.
+        boxes: this rank's view of the symmetric buffers. The next call but one reuses this call's half of the buffer;
+            by then all ranks have read it, because all took part in the call in between.
+        call_in_step: index of the call in its step, below `calls_per_step`.
+        one_shot: which algorithm, the same on every rank; x must fit. Two-shot needs at least `num_ranks` rows, so
+            that every rank takes part.
+        out: the result tensors, contiguous; None allocates them.
 
     Returns:
         The normalised rows, and the sum, both in x's dtype and the same on every rank.

@@ -1,13 +1,14 @@
-"""Memory that the GPUs of one engine map of each other, and how messages go through it.
+"""Symmetric buffers, which the GPUs of one engine map of each other, and the protocols to send data through them.
 
-Every rank writes into the others' mailboxes and reads its own alone. A message carries the number of its call, for
-which the receiver waits, in one of two ways:
+Every rank writes into the other ranks' buffers and reads only its own. The receiver waits for the call's number, which
+is sent in one of two ways:
 
-- Words of 8 bytes, 4 of data and 4 of the number: no fence, no barrier, and one way over the link is all the latency
-  there is, at twice the bytes (the LL protocol of NCCL; Hu et al. 2025, arXiv:2507.04786).
-- Rows of plain data, and a flag for each that follows when the row has arrived.
+- Words of 8 bytes: 4 of data and 4 of the call number. The latency is one way over the link, without fence or
+  barrier, for twice the bytes (NCCL's LL protocol; Hu et al. 2025, arXiv:2507.04786).
+- Rows of plain data, each followed by a signal: an int32 that is set to the call number.
 
-Numbers are of a step, counted on the device, and of the call in it, so a captured graph can be replayed.
+A call number is computed from a step counter on the device and the call's index in its step, so that CUDA graphs can
+be replayed.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ import torch
 
 from nanovllm.kernels._triton import INTERPRETED, jit, tl
 
-# Triton's interpreter knows no instructions of the GPU's.
+# Triton's interpreter cannot run inline assembly.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 ABORT_CHECK_SPINS = 2**15
-"""Reads of a mailbox between two looks at the abort flag, which is in the host's memory: some ten milliseconds.
+"""Reads of the buffer between two reads of the abort word, about ten milliseconds.
 
-A thousand waiting programs look at once, through the bus. With one rank 300 us late, a sum of 3277 rows took 10.6 ms
-with 1024 reads between looks, and 0.4 ms with 2**17. Rarer looks end a wait later where a rank has died.
+The abort word is in host memory, and a thousand waiting programs read it at once over the bus: with 1024 reads in
+between, a call with one rank 300 us late took 10.6 ms. Longer intervals delay the end of a wait for a dead rank.
 """
 
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """One rank's view of the memory that the ranks share.
+    """One rank's view of the symmetric buffers.
 
-    A mailbox is `num_bytes` bytes, which begin as zeros: everything twice, for even and odd calls.
+    Each rank's buffer has `num_bytes` bytes, initially zero, with separate halves for even and odd calls.
 
     Attributes:
-        rank, num_ranks: this one, and how many.
-        word_bytes: most bytes of activations of a call that sends words.
-        row_bytes: most bytes of activations of a call that sends rows, with room for `num_ranks` rows besides.
-        max_rows: most rows of such a call.
-        max_candidates: most rows of tokens to agree on.
-        addresses: [num_ranks] int64, on the device; of each rank's mailbox.
-        step: [1] int32, on the device; steps so far.
-        calls_per_step: more than any step makes. It is odd, and so must be the number of calls of a step: then any two
-            that follow one another use different halves of the mailbox.
-        abort: [1] int32, in pinned host memory; set, it ends all waiting, with results of no meaning.
+        rank, num_ranks: this rank, and the number of ranks.
+        word_bytes: maximum bytes of activations in a call that sends words.
+        row_bytes: bytes for activations in a call that sends rows, including `num_ranks` extra rows.
+        max_rows: maximum rows of a call that sends rows.
+        max_candidates: maximum rows of `all_reduce_argmax`.
+        addresses: [num_ranks] int64, on the device; address of each rank's buffer.
+        step: [1] int32, on the device; number of steps so far.
+        calls_per_step: exceeds the number of calls of any step. Both are odd, so that consecutive calls, also of two
+            steps, use different halves.
+        abort: [1] int32, in pinned host memory; when set, all waits end, with undefined results.
     """
 
     rank: int
@@ -61,40 +62,40 @@ class SymmetricBuffer:
 
     @cached_property
     def rows_offset(self) -> int:
-        """Where rows begin: [2, contributions and results, row_bytes]; before them are words, [2, num_ranks, ...]."""
+        """Offset of rows, [2, contributions and results, row_bytes]; before them are words, [2, num_ranks, ...]."""
         return 2 * self.num_ranks * 2 * self.word_bytes
 
     @cached_property
     def signals_offset(self) -> int:
-        """Where their flags begin: [2, num_ranks + 1, max_rows] int32, the results' last."""
+        """Offset of the rows' signals, [2, num_ranks + 1, max_rows] int32; those of the results are the last."""
         return self.rows_offset + 2 * 2 * self.row_bytes
 
     @cached_property
     def candidates_offset(self) -> int:
-        """Where tokens to agree on begin: [2, num_ranks, 2, max_candidates] words."""
+        """Offset of the candidates of `all_reduce_argmax`, [2, num_ranks, 2, max_candidates] words."""
         return self.signals_offset + 2 * (self.num_ranks + 1) * self.max_rows * 4
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size of a mailbox."""
+        """Size of a buffer."""
         return self.candidates_offset + 2 * self.num_ranks * self.max_candidates * 2 * 8
 
 
 @jit
 def buffer_address(addresses_ptr, rank, offset, dtype: tl.constexpr):
-    """The address of elements of `dtype`, `offset` bytes, a multiple of 16, into a rank's mailbox."""
+    """Return a pointer to `dtype` at byte `offset`, a multiple of 16, of a rank's buffer."""
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @jit
 def send_words(mailbox, offsets, words, mask, call):
-    """Put 4 bytes of data into each of a mailbox's words."""
+    """Store words of 4 bytes of data and the call number."""
     tl.store(mailbox + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
 
 
 @jit
 def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
-    """Wait for the words of a call and return their data."""
+    """Wait until all words carry the call number, and return their data."""
     none = call.to(tl.int64) << 32
     packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
     waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
@@ -110,9 +111,9 @@ def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
 
 @jit
 def set_signal(addresses_ptr, rank, offset, call):
-    """Tell a rank, by a flag `offset` bytes into its mailbox, that what this program has stored there is there.
+    """Set the signal at byte `offset` of a rank's buffer, after all that this program has stored there.
 
-    A store with release order, which any two GPUs that map each other's memory know; many PCIe peers lack atomics.
+    It is a store with release order, because many PCIe peers do not support atomics.
     """
     flag_ptr = (tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
@@ -134,7 +135,7 @@ def set_signal(addresses_ptr, rank, offset, call):
 
 @jit
 def _load_acquire(flag_ptr):
-    """Load a flag; what its writer stored before it can be read then."""
+    """Load a signal with acquire order."""
     if _INTERPRETED:
         return tl.load(flag_ptr, volatile=True)
     return tl.inline_asm_elementwise(
@@ -144,7 +145,7 @@ def _load_acquire(flag_ptr):
 
 @jit
 def wait_signal(flag_ptr, call, abort_ptr, CHECK: tl.constexpr):
-    """Wait for a flag of this rank's mailbox; then what it stands for can be read."""
+    """Wait until a signal in this rank's buffer is set; the data stored before it can then be read."""
     seen = _load_acquire(flag_ptr)
     spins = 0
     while seen != call:

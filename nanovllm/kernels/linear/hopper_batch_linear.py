@@ -1,11 +1,9 @@
-"""Products of a batch's rows, 17 to 256, with small weights on Hopper, where starting and ending is what takes time.
+"""Linear layers of 17 to 256 rows with small weights on Hopper, which are bound by the start and end of kernels.
 
-A program has the tensor memory accelerator copy its first tiles of weights before it waits for the kernel ahead, so
-that, launched as a programmatic dependent, it has them when the input is there. Where a layer has few outputs, several
-programs share a tile's inputs, and leave their parts of the sum to the norm that follows. A layer's products, norms
-and gate of Qwen3-0.6B take 24.2 us so at 128 rows on an H200, and 30.9 with cuBLAS, which does not start early; at 64
-rows 21.8 and 28.2, at 32 22.1 and 27.3. With 256 rows the products alone take longer than cuBLAS's, but what comes
-next starts early too: a step takes 5.40 ms, and 5.65 with cuBLAS.
+A program starts the TMA copies of its first weight tiles before `gdc_wait`, so that they arrive while the previous
+kernel still runs (programmatic dependent launch). For layers with few outputs, several programs share an output tile
+and each multiplies some of the inputs (split-K); the next norm sums their parts. The next kernel starts early too,
+so a step can be faster even if the product alone is slower than cuBLAS's. Figures: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.linear.hopper_product import halve
 
 MAX_BATCH_ROWS = 256
-"""Up to here the kernel pays: with 384 rows a step of 0.6B with it takes up to 7% longer than with cuBLAS."""
+"""With more rows cuBLAS is faster: with 384 rows a step of 0.6B with this kernel takes up to 7% longer."""
 PARTS = 4
-"""Programs that share a tile of a layer with few outputs."""
+"""Programs per output tile (split-K) of a layer with few outputs."""
 _ROWS = gl.constexpr(64)
-"""Rows of a tile of the result."""
+"""Rows per output tile."""
 _WARPS = gl.constexpr(4)
 
 
 @gluon.jit
 def _load_weights(step, load_from, ring, more):
-    """Start to copy a step's weights, if there are `more`; of a gated layer two tiles that lie apart."""
+    """Start copying a step's weight tile if `more`; of a gated layer the tiles of gate and up."""
     _x_desc, desc, _row, column, second, first_in = load_from
     _xs, weights, full = ring
     COLUMNS: gl.constexpr = desc.block_shape[0]
@@ -53,7 +51,7 @@ def _load_weights(step, load_from, ring, more):
 
 @gluon.jit
 def _load_inputs(step, load_from, ring, more):
-    """Start to copy a step's inputs."""
+    """Start copying a step's input tile if `more`."""
     desc, _weight_desc, row, _column, _second, first_in = load_from
     xs, _weights, full = ring
     slot = step % xs.shape[0]
@@ -62,7 +60,7 @@ def _load_inputs(step, load_from, ring, more):
 
 @gluon.jit
 def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
-    """Multiply a tile, [ROWS, columns] float32; its first steps are on their way."""
+    """Return an output tile, [ROWS, columns] float32; the copies of the first stages have been started."""
     xs, weights, full = ring
     SLOTS: gl.constexpr = xs.shape[0]
     COLUMNS: gl.constexpr = weights.shape[1]
@@ -72,7 +70,7 @@ def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
         mbarrier.wait(full.index(slot), step // SLOTS & 1)
         acc = warpgroup_mma(xs.index(slot), weights.index(slot).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        # The step before has ended, in all warps, and leaves its place.
+        # After this all warps have finished the previous step, and its stage can be refilled.
         barrier()
         ahead = step - 1 + SLOTS
         more = (step > 0) & (ahead < STEPS)
@@ -80,14 +78,14 @@ def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
         _load_inputs(ahead, load_from, ring, more)
         _load_weights(ahead, load_from, ring, more)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    # What comes next may take the shared memory that other warps' last products read.
+    # The epilogue may reuse the shared memory that other warps' last products read.
     barrier()
     return acc
 
 
 @gluon.jit
 def _store(out, out_ptr, row, column, num_rows, out_features):
-    """Store a tile of the result, whose first element is at `row` and `column`."""
+    """Store an output tile whose first element is at `row` and `column`."""
     COLUMNS: gl.constexpr = out.shape[1]
     EACH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // COLUMNS, COLUMNS // EACH], [_WARPS, 1], [1, 0])
@@ -125,7 +123,7 @@ def _batch_linear_kernel(
     acc = _multiply(load_from, ring, STEPS, BYTES)
     if GATED:
         gate, up = halve(acc)
-        # Rounded where a product apart would have rounded.
+        # Rounds like a separate product.
         gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
         acc = gate / (1 + gl.exp(-gate)) * up
     part_ptr = out_ptr + part.to(gl.int64) * num_rows * out_features
@@ -133,7 +131,7 @@ def _batch_linear_kernel(
 
 
 class _Tile(NamedTuple):
-    """Outputs of a program, inputs of a step, and steps that shared memory holds."""
+    """Outputs per program, inputs per step, and pipeline stages (`slots`)."""
 
     outs: int
     step: int
@@ -141,10 +139,10 @@ class _Tile(NamedTuple):
 
 
 def _tiles(num_rows: int, gated: bool, parts: int) -> list[_Tile]:
-    """What to divide the work into, narrow tiles first, which are faster as long as all programs run at once.
+    """Return the tile shapes to try, narrow ones first: they are faster if all programs are resident at once.
 
-    Two programs fit on a multiprocessor, so that the next kernel's find room beside them: attention's, which begin with
-    their keys. A plain product of a single tile of rows leaves multiprocessors free, and had better be deep.
+    Two programs fit on a multiprocessor, so that the next kernel's programs, such as attention's, fit beside them and
+    start early. A plain product with one row of tiles leaves multiprocessors free, so its steps take more inputs.
     """
     if gated:
         return [_Tile(32, 64, 6), _Tile(64, 64, 4)]
@@ -154,7 +152,7 @@ def _tiles(num_rows: int, gated: bool, parts: int) -> list[_Tile]:
 
 
 def _find_tile(x: torch.Tensor, out_features: int, gated: bool, parts: int) -> _Tile | None:
-    """The first tile that divides the work evenly, into programs that all run at once."""
+    """Return the first tile shape that divides the work evenly into programs that are all resident at once."""
     num_rows, in_features = x.shape
     num_processors, shared_bytes = device_limits(x.device)
     for tile in _tiles(num_rows, gated, parts):
@@ -167,7 +165,7 @@ def _find_tile(x: torch.Tensor, out_features: int, gated: bool, parts: int) -> _
 
 
 def _most_ins(num_rows: int, gated: bool) -> int:
-    """Inputs of a program, at most: with more, the weights' bytes take the time, which cuBLAS reads as fast or faster.
+    """Return the maximum inputs per program: above, reading the weights dominates, and cuBLAS reads as fast or faster.
 
     Measured with 17 to 32, 33 to 64, and more rows, of 1024 (Qwen3-0.6B) to 4096 inputs (8B).
     """
@@ -177,7 +175,7 @@ def _most_ins(num_rows: int, gated: bool) -> int:
 
 
 def should_use(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> bool:
-    """Whether the kernel takes these shapes, and is the fastest: small weights, and all of its programs run at once."""
+    """Return whether the kernel supports these shapes and is fastest: small weights, all programs resident at once."""
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     small = num_rows <= MAX_BATCH_ROWS and in_features <= parts * _most_ins(num_rows, gated)
@@ -185,16 +183,16 @@ def should_use(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts
 
 
 def batch_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> torch.Tensor:
-    """Multiply `x @ weight.T`, and gate, where `pays`.
+    """Return `x @ weight.T`, optionally gated; requires `should_use`.
 
     Args:
         x: [num_rows, in_features], contiguous.
-        weight: [out_features, in_features]; of a gated layer the gate's rows, then the other's, equally many.
-        gated: return SiLU(gate) * other, half as wide.
-        parts: how many programs share the inputs, not of a gated layer; 1 or PARTS.
+        weight: [out_features, in_features]; of a gated layer the gate's rows, then as many of up.
+        gated: return SiLU(gate) * up, half as wide.
+        parts: split-K programs per output tile, 1 or PARTS; 1 if gated.
 
     Returns:
-        [num_rows, out_features], or if there are parts, [parts, num_rows, out_features] float32, to be summed.
+        [num_rows, out_features]; with parts > 1, [parts, num_rows, out_features] float32, to be summed.
     """
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)

@@ -1,8 +1,6 @@
-"""Products of many rows for Hopper with what follows them in a decoder: the MLP's gate, and norm, RoPE and store.
+"""Products of many rows for Hopper with fused epilogues: SiLU and gate of the MLP; QK norm, RoPE and store of QKV.
 
-See `hopper_product`. What a product apart would write, and the next kernel read, stays in registers. On an H200, 16,384
-rows of Qwen3-0.6B's gate and up take 299 us, and 345 with cuBLAS and a kernel for the activation; queries, keys and
-values take 237 and 273.
+The product (`hopper_product`) stays in registers, where a separate product would write it for the next kernel to read.
 """
 
 from __future__ import annotations
@@ -33,21 +31,21 @@ from nanovllm.kernels.linear.hopper_product import (
 )
 
 HEAD_DIM = COLUMNS
-"""Elements of the heads that `hopper_qkv_rope_store` knows."""
+"""The head size that `hopper_qkv_rope_store` supports."""
 _ROW_MAJOR = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-"""How threads hold a head that they store: half a row of a head goes out at once."""
+"""Layout for storing heads: 16 threads write a row of a head, 16 bytes each."""
 
 
 @gluon.jit
 def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, outs):
-    """Multiply and gate one half of each tile's rows."""
+    """Run one warpgroup: multiply and gate half of each tile's rows."""
     dtype: gl.constexpr = out_desc.dtype
     turn = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         above, left = find_tile(tile, row_tiles, column_tiles)
         gate, up = halve(multiply_tile(GROUP, turn, steps, ring))
         turn += steps
-        # Rounded where a product apart would have rounded.
+        # Rounds like a separate product.
         gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
         gated = gate / (1 + gl.exp(-gate)) * up
         tma_store_wait(0)
@@ -79,7 +77,7 @@ def _gated_linear_kernel(x_desc, weight_desc, out_desc, row_tiles, column_tiles,
 
 @gluon.jit
 def _store_head(head, ptr, places, known, stride):
-    """Store a head, [ROWS / 2, HEAD_DIM], into the rows `places` of `stride` elements at `ptr`, where `known`."""
+    """Store a head, [ROWS / 2, HEAD_DIM], where `known`, at `ptr + places * stride`."""
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, _ROW_MAJOR))
     gl.store(
         ptr + places.to(gl.int64)[:, None] * stride + dims[None, :], gl.convert_layout(head, _ROW_MAJOR), known[:, None]
@@ -88,7 +86,7 @@ def _store_head(head, ptr, places, known, stride):
 
 @gluon.jit
 def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Norm, rotate and store one head of a group's rows: x [ROWS / 2, HEAD_DIM]; cos, sin [ROWS / 2, HEAD_DIM / 2]."""
+    """Apply QK norm and RoPE to one head and store it; x: [ROWS / 2, HEAD_DIM]; cos, sin: [ROWS / 2, HEAD_DIM / 2]."""
     q_norm_ptr, k_norm_ptr = norms
     query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr = outputs
     dtype: gl.constexpr = query_ptr.dtype.element_ty
@@ -119,7 +117,7 @@ def _finish_heads(
     GROUP: gl.constexpr, work, ring, positions_ptr, cos_sin_ptr, norms, outputs, eps,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply one half of each tile's rows, which are two heads, and norm, rotate and store them."""
+    """Run one warpgroup: multiply half of each tile's rows, and finish the two heads that are the tile's columns."""
     num_rows, row_tiles, column_tiles, steps = work
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
     left_part, _right_part = halve(gl.zeros([ROWS // 2, 2 * COLUMNS], gl.float32, ACC))
@@ -130,7 +128,7 @@ def _finish_heads(
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         above, left = find_tile(tile, row_tiles, column_tiles)
         row = above * ROWS + GROUP * (ROWS // 2)
-        # Asked for before the product, which hides their way.
+        # Loaded before the product, which hides the latency.
         rows = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, LAYOUT))
         position = gl.load(positions_ptr + rows, mask=rows < num_rows, other=0)
         cos_ptrs = cos_sin_ptr + (position.to(gl.int64) * HEAD_DIM)[:, None] + dims[None, :]
@@ -166,12 +164,9 @@ def _qkv_kernel(
 
 
 def should_use(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> bool:
-    """Whether the products here know these shapes, and have enough tiles to fill all rounds of programs to nine tenths.
+    """Return whether the kernels support these shapes, and tiles fill at least nine tenths of all waves of programs.
 
-    Then all that was measured, from 256 to 16,384 rows, is faster than with cuBLAS, or for 16,384 rows of Qwen3-8B as
-    fast; else it is slower. Gate and up of Qwen3-0.6B, us with cuBLAS and so: 1500 rows (288 tiles for 132 programs)
-    34.8 and 39.7, 2048 rows (384) 47.6 and 41.3. Of Qwen3-8B: 256 rows (192) 77 and 93, 512 (384) 143 and 137. Queries,
-    keys and values of Qwen3-0.6B: 1024 rows (128) 20.3 and 18.6, 1500 (192) 28.6 and 32.4, 2048 (256) 37.7 and 34.2.
+    Otherwise cuBLAS is faster: gate and up of Qwen3-0.6B with 1500 rows take 39.7 us here and 34.8 with cuBLAS.
     """
     known = x.element_size() == 2 and x.shape[1] % INS.value == 0 and len(weight) % (2 * COLUMNS.value) == 0
     tiles = -(-len(x) // ROWS.value) * (len(weight) // (2 * COLUMNS.value))
@@ -179,12 +174,12 @@ def should_use(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> bool
 
 
 def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> torch.Tensor:
-    """SiLU(gate) * up of a product without a bias, by at most `num_programs` programs, one a multiprocessor.
+    """Return SiLU(gate) * up of the product `x @ weight.T`.
 
     Args:
         x: [num_rows, in_features], of two-byte elements, contiguous.
-        weight: [2 * size, in_features]; the gate's rows first; contiguous.
-        num_programs: see above.
+        weight: [2 * size, in_features], contiguous; the gate's rows first.
+        num_programs: maximum number of programs; the number of multiprocessors.
 
     Returns:
         [num_rows, size].
@@ -212,13 +207,13 @@ def hopper_qkv_rope_store(
     slot_mapping: torch.Tensor,
     num_programs: int,
 ) -> torch.Tensor:
-    """`qkv_rope_store` of the product `x @ weight.T`, by at most `num_programs` programs, one a multiprocessor.
+    """Compute `qkv_rope_store` of the product `x @ weight.T`.
 
     Args:
         x: [num_rows, in_features], of two-byte elements, contiguous.
         weight: [(num_heads + 2 * num_kv_heads) * HEAD_DIM, in_features], an even number of heads; contiguous.
         norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping: see `qkv_rope_store`.
-        num_programs: see above.
+        num_programs: maximum number of programs; the number of multiprocessors.
 
     Returns:
         The queries, [num_rows, num_heads, HEAD_DIM], contiguous.

@@ -1,14 +1,10 @@
-"""A linear layer with what stands around it in a decoder: residual and RMS norm before it, the SwiGLU gate after it.
+"""Linear layers fused with their neighbours in a decoder: residual and RMSNorm before, the SwiGLU gate after.
 
-With one row, a product is nothing but reading the weights, and a cuBLAS call takes several times as long. The kernel
-here does all of it at once: each program asks for its rows of the weights before it waits for its input, so
-that, launched as a programmatic dependent, it reads them while the kernel ahead still runs. On an H200 the products of
-a Qwen3-0.6B layer take 12.7 us, where cuBLAS takes 32, norms and gate apart; their bytes alone need 7.2. With eight
-rows its multiplications, which are not the tensor cores', take more than cuBLAS: 45 us.
-
-Up to 16 rows of two-byte elements the tensor cores do it (`one_shot_linear`, `skinny_linear`). Hopper has kernels for
-up to 256 rows and small weights (`hopper_batch_linear`), and for gated layers of many rows (`hopper_linear`); all else
-is cuBLAS's.
+The dispatcher, `norm_linear`, chooses by the number of rows. The Triton kernel here is for 1 row, where the time goes
+to reading the weights: each program requests its weights before `gdc_wait`, so that they arrive while the previous
+kernel still runs. It does not use the tensor cores. `one_shot_linear` and `skinny_linear` are for up to 16 rows of
+two-byte elements, `hopper_batch_linear` for up to 256 rows and small weights, `hopper_linear` for gated layers of many
+rows, and cuBLAS for everything else. Figures: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ def _thin_linear_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # Each value is rounded where the parts, done one by one, would have rounded it.
+    # Every intermediate value is rounded as by separate ops.
     dtype = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -99,7 +95,7 @@ def norm_linear_triton(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `norm_linear`, for one row; a gated layer has no bias."""
+    """Triton form of `norm_linear` for one row; gated layers must not have a bias."""
     rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
@@ -108,7 +104,7 @@ def norm_linear_triton(
     total = x if residual is None else torch.empty_like(x)
     norm_weight, eps = norm if norm is not None else (weight, 0.0)
     block_in = triton.next_power_of_2(in_features)
-    # Weights of a program: enough to be in flight, few enough for its registers.
+    # Weights per program: enough loads in flight, few enough for the registers.
     wide = block_in > 4096 or (gated and block_in == 4096)
     size = 32768 if wide else 8192 if block_in <= 1024 else 16384
     block_out = min(16, max(1, size // block_in // (2 if gated else 1)))
@@ -129,15 +125,15 @@ def norm_linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the residual, normalise, project, and gate: `gate(norm(x + residual) @ weight.T + bias)`.
+    """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`.
 
     Args:
-        x: [num_rows, in_features], contiguous; with a norm also parts of a sum, as `linear_into` returns them.
-        weight: [out_features, in_features]; of a gated layer the gate's rows, then the other's, equally many.
+        x: [num_rows, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them.
+        weight: [out_features, in_features]; of a gated layer the gate's rows, then as many of up.
         bias: [out_features], or None.
-        norm: RMS norm before the product, or None.
+        norm: RMSNorm before the product, or None.
         residual: [num_rows, in_features], or None for zero; only with a norm.
-        gated: return SiLU(gate) * other, half as wide.
+        gated: return SiLU(gate) * up, half as wide.
 
     Returns:
         The result, and `x + residual`, which may be x itself.
@@ -170,10 +166,9 @@ def norm_linear(
 def linear_into(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Project a branch that ends in the residual stream, for the norm that follows: `x @ weight.T + residual`.
+    """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
-    With many rows cuBLAS adds the residual as it stores, and the norm has half as much to read and to write. So
-    Qwen3-0.6B reads prompts 1.8% faster on an H200, and 8B 1%.
+    With many rows cuBLAS adds the residual in its epilogue, which halves what the next norm reads and writes.
 
     Args:
         x: [num_rows, in_features], contiguous.
@@ -181,8 +176,8 @@ def linear_into(
         residual: [num_rows, out_features]; may be overwritten.
 
     Returns:
-        What `norm_linear` takes as x and residual: the sum and None, or the product, [num_rows, out_features] or in
-        parts, and the residual that it is still to be added to.
+        The x and residual of the next `norm_linear`: either the sum and None, or the product, [num_rows, out_features]
+        or its parts, and the residual that is still to be added.
     """
     if not uses_triton(x.device) or x.element_size() != 2 or len(x) <= MAX_SKINNY_ROWS:
         return norm_linear(x, weight)[0], residual

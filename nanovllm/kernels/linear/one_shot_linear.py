@@ -1,11 +1,11 @@
-"""Products of a few rows and few inputs, by a kernel that asks for all of its weights before it waits for its input.
+"""Linear layers of few rows and few inputs, in which a program requests all of its weights before `gdc_wait`.
 
-So, launched as a programmatic dependent, it reads them while the kernel ahead still runs; and as a program holds whole
-rows, it can add the residual and normalise them first. Each of its warps multiplies inputs of its own, and the sums are
-added up at the end: narrow tiles of outputs, by which alone the device is filled, so keep many warps busy.
+The weights therefore arrive while the previous kernel still runs. A program holds whole rows of inputs, so it can add
+the residual and normalise first. Each warp multiplies its own part of the inputs and the parts are summed at the end,
+which keeps many warps busy on the narrow output tiles that are needed to fill the device.
 
-It is in Gluon because Triton chooses the layout in shared memory itself: from 3.7 on it lays neighbouring outputs into
-the same banks, and the kernel took 16.1 us on an H200 where it takes 8.2 with Triton 3.6.
+It is in Gluon because Triton from 3.7 on chooses a shared-memory layout with bank conflicts here (16.1 us instead of
+8.2 on an H200).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from nanovllm.kernels.linear.skinny_linear import (
 
 _WARPS = gl.constexpr(16)
 _WARP_INS = gl.constexpr(ONE_SHOT_CHUNK // 16)
-"""Inputs that a warp takes of a chunk."""
+"""Inputs per warp and chunk."""
 _ROWS = gl.constexpr(MAX_SKINNY_ROWS)
 _LOAD = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 4, 1], [2, 0, 1]))
-"""Of [warps, rows or outputs, part]."""
+"""Layout of [warps, rows or outputs, inputs of a warp]."""
 _SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
-"""Eight neighbouring rows or outputs, which a matrix instruction loads at once, lie in different banks."""
+"""Swizzled, so that the eight rows or outputs that a matrix instruction loads at once lie in different banks."""
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [_WARPS.value, 1, 1], [1, 16, 8]))
 
 
 @gluon.jit
 def _chunk_indices(NUMBER: gl.constexpr):
-    """Indices into a tile of rows or outputs: the inputs of a chunk [warps, 1, part], and the rows [1, NUMBER, 1]."""
+    """Return indices of a chunk's inputs, [warps, 1, inputs of a warp], and of its rows or outputs, [1, NUMBER, 1]."""
     warps = gl.arange(0, _WARPS, gl.SliceLayout(1, gl.SliceLayout(2, _LOAD)))
     rows = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, _LOAD)))
     ins = gl.arange(0, _WARP_INS, gl.SliceLayout(0, gl.SliceLayout(0, _LOAD)))
@@ -46,7 +46,7 @@ def _chunk_indices(NUMBER: gl.constexpr):
 
 @gluon.jit
 def _sum_of_warps(acc):
-    """Sum [warps, rows, outputs] over the warps, in pairs: [rows, outputs]."""
+    """Sum [warps, rows, outputs] pairwise over the warps: [rows, outputs]."""
     ROWS: gl.constexpr = acc.shape[1]
     OUTS: gl.constexpr = acc.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, _WARPS], [32 // OUTS, OUTS, 1], [_WARPS, 1, 1], [2, 1, 0])
@@ -63,7 +63,7 @@ def _begin_copies(
     weight_ptr, first_out, out_features,
     IN: gl.constexpr, CHUNKS: gl.constexpr, OUTS: gl.constexpr, BLOCK_OUT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Make room for a program's weights, [chunks, warps, outputs, part] or [gate and up, ...], and ask for them."""
+    """Start copying a program's weights into shared memory, [chunks or (gate, up), warps, outputs, warp's inputs]."""
     HALVES: gl.constexpr = 2 if GATED else 1
     shape: gl.constexpr = [CHUNKS * HALVES, _WARPS, BLOCK_OUT, _WARP_INS]
     weights = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, shape, _SHARED)
@@ -81,7 +81,7 @@ def _begin_copies(
 
 @gluon.jit
 def _normed(x, norm_weight, eps, IN: gl.constexpr):
-    """RMS norm of rows [warps, rows, part] over warps and parts."""
+    """Return the RMSNorm of rows, [warps, rows, inputs of a warp], over warps and inputs."""
     wide = x.to(gl.float32)
     scale = rsqrt(gl.sum(gl.sum(wide * wide, axis=2), axis=0) / IN + eps)
     return (wide * gl.expand_dims(gl.expand_dims(scale, 0), 2) * norm_weight).to(x.dtype)
@@ -89,7 +89,7 @@ def _normed(x, norm_weight, eps, IN: gl.constexpr):
 
 @gluon.jit
 def _operand(shared, INDEX: gl.constexpr):
-    """Weights [outputs, part] of each warp as what its rows are multiplied by."""
+    """Load each warp's weights, [outputs, inputs], as the second operand of its product."""
     return shared.index(INDEX).permute((0, 2, 1)).load(gl.DotOperandLayout(1, _MMA, 2))
 
 
@@ -128,7 +128,7 @@ def _one_shot_linear_kernel(
         acc = mma_v2(x, _operand(weights, 0 if GATED else chunk), acc)
         if GATED:
             up = mma_v2(x, _operand(weights, 1), up)
-    # Rounded where the parts, done one by one, would have been.
+    # From here on, values are rounded as by separate ops.
     out = _sum_of_warps(acc)
     outs = gl.arange(0, BLOCK_OUT, gl.SliceLayout(0, out.type.layout))
     out_rows = gl.arange(0, _ROWS, gl.SliceLayout(1, out.type.layout))
@@ -150,10 +150,7 @@ def one_shot_linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm_linear` for up to MAX_SKINNY_ROWS rows in one kernel that loads its weights before it waits.
-
-    A norm or a gate is for up to 1024 inputs, whatever the number of outputs.
-    """
+    """Compute `norm_linear` for up to MAX_SKINNY_ROWS rows; with a norm or a gate, for up to ONE_SHOT_CHUNK inputs."""
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     chunks = triton.cdiv(in_features, ONE_SHOT_CHUNK)

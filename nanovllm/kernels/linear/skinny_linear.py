@@ -1,12 +1,8 @@
-"""Products of a few rows by the tensor cores, where reading the weights is all that should take time.
+"""Linear layers of few rows on the tensor cores, which should be bound by reading the weights.
 
-Every warp of a program takes its own part of the inputs, and the parts are summed at the end. So a narrow tile of
-outputs keeps many warps busy: with tiles of 8 to 32 outputs, by which alone the device is filled, warps that divide
-outputs would do the same work several times over.
-
-The kernel here runs through the inputs in a pipeline. For few inputs there is `one_shot_linear`, which asks for all of
-its weights before it waits for its input. A Qwen3-0.6B layer's linears, norms and gate take 18.1 us so at 8 rows on an
-H200; 24.5 took products whose warps divided outputs, with norms of their own.
+Each warp of a program multiplies its own part of the inputs, and the parts are summed at the end. This keeps many warps
+busy on tiles of 8 to 32 outputs, which are needed to fill the device; warps that divided the outputs would repeat each
+other's work. The kernel loops over the inputs in a pipeline; for few inputs there is `one_shot_linear`.
 """
 
 from __future__ import annotations
@@ -16,14 +12,14 @@ import torch
 from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
 
 MAX_SKINNY_ROWS = 16
-"""Up to here the kernels pay. With 32 rows, layers of Qwen3-1.7B to 32B take 6 to 17% longer than with cuBLAS."""
+"""With more rows cuBLAS is faster: with 32, layers of Qwen3-1.7B to 32B take 6 to 17% longer in `skinny_linear`."""
 
 _WARP_INS = 64
-"""Inputs that a warp takes at a time."""
+"""Inputs per warp and step."""
 ONE_SHOT_CHUNK = 1024
-"""Inputs that a program of `one_shot_linear` takes at a time, divided among its warps."""
+"""Inputs per chunk of `one_shot_linear`, divided among a program's warps."""
 MAX_ONE_SHOT_OUTS = 32
-"""Outputs of such a program, at most."""
+"""Maximum outputs per program of `one_shot_linear`."""
 
 Norm = tuple[torch.Tensor, float]
 """Weight [in_features] and epsilon of an RMS norm."""
@@ -45,7 +41,7 @@ def _store_rows(
     acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features,
     WARPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the warps' parts, add the bias or gate, and store; rounded where the parts, one by one, would have been."""
+    """Sum the warps' parts, add the bias or gate, and store; rounds like separate ops."""
     dtype = out_ptr.dtype.element_ty
     rows = tl.arange(0, ROWS)
     out = _sum_of_warps(acc, WARPS, ROWS, BLOCK_OUT)
@@ -95,35 +91,35 @@ def _skinny_linear_kernel(
 
 
 def one_shot_outs(out_features: int, num_programs: int) -> int:
-    """Outputs of a program of `one_shot_linear`: a multiple of 8 from 16 on, so many that all programs run at once."""
+    """Return the outputs per program of `one_shot_linear`: the least multiple of 8 >= 16 with all programs resident."""
     return max(16, 8 * -(-out_features // (8 * max(num_programs, 1))))
 
 
 def should_use_one_shot(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
-    """Whether `one_shot_linear` is the faster way: few rows, few inputs, and all of its programs at once.
+    """Return whether `one_shot_linear` is supported and fastest: few rows, few inputs, all programs resident at once.
 
-    With a norm or a gate it is for one chunk of inputs, and for three without: on an H200 at 8 rows, Qwen3-1.7B's qkv
-    takes 8.0 us with its norm and 2048 inputs in one shot, and 7.7 through the pipeline behind a norm.
+    The limit is one chunk of inputs with a norm or gate, and three without: with norm and 2048 inputs at 8 rows,
+    Qwen3-1.7B's QKV takes 8.0 us, and 7.7 as norm and `skinny_linear`.
     """
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     num_programs, shared_bytes = device_limits(x.device)
     chunks, outs = -(-in_features // ONE_SHOT_CHUNK), one_shot_outs(out_features, num_programs)
-    # It copies weights by 16 bytes.
+    # `one_shot_linear` copies weights in units of 16 bytes.
     if num_rows > MAX_SKINNY_ROWS or in_features % 8 or outs > MAX_ONE_SHOT_OUTS:
         return False
-    # A program's tiles of weights and inputs all pass through shared memory.
+    # Shared memory holds all weights and inputs of a program.
     tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
     fits = chunks * ONE_SHOT_CHUNK * tile_rows * x.element_size() <= shared_bytes
     return bool(fits and chunks <= (1 if normed or gated else 3))
 
 
 def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, int]:
-    """Outputs, warps and stages of the pipeline, as an H200 liked them in steps of Qwen3-1.7B to 8B at 8 rows.
+    """Return outputs per program, warps, and pipeline stages; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
 
-    Programs start while the kernel ahead still holds parts of the device, and crowd where there is room. Behind
-    attention that is uneven, so there as many stages are taken as let no more than two programs, or three where there
-    are more, share a multiprocessor: with four stages Qwen3-8B's step takes 4.79 ms, and with six 4.36.
+    Programs start while the previous kernel still occupies multiprocessors, and crowd on the free ones. After attention
+    this is uneven, so more stages limit a multiprocessor to two or three programs: a step of Qwen3-8B takes 4.79 ms
+    with four stages, and 4.36 with six.
     """
     if gated:
         return 32, 2, 3
@@ -137,7 +133,7 @@ def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, i
 def skinny_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
 ) -> torch.Tensor:
-    """The product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, in a pipeline."""
+    """Compute product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, in a pipeline."""
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)

@@ -1,4 +1,4 @@
-"""Who drives an engine: at most one call at a time, from any thread; and how an engine ends while one does."""
+"""Admits one call at a time to an engine, from any thread, and closes the engine between two calls."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _POLL_SECONDS = 0.002
 
 
 class Call:
-    """One call that wants to drive an engine; a `brief` one does no step, so others wait for it."""
+    """One call that drives an engine. Others wait for a `brief` one, which does no step."""
 
     def __init__(self, brief: bool = False) -> None:
         self.thread = get_ident()
         self.brief = brief
 
 
-class Driver:
+class CallGuard:
     """Admits one call at a time, and closes the engine between two calls.
 
-    A second call is refused, not kept waiting: a lock would make a signal handler wait for the very call that it
-    interrupts. A call begins within a `try` whose `finally` ends it, so that no exception leaves it in place.
+    A second call is refused unless the first is brief. A lock would deadlock a signal handler that interrupts the call
+    which holds it. Call `begin` within a `try` whose `finally` calls `end`, so that no exception leaves one in place.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Driver:
         self._pid = os.getpid()
 
     def begin(self, call: Call) -> bool:
-        """Let a call drive the engine, if no other does; returns whether it does now."""
+        """Admit a call; returns False if another one drives the engine. Waits while that is brief."""
         while True:
             with self._mutex:
                 current = self._current = self._current or call

@@ -1,0 +1,37 @@
+"""What rank 0 tells the other ranks, and what they answer; None tells a rank to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.runner.messages import ScheduledBatch
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Run a batch. There is no reply: a step that fails ends the rank.
+
+    Attributes:
+        batch: the step; without its sequence ids, which only rank 0 needs.
+        same_decode_slots: whether its decode slots, which are not sent then, are those of the step before.
+    """
+
+    batch: ScheduledBatch
+    same_decode_slots: bool
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """Call a method of the rank's `ModelRunner` and reply with its result."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a call, or the traceback of the exception that it raised."""
+
+    result: Any = None
+    traceback: str | None = None

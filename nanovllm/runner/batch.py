@@ -199,13 +199,15 @@ class BatchBuilder:
         decode_rows = torch.arange(shape.num_decodes, device=slots.device)
         sample_rows = torch.cat((decode_rows, prompts.sample_rows + shape.num_decodes))
         sample_slots = torch.cat((slots, prompts.sample_slots))
+        # Torch casts a 32-bit index anew at each use.
+        index = sample_slots.long()
         return DeviceBatch(
             token_ids=torch.cat((rows.token_ids, prompts.token_ids)),
             positions=positions,
             metadata=metadata,
             sample_rows=sample_rows,
             sample_slots=sample_slots,
-            output_index=positions[sample_rows] + 1 - state.num_prompt[sample_slots],
-            temperatures=state.temperature[sample_slots],
-            seeds=state.seed[sample_slots],
+            output_index=positions[sample_rows] + 1 - state.num_prompt[index],
+            temperatures=state.temperature[index],
+            seeds=state.seed[index],
         )

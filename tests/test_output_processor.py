@@ -45,3 +45,19 @@ def test_a_character_waits_for_its_last_byte(tokenizer: Any) -> None:
     assert len(token_ids) > 1
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.append([token]) for token in token_ids] == [""] * (len(token_ids) - 1) + ["🙂"]
+
+
+class WordTokenizer:
+    """Words with the space before them, which a text does not begin with, and one special token, as SentencePiece's."""
+
+    WORDS = (" one", " two", " three", None)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(self.WORDS[token] or "" for token in token_ids).removeprefix(" ")
+
+
+def test_a_token_whose_text_depends_on_those_before_it() -> None:
+    detokenizer = Detokenizer(WordTokenizer())
+    # Behind a special token, too, a word is not the first.
+    assert [detokenizer.append([token]) for token in (3, 0, 3, 3, 1, 2)] == ["", "one", "", "", " two", " three"]

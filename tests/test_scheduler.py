@@ -26,6 +26,7 @@ def run(engine: LLMEngine | LLM) -> dict[int, Any]:
     while not engine.is_finished():
         result = engine.step()
         for request_id, token_ids in result.new_token_ids.items():
+            assert request_id not in outputs, "the token after an EOS is nobody's"
             reported.setdefault(request_id, []).extend(token_ids)
         for request_id, output in result.finished:
             # Steps of a `generate` before these may have begun it.

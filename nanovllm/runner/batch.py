@@ -47,7 +47,7 @@ class PreparedStep:
         prompts: the prompt chunks, as tensors on the device; the next step's staging overwrites them.
         seq_lens_host: tokens that each sequence attends to, decode rows first.
         query_lens_host: tokens of each chunk.
-        num_decodes, num_samples: decode rows, and tokens that are sampled, without padding.
+        num_real_decodes, num_real_samples: decode rows, and tokens that are sampled, without padding.
     """
 
     shape: StepShape
@@ -55,8 +55,8 @@ class PreparedStep:
     prompts: PromptArrays
     seq_lens_host: list[int]
     query_lens_host: list[int]
-    num_decodes: int
-    num_samples: int
+    num_real_decodes: int
+    num_real_samples: int
 
 
 @dataclass

@@ -145,7 +145,9 @@ class ModelRunner:
 
     def collect(self, step: PreparedStep) -> StepHandle:
         """Send the step's tokens on their way to the host."""
-        return self._results.copy(step.num_decodes, step.shape.num_decodes, step.num_samples - step.num_decodes)
+        return self._results.copy(
+            step.num_real_decodes, step.shape.num_decodes, step.num_real_samples - step.num_real_decodes
+        )
 
     def _run(self, batch: ScheduledBatch) -> PreparedStep:
         """Queue one step up to its tokens.

@@ -1,18 +1,21 @@
-"""A program that makes engines of several ranks one after the other, for `test_gpu_parallel.py`.
+"""A program that has a process group of its own and makes engines of several ranks, for `test_gpu_parallel.py`.
 
-The first of a process has mailboxes where the GPUs allow it, and later ones have NCCL: what is to have mailboxes needs
-a process of its own. Run with a pickled `Plan` and the file for the results, a list of `Result`.
+Run with a pickled `Plan` and the file for the results, a list of `Result`.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
+from unittest import mock
 
 import torch
+from torch import distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.runner.batch import StepShape
@@ -21,10 +24,14 @@ from nanovllm.workers.parallel_runner import ParallelRunner
 
 @dataclass
 class Plan:
-    """Settings of each engine, and what every one of them is to generate, twice; for logits, in one first step."""
+    """What every engine is to generate, twice; for logits, in one first step.
+
+    An engine is its settings, and whether it takes NCCL although the GPUs may reach each other. All engines are alive
+    at the same time.
+    """
 
     folder: str
-    engines: list[dict[str, Any]]
+    engines: list[tuple[dict[str, Any], bool]]
     prompts: list[list[int]]
     params: list[SamplingParams]
     logits: bool = False
@@ -38,36 +45,45 @@ class Result(TypedDict):
     logits: torch.Tensor | None
 
 
-def run(plan: Plan, settings: dict[str, Any]) -> Result:
-    """Make an engine, generate, and end it."""
-    with LLM(plan.folder, **settings) as llm:
-        assert isinstance(llm.llm_engine._runner, ParallelRunner) and llm.llm_engine._runner._runner is not None
-        runner = llm.llm_engine._runner._runner
-        result: Result = {"communicator": type(runner.communicator).__name__, "rounds": [], "logits": None}
-        if plan.logits:
-            sampler = runner.sampler
-            # Decode rows, all of them padding, come first.
-            size = runner.capture_sizes.fit(StepShape(0, sum(map(len, plan.prompts)), len(plan.prompts)))
-            assert size is not None
-            rows = slice(size.num_decodes, size.num_decodes + len(plan.prompts))
+def make_engine(folder: str, settings: dict[str, Any], nccl: bool) -> LLM:
+    """Make an engine, with NCCL or with what rank 0 chooses."""
+    with mock.patch("torch.cuda.can_device_access_peer", lambda a, b: False) if nccl else nullcontext():
+        return LLM(folder, **settings)
 
-            def recorder(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-                if result["logits"] is None:
-                    result["logits"] = logits[rows].float().cpu()
-                tokens: torch.Tensor = sampler(logits, *args)
-                return tokens
 
-            runner.sampler = recorder  # type: ignore[assignment]
-        for _ in range(2):
-            outputs = llm.generate(plan.prompts, plan.params, use_tqdm=False)
-            result["rounds"].append([output["token_ids"] for output in outputs])
+def run(plan: Plan, llm: LLM) -> Result:
+    """Generate all of a plan with one engine."""
+    assert isinstance(llm.llm_engine._runner, ParallelRunner) and llm.llm_engine._runner._runner is not None
+    runner = llm.llm_engine._runner._runner
+    result: Result = {"communicator": type(runner.communicator).__name__, "rounds": [], "logits": None}
+    if plan.logits:
+        sampler = runner.sampler
+        # Decode rows, all of them padding, come first.
+        size = runner.capture_sizes.fit(StepShape(0, sum(map(len, plan.prompts)), len(plan.prompts)))
+        assert size is not None
+        rows = slice(size.num_decodes, size.num_decodes + len(plan.prompts))
+
+        def recorder(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+            if result["logits"] is None:
+                result["logits"] = logits[rows].float().cpu()
+            tokens: torch.Tensor = sampler(logits, *args)
+            return tokens
+
+        runner.sampler = recorder  # type: ignore[assignment]
+    for _ in range(2):
+        outputs = llm.generate(plan.prompts, plan.params, use_tqdm=False)
+        result["rounds"].append([output["token_ids"] for output in outputs])
     return result
 
 
 def main() -> None:
     """Run every engine of the plan."""
     plan: Plan = pickle.loads(Path(sys.argv[1]).read_bytes())
-    results = [run(plan, settings) for settings in plan.engines]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(make_engine(plan.folder, *engine)) for engine in plan.engines]
+        results = [run(plan, llm) for llm in engines]
+    dist.barrier()
     Path(sys.argv[2]).write_bytes(pickle.dumps(results))
 
 

@@ -1,4 +1,4 @@
-"""What every rank does in the tests of messages through mailboxes, in a process or on a stream of its own."""
+"""What every rank does in the tests of messages through symmetric buffers, in a process or on a stream of its own."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ class Step:
     tokens: torch.Tensor
 
 
-def make_boxes(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> SymmetricBuffer:
+def make_buffer(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> SymmetricBuffer:
     """A rank's view of `memory`, [NUM_RANKS, bytes] uint8, which is enough."""
     device = memory.device
-    boxes = SymmetricBuffer(
+    buffer = SymmetricBuffer(
         rank=rank,
         num_ranks=NUM_RANKS,
         word_bytes=4 * SIZE * MAX_ROWS,
         row_bytes=4 * SIZE * (MAX_ROWS + NUM_RANKS),
         max_rows=MAX_ROWS,
         max_candidates=MAX_CANDIDATES,
-        addresses=torch.tensor([box.data_ptr() for box in memory], device=device),
+        addresses=torch.tensor([part.data_ptr() for part in memory], device=device),
         step=torch.zeros(1, dtype=torch.int32, device=device),
         calls_per_step=5,
         abort=abort,
     )
-    assert boxes.num_bytes <= memory.shape[1]
-    return boxes
+    assert buffer.num_bytes <= memory.shape[1]
+    return buffer
 
 
 def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
@@ -79,14 +79,14 @@ def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
     return steps
 
 
-def run_step(boxes: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_step(buffer: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
-    boxes.step.add_(1)
+    buffer.step.add_(1)
     results = [
-        all_reduce_rms_norm(case.parts[boxes.rank], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
+        all_reduce_rms_norm(case.parts[buffer.rank], case.weight, 1e-6, case.residual, buffer, call, case.one_shot)
         for call, case in enumerate(step.calls)
     ]
-    drawn = all_reduce_argmax(step.scores[boxes.rank], step.tokens[boxes.rank], boxes)
+    drawn = all_reduce_argmax(step.scores[buffer.rank], step.tokens[buffer.rank], buffer)
     return [*results, (drawn, drawn)]
 
 
@@ -94,6 +94,6 @@ def run_process(rank: int, memory: torch.Tensor, abort: torch.Tensor, dtypes: li
     """Be a rank, and write down all its results; `memory` is shared, one [NUM_RANKS, bytes] for each dtype."""
     results = []
     for dtype, part in zip(dtypes, memory, strict=True):
-        boxes = make_boxes(rank, part, abort)
-        results += [run_step(boxes, step) for step in make_steps(dtype, "cpu")]
+        buffer = make_buffer(rank, part, abort)
+        results += [run_step(buffer, step) for step in make_steps(dtype, "cpu")]
     torch.save(results, file)

@@ -55,24 +55,24 @@ def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
     num_ranks = symmetric_buffer_ranks.NUM_RANKS
     memory = torch.zeros(num_ranks, 2**18, dtype=torch.uint8, device="cuda")
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    ranks = [symmetric_buffer_ranks.make_boxes(rank, memory, abort) for rank in range(num_ranks)]
+    ranks = [symmetric_buffer_ranks.make_buffer(rank, memory, abort) for rank in range(num_ranks)]
     streams = [torch.cuda.Stream() for _ in ranks]
     steps = symmetric_buffer_ranks.make_steps(dtype, "cuda")
     # Loading a kernel's code and a stream's first memory wait for all that runs: now, while nobody waits for anybody.
-    for boxes, stream in zip(ranks, streams, strict=True):
+    for buffer, stream in zip(ranks, streams, strict=True):
         with torch.cuda.stream(stream):
             for step in steps:
-                symmetric_buffer_ranks.run_step(boxes, step)
+                symmetric_buffer_ranks.run_step(buffer, step)
         torch.cuda.synchronize()
-        boxes.step.zero_()
+        buffer.step.zero_()
     memory.zero_()
     abort.zero_()
     for step in steps:
         torch.cuda.synchronize()
         results = []
-        for boxes, stream in zip(ranks, streams, strict=True):
+        for buffer, stream in zip(ranks, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(symmetric_buffer_ranks.run_step(boxes, step))
+                results.append(symmetric_buffer_ranks.run_step(buffer, step))
         torch.cuda.synchronize()
         check_step(results, step)
 
@@ -81,16 +81,16 @@ def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
 def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
     memory = torch.zeros(symmetric_buffer_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device="cuda")
     abort = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    boxes = symmetric_buffer_ranks.make_boxes(0, memory, abort)
+    buffer = symmetric_buffer_ranks.make_buffer(0, memory, abort)
     step = symmetric_buffer_ranks.make_steps(torch.bfloat16, "cuda")[0]
 
     def run() -> None:
-        boxes.step.add_(1)
+        buffer.step.add_(1)
         if call == len(step.calls):
-            all_reduce_argmax(step.scores[0], step.tokens[0], boxes)
+            all_reduce_argmax(step.scores[0], step.tokens[0], buffer)
         else:
             case = step.calls[call]
-            all_reduce_rms_norm(case.parts[0], case.weight, 1e-6, case.residual, boxes, call, case.one_shot)
+            all_reduce_rms_norm(case.parts[0], case.weight, 1e-6, case.residual, buffer, call, case.one_shot)
         torch.cuda.synchronize()
 
     run()
@@ -112,25 +112,25 @@ def run_engines(tmp_path: Path, plan: Plan) -> list[Result]:
     return results
 
 
-def communicators(size: int, num_engines: int) -> list[str]:
-    """The communicators that engines of a process, made one after the other, should have."""
+def communicators(size: int, plan: Plan) -> list[str]:
+    """The communicators that the plan's engines should have."""
     reachable = all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(size), 2))
-    first = "SymmetricCommunicator" if reachable else "DistributedCommunicator"
-    return [first, *["DistributedCommunicator"] * (num_engines - 1)]
+    ours, nccl = "SymmetricCommunicator" if reachable else "DistributedCommunicator", "DistributedCommunicator"
+    return [nccl if uses_nccl else ours for _, uses_nccl in plan.engines]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("eager_first", [False, True])
-def test_tokens_are_those_of_one_gpu(folder: Path, tmp_path: Path, size: int, eager_first: bool) -> None:
+def test_tokens_are_those_of_one_gpu_in_engines_side_by_side(folder: Path, tmp_path: Path, size: int) -> None:
     batch = prompts((1, 5, 64, 100, 255, 256, 257, 300, *range(20, 80)), seed=1)
     params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=30, ignore_eos=True, seed=i)
               for i in range(len(batch))]  # fmt: skip
     with LLM(folder, **SETTINGS) as llm:
         want = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
     shared = SETTINGS | {"tensor_parallel_size": size, "max_num_batched_tokens": 300}
-    engines = [shared | {"enforce_eager": eager} for eager in (eager_first, not eager_first)]
-    results = run_engines(tmp_path, Plan(str(folder), engines, batch, params))
-    assert [result["communicator"] for result in results] == communicators(size, 2)
+    engines = [(shared | {"enforce_eager": eager}, nccl) for nccl in (False, True) for eager in (False, True)]
+    plan = Plan(str(folder), engines, batch, params)
+    results = run_engines(tmp_path, plan)
+    assert [result["communicator"] for result in results] == communicators(size, plan)
     for result in results:
         assert result["rounds"] == [want, want]
 
@@ -146,8 +146,9 @@ def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, tmp_pa
         theirs = torch.cat([model(row).logits[:, -1].float() for row in tokens]).cpu()
     settings = SETTINGS | {"tensor_parallel_size": size, "dtype": "bfloat16", "enforce_eager": True}
     params = [SamplingParams(temperature=0, max_tokens=1)] * len(batch)
-    results = run_engines(tmp_path, Plan(str(folder), [settings, settings], batch, params, logits=True))
-    assert [result["communicator"] for result in results] == communicators(size, 2)
+    plan = Plan(str(folder), [(settings, False), (settings, True)], batch, params, logits=True)
+    results = run_engines(tmp_path, plan)
+    assert [result["communicator"] for result in results] == communicators(size, plan)
     for result in results:
         logits = result["logits"]
         assert logits is not None
@@ -159,6 +160,7 @@ def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, tmp_pa
 
 KILLER = """
     import faulthandler, os, signal, sys, threading, time
+    import torch
     from nanovllm import LLM, SamplingParams
     from tests.rank_processes import rank_pids
 
@@ -178,7 +180,7 @@ KILLER = """
             threading.Thread(target=kill).start()
         settings = dict(device="cuda", tensor_parallel_size=2, max_model_len=512, gpu_memory_utilization=0.3)
         if sys.argv[4:]:
-            LLM(sys.argv[1], **settings).exit()
+            torch.cuda.can_device_access_peer = lambda a, b: False
         try:
             llm = LLM(sys.argv[1], **settings)
             threading.Timer(1.0, kill).start()
@@ -191,8 +193,8 @@ KILLER = """
 """
 
 
-# In generate or so many seconds into construction; by mailboxes, or in a later engine, by NCCL.
-MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 later"]
+# In generate or so many seconds into construction; with our kernels for collectives, or with NCCL.
+MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 nccl"]
 
 
 @needs_two

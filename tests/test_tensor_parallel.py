@@ -108,7 +108,7 @@ class Roomy(DistributedCommunicator):
         return super().all_reduce_min(value + 10**9)
 
 
-def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(
+def test_the_bundled_model_on_four_ranks_and_other_engines_beside_it(
     taken_port: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symmetric, "DistributedCommunicator", Roomy)
@@ -119,20 +119,21 @@ def test_the_bundled_model_on_four_ranks_and_a_second_engine_beside_it(
         assert llm.generate(prompts, params, use_tqdm=False) == want
         # As many blocks as the ranks with the least room have.
         assert llm.stats()["num_free_blocks"] == alone.stats()["num_free_blocks"] > 0
-        children = rank_pids()
-        with pytest.raises(RuntimeError, match=r"this process has a torch\.distributed process group already"):
-            LLM(checkpoint, tensor_parallel_size=2, **SETTINGS)
-        assert rank_pids() == children
+        with LLM(BUNDLED_MODEL, tensor_parallel_size=2, **SETTINGS) as beside:
+            assert beside.generate(prompts, params, use_tqdm=False) == want
         assert llm.generate(prompts, params, use_tqdm=False)[0]["token_ids"] == want[0]["token_ids"]
 
 
 def test_the_programs_own_process_group_is_left_alone(checkpoint: Path) -> None:
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    own, params = dist.group.WORLD, SamplingParams(temperature=0, max_tokens=3)
     try:
-        with pytest.raises(RuntimeError, match="or the program's own"):
-            LLM(checkpoint, tensor_parallel_size=2, **SETTINGS)
-        assert dist.is_initialized()
+        with LLM(checkpoint, **SETTINGS) as llm, LLM(checkpoint, tensor_parallel_size=2, **SETTINGS) as parallel:
+            want = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+            assert parallel.generate([[1, 2, 3]], params, use_tqdm=False) == want
+        assert dist.group.WORLD is own
+        dist.all_reduce(torch.ones(1))
     finally:
         dist.destroy_process_group()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 from threading import Lock, Thread
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch import distributed as dist
+from torch.distributed import ReduceOp, Store, TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
 from nanovllm.kernels.rms_norm import rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
-"""Limit for joining the process group. A rank that dies later is detected by watching its process."""
+"""Limit for joining the group and for host collectives. A rank that dies is detected by watching its process."""
 _ABORT_SECONDS = 5.0
 
 
@@ -63,71 +64,75 @@ class Communicator:
         """
 
     def close(self) -> None:
-        """Leave the process group; all ranks call it."""
+        """Leave the process group; all ranks call it, after they have destroyed their CUDA graphs."""
+
+    def release(self) -> None:
+        """Free the communicator's device memory, once every other rank has closed or died."""
 
     def abort(self) -> None:
         """Leave the process group after a rank has died; CUDA graphs with collectives must be destroyed before."""
 
 
 class DistributedCommunicator(Communicator):
-    """Collectives over torch.distributed's default process group: NCCL on CUDA, gloo on the CPU.
+    """Collectives over a process group of the engine's own: NCCL on CUDA, gloo on the CPU.
 
-    Collectives on tensors do not synchronise with the host, so CUDA graphs can capture them.
+    torch's default process group is neither used nor made. Collectives on tensors do not synchronise with the host, so
+    CUDA graphs can capture them.
 
     Args:
         rank, size: this process's rank, and the number of ranks.
         device: device of the tensors.
         store: the store through which the ranks join the group.
-        backend: overrides the device's default, for subclasses with their own collectives on tensors.
+        uses_nccl: whether tensors on CUDA take NCCL; a subclass with collectives of its own needs gloo alone.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store, backend: str | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, store: Store, *, uses_nccl: bool | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
-        self._uses_nccl = device.type == "cuda" and backend is None
+        self._uses_nccl = device.type == "cuda" if uses_nccl is None else uses_nccl
         self._group_device = device if self._uses_nccl else torch.device("cpu")
         self._abort_lock = Lock()
         self._aborting: Thread | None = None
-        dist.init_process_group(
-            backend or ("nccl" if self._uses_nccl else "gloo"),
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=_TIMEOUT,
-            device_id=device if self._uses_nccl else None,
-        )
+        self._group = _join_nccl(rank, size, device, store) if self._uses_nccl else _join_gloo(rank, size, store)
+
+    def _reduce_in_place(self, tensor: torch.Tensor, op: Any) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        options.asyncOp = False
+        self._group.allreduce([tensor], options).wait()
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
+        self._reduce_in_place(x, ReduceOp.SUM)
         return x
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """See the base class."""
         keys = pack_candidates(scores, token_ids)
-        dist.all_reduce(keys, dist.ReduceOp.MAX)
+        self._reduce_in_place(keys, ReduceOp.MAX)
         return unpack_tokens(keys)
 
     def all_reduce_min(self, value: int) -> int:
         """See the base class."""
         tensor = torch.tensor(value, device=self._group_device)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        self._reduce_in_place(tensor, ReduceOp.MIN)
         return int(tensor)
 
     def close(self) -> None:
         """See the base class."""
         if self._aborting is not None:
             self.abort()
-        else:
-            dist.destroy_process_group()
+        elif self._uses_nccl:
+            self._group.shutdown()
 
     def interrupt(self) -> None:
         """See the base class."""
         # gloo needs nothing: its waits end when the dead rank's connections close.
         with self._abort_lock:
-            if self._uses_nccl and self._aborting is None and dist.is_initialized():
+            if self._uses_nccl and self._aborting is None:
                 # In a thread, because NCCL's abort does not return before all graphs with its calls are destroyed.
-                group = dist.distributed_c10d._get_default_group()
-                self._aborting = Thread(target=group.abort, daemon=True)
+                self._aborting = Thread(target=self._group.abort, daemon=True)
                 self._aborting.start()
 
     def abort(self) -> None:
@@ -135,10 +140,23 @@ class DistributedCommunicator(Communicator):
         self.interrupt()
         if self._aborting is not None:
             self._aborting.join(_ABORT_SECONDS)
-            if not self._aborting.is_alive():
-                dist.distributed_c10d._abort_process_group()
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _join_nccl(rank: int, size: int, device: torch.device, store: Store) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    # Connects now, where a failure belongs to the start of the engine, and outside of any CUDA graph.
+    group.eager_connect_single_device(device)
+    return group
+
+
+def _join_gloo(rank: int, size: int, store: Store) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = _TIMEOUT
+    # All ranks are on this host, whose name need not resolve.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def open_store(size: int) -> TCPStore:

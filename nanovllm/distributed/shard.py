@@ -80,23 +80,23 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
             f"tensor_parallel_size={size} is too large for intermediate_size={model.intermediate_size}: "
             f"each rank takes at least {_MLP_UNIT} columns"
         )
-    kv_heads = _even_share(model.num_kv_heads, 1, rank, size)
+    kv_heads = _even_shard(model.num_kv_heads, 1, rank, size)
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
-        intermediate=_even_share(model.intermediate_size, _MLP_UNIT, rank, size),
-        vocab=_padded_share(model.vocab_size, rank, size),
+        intermediate=_even_shard(model.intermediate_size, _MLP_UNIT, rank, size),
+        vocab=_padded_shard(model.vocab_size, rank, size),
     )
 
 
-def _even_share(total: int, unit: int, rank: int, size: int) -> Shard:
+def _even_shard(total: int, unit: int, rank: int, size: int) -> Shard:
     """Divide `total` in whole units, as evenly as possible; the last rank takes the items beyond the last unit."""
     each, more = divmod(total // unit, size)
     start, stop = (unit * (r * each + min(r, more)) for r in (rank, rank + 1))
     return Shard(start, total if rank == size - 1 else stop, total)
 
 
-def _padded_share(total: int, rank: int, size: int) -> Shard:
+def _padded_shard(total: int, rank: int, size: int) -> Shard:
     if size == 1:
         return Shard.whole(total)
     each = -(-total // (size * _VOCAB_UNIT)) * _VOCAB_UNIT

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import permutations
 
 import torch
-import torch.distributed as dist
-from torch.distributed import Store, _symmetric_memory  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from nanovllm.distributed.communicator import DistributedCommunicator
+from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, fits
@@ -22,7 +23,7 @@ _CALLS_PER_STEP = 2**16 - 1
 `SymmetricBuffer.calls_per_step`."""
 _ONE_SHOT_BYTES = 2**19
 """Up to this many bytes sent per rank, the all-reduce is one-shot; above, it is two-shot."""
-_CHOICE_KEY = "mailboxes"
+_CHOICE_KEY = "symmetric"
 
 
 class SymmetricCommunicator(DistributedCommunicator):
@@ -35,13 +36,9 @@ class SymmetricCommunicator(DistributedCommunicator):
         max_candidates: maximum rows of one `all_reduce_argmax`.
     """
 
-    # torch numbers the rendezvous of a process, and ranks agree on the number only in their first one.
-    used_in_this_process = False
-
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> None:
-        super().__init__(rank, size, device, store, backend="gloo")
-        SymmetricCommunicator.used_in_this_process = True
-        boxes = SymmetricBuffer(
+        super().__init__(rank, size, device, store, uses_nccl=False)
+        self._buffer = buffer = SymmetricBuffer(
             rank=rank,
             num_ranks=size,
             word_bytes=_WORD_BYTES,
@@ -53,21 +50,15 @@ class SymmetricCommunicator(DistributedCommunicator):
             calls_per_step=_CALLS_PER_STEP,
             abort=torch.zeros(1, dtype=torch.int32, pin_memory=True),
         )
-        self._mailbox = _symmetric_memory.empty(boxes.num_bytes, dtype=torch.uint8, device=device)
-        self._mailbox.zero_()
-        self.device_bytes = self._mailbox.nbytes
-        handle = _symmetric_memory.rendezvous(self._mailbox, dist.distributed_c10d._get_default_group())
-        boxes.addresses.copy_(torch.tensor(handle.buffer_ptrs, dtype=torch.int64))
-        self._boxes = boxes
+        self.device_bytes = buffer.num_bytes
+        self._memory = PeerMemory(buffer.num_bytes, rank, size, device, store)
+        buffer.addresses.copy_(torch.tensor(self._memory.addresses, dtype=torch.int64))
         self._call = 0
-        torch.cuda.synchronize(device)
-        # No rank may write before every rank has zeroed its buffer.
-        dist.barrier()
 
     def begin_step(self) -> None:
         """See the base class."""
         self._call = 0
-        self._boxes.step.add_(1)
+        self._buffer.step.add_(1)
 
     def all_reduce_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
@@ -76,42 +67,56 @@ class SymmetricCommunicator(DistributedCommunicator):
         num_bytes = x.numel() * x.element_size()
         one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
         # An odd number of parts keeps the number of calls per step odd.
-        pieces = 1
-        while not fits(x[: -(-len(x) // pieces)], self._boxes, one_shot):
-            pieces += 2
-            assert pieces <= len(x)
+        num_parts = 1
+        while not fits(x[: -(-len(x) // num_parts)], self._buffer, one_shot):
+            num_parts += 2
+            assert num_parts <= len(x)
         out = torch.empty_like(x), torch.empty_like(x)
-        residuals = [None] * pieces if residual is None else residual.tensor_split(pieces)
-        parts = x.tensor_split(pieces), residuals, *(tensor.tensor_split(pieces) for tensor in out)
+        residuals = [None] * num_parts if residual is None else residual.tensor_split(num_parts)
+        parts = x.tensor_split(num_parts), residuals, *(tensor.tensor_split(num_parts) for tensor in out)
         for part, rest, normed, total in zip(*parts, strict=True):
             assert self._call < _CALLS_PER_STEP
-            all_reduce_rms_norm(part, weight, eps, rest, self._boxes, self._call, one_shot, (normed, total))
+            all_reduce_rms_norm(part, weight, eps, rest, self._buffer, self._call, one_shot, (normed, total))
             self._call += 1
         return out
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return all_reduce_argmax(scores, token_ids, self._boxes)
+        return all_reduce_argmax(scores, token_ids, self._buffer)
 
     def interrupt(self) -> None:
         """See the base class."""
-        self._boxes.abort.fill_(1)
+        self._buffer.abort.fill_(1)
+
+    def close(self) -> None:
+        """See the base class."""
+        self._memory.unmap()
+
+    def release(self) -> None:
+        """See the base class."""
+        self._memory.free()
+
+    def abort(self) -> None:
+        """See the base class."""
+        self.interrupt()
+        # A device that is lost has lost its memory too, and refuses every call.
+        with suppress(RuntimeError):
+            self._memory.unmap()
+            self._memory.free()
 
 
 def connect(rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> DistributedCommunicator:
     """Join the other ranks with the communicator that rank 0 chooses for all.
 
-    It is `SymmetricCommunicator` if all GPUs map each other's memory and this is the first such engine of rank 0's
-    process; else NCCL on CUDA and gloo on the CPU. max_candidates: maximum rows of one `all_reduce_argmax`.
+    It is `SymmetricCommunicator` if all GPUs map each other's memory, else NCCL on CUDA and gloo on the CPU.
+    max_candidates: maximum rows of one `all_reduce_argmax`.
     """
     if rank == 0:
         first = device.index
-        mailboxes = (
-            uses_triton(device)
-            and not SymmetricCommunicator.used_in_this_process
-            and all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(first, first + size), 2))
+        symmetric = uses_triton(device) and all(
+            torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(first, first + size), 2)
         )
-        store.set(_CHOICE_KEY, str(mailboxes))
+        store.set(_CHOICE_KEY, str(symmetric))
     if store.get(_CHOICE_KEY) == b"True":
         return SymmetricCommunicator(rank, size, device, store, max_candidates)
     return DistributedCommunicator(rank, size, device, store)

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator, open_store
 from nanovllm.distributed.shard import shard_of
@@ -41,19 +39,13 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
 
     Raises:
         ValueError: more ranks than GPUs.
-        RuntimeError: this process already has a torch.distributed process group, the system is Windows, or the
-            processor is not x86.
+        RuntimeError: the system is Windows, or the processor is not x86.
     """
     size = config.tensor_parallel_size
     if size == 1:
         yield None
         return
     resolve_device(config.device, 0, size)
-    if dist.is_initialized():
-        raise RuntimeError(
-            f"tensor_parallel_size={size}, but this process has a torch.distributed process group already: another "
-            "engine of several ranks (exit it first), or the program's own"
-        )
     if platform.system() == "Windows":
         raise RuntimeError(f"tensor_parallel_size={size} needs Linux or macOS, not Windows")
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -160,6 +152,8 @@ class ParallelRunner:
             if communicator is not None:
                 communicator.close()
             self._ranks.join()
+            if communicator is not None:
+                communicator.release()
         except WorkerError as error:
             warnings.warn(f"while the engine was idle, {error}", stacklevel=2)
         finally:
@@ -216,9 +210,6 @@ class ParallelRunner:
             self._ranks.stop()
             if communicator is not None:
                 communicator.abort()
-            elif dist.is_initialized():
-                # `connect` joined the process group but failed afterwards.
-                dist.destroy_process_group()
 
 
 class ParallelHandle:

@@ -11,9 +11,9 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from nanovllm.distributed.communicator import find_store, open_store
+from nanovllm.distributed.communicator import DistributedCommunicator, find_store, open_store
 from nanovllm.distributed.symmetric_communicator import SymmetricCommunicator, connect
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, fits
 from nanovllm.kernels.rms_norm import rms_norm
@@ -42,8 +42,8 @@ def run(rank: int, size: int, port: int) -> None:
             other.start()
     communicator = connect(rank, size, device, store, max_candidates=1024)
     assert isinstance(communicator, SymmetricCommunicator)
-    boxes = communicator._boxes
-    nccl_group = dist.new_group(backend="nccl")
+    buffer = communicator._buffer
+    nccl = DistributedCommunicator(rank, size, device, PrefixStore("nccl", store))
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
     with torch.inference_mode():
         for rows in ROWS:
@@ -52,20 +52,21 @@ def run(rank: int, size: int, port: int) -> None:
             def ours(one_shot: bool, x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 communicator.begin_step()
                 for call in range(CALLS):
-                    all_reduce_rms_norm(x, weight, 1e-6, residual, boxes, call, one_shot)
+                    all_reduce_rms_norm(x, weight, 1e-6, residual, buffer, call, one_shot)
 
             def theirs(x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 for _ in range(CALLS):
-                    dist.all_reduce(x, group=nccl_group)
+                    nccl._all_reduce(x)
                     rms_norm(x, weight, 1e-6, residual)
 
             times = []
             for one_shot in (True, False):
-                possible = fits(x, boxes, one_shot) and (one_shot or rows >= size)
+                possible = fits(x, buffer, one_shot) and (one_shot or rows >= size)
                 times.append(f"{microseconds(partial(ours, one_shot)):8.1f}" if possible else f"{'-':>8}")
             times.append(f"{microseconds(theirs):8.1f}")
             if rank == 0:
                 print(f"{size} GPUs {rows:4d} rows", *times, flush=True)
+    nccl.close()
     communicator.close()
 
 

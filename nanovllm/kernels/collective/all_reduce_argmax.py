@@ -46,18 +46,18 @@ def _all_reduce_argmax_kernel(
         gdc_launch_dependents()
     # There is at most one call per step, so the step's number identifies it.
     call = tl.load(step_ptr)
-    box = (call & 1).to(tl.int64) * (RANKS * 2 * max_rows)
+    half_offset = (call & 1).to(tl.int64) * (RANKS * 2 * max_rows)
     score = tl.load(scores_ptr + rows, mask=mask, other=0.0)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     high = tl.where(bits < 0, bits ^ MASK, bits)
     low = MASK - tl.load(token_ids_ptr + rows, mask=mask, other=0).to(tl.int32)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            mailbox = buffer_address(addresses_ptr, rank, offset, tl.int64) + box + RANK * 2 * max_rows
-            send_words(mailbox, rows, high, mask, call)
-            send_words(mailbox, max_rows + rows, low, mask, call)
+            buffer_ptr = buffer_address(addresses_ptr, rank, offset, tl.int64) + half_offset + RANK * 2 * max_rows
+            send_words(buffer_ptr, rows, high, mask, call)
+            send_words(buffer_ptr, max_rows + rows, low, mask, call)
     best = (high.to(tl.int64) << 32) | low
-    own = buffer_address(addresses_ptr, RANK, offset, tl.int64) + box
+    own = buffer_address(addresses_ptr, RANK, offset, tl.int64) + half_offset
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             high = receive_words(own + rank * 2 * max_rows, rows, mask, call, abort_ptr, CHECK)
@@ -66,7 +66,7 @@ def _all_reduce_argmax_kernel(
     tl.store(out_ptr + rows, MASK - (best & MASK), mask=mask)
 
 
-def all_reduce_argmax(scores: torch.Tensor, token_ids: torch.Tensor, boxes: SymmetricBuffer) -> torch.Tensor:
+def all_reduce_argmax(scores: torch.Tensor, token_ids: torch.Tensor, buffer: SymmetricBuffer) -> torch.Tensor:
     """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.
 
     Every rank calls it, at most once per step; between two calls all ranks must have called `all_reduce_rms_norm`.
@@ -74,14 +74,14 @@ def all_reduce_argmax(scores: torch.Tensor, token_ids: torch.Tensor, boxes: Symm
     Args:
         scores: [num_rows] float32, contiguous, none NaN.
         token_ids: [num_rows] int64, contiguous, below 2**31.
-        boxes: this rank's view of the symmetric buffers.
+        buffer: this rank's view of the symmetric buffers.
     """
     num_rows = len(scores)
-    assert scores.is_contiguous() and token_ids.is_contiguous() and num_rows <= boxes.max_candidates
+    assert scores.is_contiguous() and token_ids.is_contiguous() and num_rows <= buffer.max_candidates
     out = torch.empty_like(token_ids)
     _all_reduce_argmax_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
-        scores, token_ids, out, boxes.addresses, boxes.step, boxes.abort, num_rows, boxes.candidates_offset,
-        boxes.max_candidates, RANK=boxes.rank, RANKS=boxes.num_ranks, ROWS=_ROWS_PER_PROGRAM, MASK=_TOKEN_MASK,
+        scores, token_ids, out, buffer.addresses, buffer.step, buffer.abort, num_rows, buffer.candidates_offset,
+        buffer.max_candidates, RANK=buffer.rank, RANKS=buffer.num_ranks, ROWS=_ROWS_PER_PROGRAM, MASK=_TOKEN_MASK,
         CHECK=ABORT_CHECK_SPINS, num_warps=1, **pdl_options(scores.device),
     )  # fmt: skip
     return out

@@ -75,8 +75,8 @@ def _one_shot_kernel(
     call = tl.load(step_ptr) * calls_per_step + call_in_step
     row_offsets = row.to(tl.int64) * words_per_row + offsets
     mine = tl.load(x_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
-    mailbox = buffer_address(addresses_ptr, RANK, 0, tl.int64)
-    box = (call & 1).to(tl.int64) * (RANKS * capacity) + row_offsets
+    buffer_ptr = buffer_address(addresses_ptr, RANK, 0, tl.int64)
+    half_offset = (call & 1).to(tl.int64) * (RANKS * capacity) + row_offsets
     first = tl.zeros([BLOCK], dtype=tl.float32)
     second = tl.zeros([BLOCK], dtype=tl.float32)
     if HAS_RESIDUAL:
@@ -84,11 +84,13 @@ def _one_shot_kernel(
         first, second = _unpack(residual, dtype)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            send_words(buffer_address(addresses_ptr, rank, 0, tl.int64), box + RANK * capacity, mine, mask, call)
+            send_words(
+                buffer_address(addresses_ptr, rank, 0, tl.int64), half_offset + RANK * capacity, mine, mask, call
+            )
     for rank in tl.static_range(RANKS):
         words = mine
         if rank != RANK:
-            words = receive_words(mailbox, box + rank * capacity, mask, call, abort_ptr, CHECK)
+            words = receive_words(buffer_ptr, half_offset + rank * capacity, mask, call, abort_ptr, CHECK)
         part_first, part_second = _unpack(words, dtype)
         first += part_first
         second += part_second
@@ -121,19 +123,19 @@ def _two_shot_kernel(
     half = (call & 1).to(tl.int64)
     contributions = rows_offset + half * 2 * row_bytes
     results = contributions + row_bytes
-    flags = signals_offset + half * (RANKS + 1) * max_rows * 4
+    signals = signals_offset + half * (RANKS + 1) * max_rows * 4
     row_offsets = row.to(tl.int64) * size + offsets
     mine = tl.load(x_ptr + row_offsets, mask=mask, other=0.0)
     owner = row % RANKS
     # The ranks' contributions to a row are adjacent, in rank order.
     sent_offsets = (row // RANKS * RANKS).to(tl.int64) * size + offsets
-    own_flags = buffer_address(addresses_ptr, RANK, flags, tl.int32) + row
+    own_signals = buffer_address(addresses_ptr, RANK, signals, tl.int32) + row
     if owner != RANK:
         tl.store(
             buffer_address(addresses_ptr, owner, contributions, dtype) + RANK * size + sent_offsets, mine, mask=mask
         )
-        set_signal(addresses_ptr, owner, flags + (RANK * max_rows + row) * 4, call)
-        wait_signal(own_flags + RANKS * max_rows, call, abort_ptr, CHECK)
+        set_signal(addresses_ptr, owner, signals + (RANK * max_rows + row) * 4, call)
+        wait_signal(own_signals + RANKS * max_rows, call, abort_ptr, CHECK)
         result_ptrs = buffer_address(addresses_ptr, RANK, results, dtype) + row_offsets
         rounded = tl.load(result_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     else:
@@ -144,7 +146,7 @@ def _two_shot_kernel(
             if rank == RANK:
                 total += mine.to(tl.float32)
             else:
-                wait_signal(own_flags + rank * max_rows, call, abort_ptr, CHECK)
+                wait_signal(own_signals + rank * max_rows, call, abort_ptr, CHECK)
                 part_ptrs = buffer_address(addresses_ptr, RANK, contributions, dtype) + rank * size + sent_offsets
                 total += tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         rounded = total.to(dtype)
@@ -153,7 +155,7 @@ def _two_shot_kernel(
                 tl.store(buffer_address(addresses_ptr, rank, results, dtype) + row_offsets, rounded, mask=mask)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                set_signal(addresses_ptr, rank, flags + (RANKS * max_rows + row) * 4, call)
+                set_signal(addresses_ptr, rank, signals + (RANKS * max_rows + row) * 4, call)
     tl.store(total_ptr + row_offsets, rounded, mask=mask)
     # The norm reads the rounded sum, which is what the next layer adds to.
     wide = rounded.to(tl.float32)
@@ -161,13 +163,13 @@ def _two_shot_kernel(
     tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
 
 
-def fits(x: torch.Tensor, boxes: SymmetricBuffer, one_shot: bool) -> bool:
+def fits(x: torch.Tensor, buffer: SymmetricBuffer, one_shot: bool) -> bool:
     """Return whether x fits into the symmetric buffer and, for one-shot, its rows are whole words."""
     num_rows, row_bytes = len(x), x.shape[1] * x.element_size()
     if one_shot:
-        return row_bytes % 4 == 0 and num_rows * row_bytes <= boxes.word_bytes
+        return row_bytes % 4 == 0 and num_rows * row_bytes <= buffer.word_bytes
     # The last group of `num_ranks` rows takes the space of a whole group, even if it has fewer rows.
-    return num_rows <= boxes.max_rows and (num_rows + boxes.num_ranks) * row_bytes <= boxes.row_bytes
+    return num_rows <= buffer.max_rows and (num_rows + buffer.num_ranks) * row_bytes <= buffer.row_bytes
 
 
 def all_reduce_rms_norm(
@@ -175,7 +177,7 @@ def all_reduce_rms_norm(
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None,
-    boxes: SymmetricBuffer,
+    buffer: SymmetricBuffer,
     call_in_step: int,
     one_shot: bool,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -187,7 +189,7 @@ def all_reduce_rms_norm(
         weight: [size]; of the norm.
         eps: added to the mean square.
         residual: [num_rows, size], contiguous, the same on every rank; None for zero.
-        boxes: this rank's view of the symmetric buffers. The next call but one reuses this call's half of the buffer;
+        buffer: this rank's view of the symmetric buffers. The next call but one reuses this call's half of the buffer;
             by then all ranks have read it, because all took part in the call in between.
         call_in_step: index of the call in its step, below `calls_per_step`.
         one_shot: which algorithm, the same on every rank; x must fit. Two-shot needs at least `num_ranks` rows, so
@@ -198,23 +200,23 @@ def all_reduce_rms_norm(
         The normalised rows, and the sum, both in x's dtype and the same on every rank.
     """
     num_rows, size = x.shape
-    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, boxes, one_shot)
-    assert one_shot or num_rows >= boxes.num_ranks
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, buffer, one_shot)
+    assert one_shot or num_rows >= buffer.num_ranks
     normed, total = out or (torch.empty_like(x), torch.empty_like(x))
-    tensors = x, residual, weight, normed, total, boxes.addresses, boxes.step, boxes.abort
+    tensors = x, residual, weight, normed, total, buffer.addresses, buffer.step, buffer.abort
     words = triton.next_power_of_2(size * x.element_size() // 4)
     options = {
-        "RANK": boxes.rank, "RANKS": boxes.num_ranks, "HAS_RESIDUAL": residual is not None, "CHECK": ABORT_CHECK_SPINS,
-        "num_warps": min(8, max(1, words // 256)),
+        "RANK": buffer.rank, "RANKS": buffer.num_ranks, "HAS_RESIDUAL": residual is not None,
+        "CHECK": ABORT_CHECK_SPINS, "num_warps": min(8, max(1, words // 256)),
     } | pdl_options(x.device)  # fmt: skip
     if one_shot:
         _one_shot_kernel[(num_rows,)](
-            *tensors, eps, size, boxes.word_bytes // 4, call_in_step, boxes.calls_per_step, BLOCK=words, **options
+            *tensors, eps, size, buffer.word_bytes // 4, call_in_step, buffer.calls_per_step, BLOCK=words, **options
         )
     else:
         _two_shot_kernel[(num_rows,)](
-            *tensors, eps, size, boxes.rows_offset, boxes.row_bytes, boxes.signals_offset, boxes.max_rows,
-            call_in_step, boxes.calls_per_step, BLOCK=triton.next_power_of_2(size),
+            *tensors, eps, size, buffer.rows_offset, buffer.row_bytes, buffer.signals_offset, buffer.max_rows,
+            call_in_step, buffer.calls_per_step, BLOCK=triton.next_power_of_2(size),
             **options,
         )  # fmt: skip
     return normed, total

@@ -88,20 +88,20 @@ def buffer_address(addresses_ptr, rank, offset, dtype: tl.constexpr):
 
 
 @jit
-def send_words(mailbox, offsets, words, mask, call):
+def send_words(buffer_ptr, offsets, words, mask, call):
     """Store words of 4 bytes of data and the call number."""
-    tl.store(mailbox + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+    tl.store(buffer_ptr + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
 
 
 @jit
-def receive_words(mailbox, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
+def receive_words(buffer_ptr, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
     """Wait until all words carry the call number, and return their data."""
     none = call.to(tl.int64) << 32
-    packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
+    packed = tl.load(buffer_ptr + offsets, mask=mask, other=none, volatile=True)
     waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
     spins = 0
     while waiting != 0:
-        packed = tl.load(mailbox + offsets, mask=mask, other=none, volatile=True)
+        packed = tl.load(buffer_ptr + offsets, mask=mask, other=none, volatile=True)
         waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
         spins += 1
         if spins % CHECK == 0:
@@ -115,10 +115,10 @@ def set_signal(addresses_ptr, rank, offset, call):
 
     It is a store with release order, because many PCIe peers do not support atomics.
     """
-    flag_ptr = (tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(tl.int32))
+    signal_ptr = (tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
     if _INTERPRETED:
-        tl.store(flag_ptr, call)
+        tl.store(signal_ptr, call)
     else:
         tl.inline_asm_elementwise(
             """{
@@ -129,27 +129,27 @@ def set_signal(addresses_ptr, rank, offset, call):
             @first st.release.sys.global.u32 [$1], $2;
             mov.u32 $0, 0;
             }""",
-            "=r,l,r", [flag_ptr.to(tl.int64), call], tl.int32, is_pure=False, pack=1,
+            "=r,l,r", [signal_ptr.to(tl.int64), call], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @jit
-def _load_acquire(flag_ptr):
+def _load_acquire(signal_ptr):
     """Load a signal with acquire order."""
     if _INTERPRETED:
-        return tl.load(flag_ptr, volatile=True)
+        return tl.load(signal_ptr, volatile=True)
     return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag_ptr.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [signal_ptr.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )
 
 
 @jit
-def wait_signal(flag_ptr, call, abort_ptr, CHECK: tl.constexpr):
+def wait_signal(signal_ptr, call, abort_ptr, CHECK: tl.constexpr):
     """Wait until a signal in this rank's buffer is set; the data stored before it can then be read."""
-    seen = _load_acquire(flag_ptr)
+    seen = _load_acquire(signal_ptr)
     spins = 0
     while seen != call:
-        seen = _load_acquire(flag_ptr)
+        seen = _load_acquire(signal_ptr)
         spins += 1
         if spins % CHECK == 0:
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, call, seen)

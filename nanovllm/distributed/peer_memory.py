@@ -1,0 +1,79 @@
+"""Device memory of every rank that the other ranks' GPUs map, by CUDA's inter-process handles.
+
+The calls are the CUDA driver's (CUDA Driver API, "cuIpc*"), because torch offers such memory to its default process
+group alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_LAZY_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that the driver accepts."""
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("data", ctypes.c_ubyte * 64),)
+
+
+class PeerMemory:
+    """Zeroed memory on each rank's GPU, mapped by all ranks of one host.
+
+    Args:
+        num_bytes: size of each rank's memory.
+        rank, size: this process's rank, and the number of ranks.
+        device: this rank's GPU, which can access the other ranks' GPUs.
+        store: where the ranks exchange their handles.
+
+    Attributes:
+        addresses: address of each rank's memory in this process, in rank order.
+
+    Raises:
+        RuntimeError: the driver refuses to allocate, export or map the memory.
+    """
+
+    def __init__(self, num_bytes: int, rank: int, size: int, device: torch.device, store: Store) -> None:
+        self._device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._mapped: list[ctypes.c_uint64] = []
+        own, handle = ctypes.c_uint64(), _Handle()
+        self._own: ctypes.c_uint64 | None = own
+        # A rank can write only once it has the handle, which is published when the memory is zero.
+        self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
+        self._call("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+        self._call("cuCtxSynchronize")
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
+        store.set(f"memory of rank {rank}", bytes(handle).hex())
+        self.addresses = [own.value if peer == rank else self._map(store, peer) for peer in range(size)]
+
+    def unmap(self) -> None:
+        """Unmap the other ranks' memory, which no kernel may use any more; a second call does nothing."""
+        while self._mapped:
+            self._call("cuIpcCloseMemHandle", self._mapped.pop())
+
+    def free(self) -> None:
+        """Free this rank's memory, which the other ranks have unmapped; a second call does nothing."""
+        own, self._own = self._own, None
+        if own is not None:
+            self._call("cuMemFree_v2", own)
+
+    def _map(self, store: Store, peer: int) -> int:
+        handle = _Handle.from_buffer_copy(bytes.fromhex(store.get(f"memory of rank {peer}").decode()))
+        address = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        self._mapped.append(address)
+        return address.value
+
+    def _call(self, name: str, *args: Any) -> None:
+        with torch.cuda.device(self._device):
+            # A call of the runtime makes the device's context current in this thread, as the driver's calls need it.
+            torch.cuda.mem_get_info()
+            error = getattr(self._driver, name)(*args)
+        if error:
+            raise RuntimeError(f"{name} failed with CUDA error {error} on {self._device}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, strict_keywords
+from nanovllm.utils.checks import check_bool, check_number, check_int, strict_keywords
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
@@ -74,8 +74,7 @@ class Config:
             raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be at least 1, or -1, not 0")
-        if not 0 < check_float("gpu_memory_utilization", self.gpu_memory_utilization) <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, above=True)
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
         if not isinstance(self.device, str):

@@ -1,41 +1,137 @@
-"""What an engine and an `LLM` return."""
+"""What an `LLM` returns."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
-class TokenOutput(TypedDict):
-    """A finished request: its tokens (with the EOS that stopped it), why it ended, and what the prefix cache saved."""
+@dataclass(frozen=True)
+class Logprob:
+    """One token's natural log-probability at one position; its rank there, from 1; and its text."""
 
-    token_ids: list[int]
-    finish_reason: str
-    num_cached_tokens: int
-
-
-class RequestOutput(TokenOutput):
-    """The same with its text, without special tokens."""
-
-    text: str
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
-class EngineStepResult(NamedTuple):
-    """One step of an engine.
+@dataclass
+class CompletionOutput:
+    """One of a request's outputs.
 
     Attributes:
-        finished: finished requests by id, also those of earlier steps that nobody has had yet.
-        new_token_ids: tokens that this step added to each request, by id.
-        num_prefill_tokens: prompt tokens that were computed: those not in the prefix cache, and those that preempted
-            requests compute again.
+        index: of the outputs of its request.
+        text: without special tokens, unless asked for; empty without a tokenizer.
+        token_ids: the generated tokens, with the EOS or stop token that ended them.
+        cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was asked for.
+        logprobs: for each token those of the most likely ones and its own, by token id; None unless asked for.
+        finish_reason: "stop", "length" or "abort"; None while it goes on.
+        stop_reason: the text or the token id that ended it; None at an EOS and at the full length.
     """
 
-    finished: list[tuple[int, TokenOutput]]
-    new_token_ids: dict[int, list[int]]
-    num_prefill_tokens: int
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request, in seconds.
+
+    Attributes:
+        arrival_time: when it was queued, by `time.monotonic`.
+        queue_time: until it was first scheduled.
+        time_to_first_token, total_time: since its arrival; None until they are known.
+    """
+
+    arrival_time: float
+    queue_time: float | None = None
+    time_to_first_token: float | None = None
+    total_time: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A request and its outputs; also a mapping with nano-vLLM's keys, of the first output.
+
+    Attributes:
+        request_id: as `add_request` returned it.
+        prompt: the text, if the request was one.
+        prompt_token_ids: the prompt's tokens.
+        outputs: `SamplingParams.n` of them; of a stream, what is new.
+        finished: whether all outputs have ended.
+        prompt_logprobs: for each token of the prompt those of the most likely ones and its own, by token id; None for
+            the first and for those before `prompt_logprobs_start`. None as a whole unless asked for.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        metrics: the request's times.
+    """
+
+    request_id: int = field(compare=False)
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "num_cached_tokens":
+            return self.num_cached_tokens
+        if key in ("text", "token_ids", "finish_reason"):
+            return getattr(self.outputs[0], key)
+        raise KeyError(key)
+
+
+@dataclass
+class ScoreOutput:
+    """Log-probabilities of a continuation.
+
+    Attributes:
+        token_ids: the continuation's tokens.
+        token_logprobs: their log-probabilities.
+        logprob: the sum of these.
+        is_greedy: whether each is the most likely token at its position.
+    """
+
+    token_ids: list[int]
+    token_logprobs: list[float]
+    logprob: float
+    is_greedy: bool
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam: its tokens without the prompt's, its text, and its score with length penalty."""
+
+    token_ids: list[int]
+    text: str
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class StepResult(NamedTuple):
-    """The same with texts; `num_output_tokens` is how many new tokens there are."""
+    """One step.
+
+    Attributes:
+        finished: finished requests by id, also those of earlier steps that nobody has had yet.
+        new_token_ids: tokens that this step added to each request, by id; of the first output, if there are several.
+        num_prefill_tokens: prompt tokens that were computed: those not in the prefix cache, and those that preempted
+            requests compute again.
+        num_output_tokens: how many new tokens there are.
+    """
 
     finished: list[tuple[int, RequestOutput]]
     new_token_ids: dict[int, list[int]]

@@ -1,36 +1,242 @@
-"""How one request is sampled, and when it ends."""
+"""How a request is sampled, and when it ends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, strict_keywords
+from nanovllm.utils.checks import check_bool, check_int, check_number, check_strings, read_json, strict_keywords
+
+MAX_LOGPROBS = 20
+"""Most log-probabilities a position can ask for, as in OpenAI's API and vLLM."""
+_OFF = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "min_tokens": 0,
+    "logprobs": None, "prompt_logprobs": None, "structured_outputs": None,
+}  # fmt: skip
+"""Parameters that need more of a step than a temperature, with the values that ask for nothing."""
 
 
 @strict_keywords
-@dataclass(frozen=True)
+@dataclass
+class StructuredOutputsParams:
+    """What an output must match; exactly one field is set.
+
+    Attributes:
+        json: a JSON schema, as a dict or as text.
+        regex: a regular expression for the whole output.
+        choice: texts, of which the output is one.
+        grammar: a context-free grammar in Lark's syntax.
+        json_object: any JSON object.
+
+    Raises:
+        ValueError: none of the fields is set, or more than one.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs takes exactly one of its fields, not {given or 'none'}")
+
+
+@strict_keywords
+@dataclass
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request, with vLLM's names and meanings.
+
+    Fields can be assigned later; they are checked again when a request is queued, which takes a copy.
 
     Attributes:
         temperature: divides the logits before the softmax; 0 is greedy.
-        max_tokens: the most tokens to generate, at least 1.
+        max_tokens: the most tokens to generate, at least 1; None: up to the model's length.
         ignore_eos: go on past end-of-sequence tokens.
         seed: makes the request's tokens repeatable, in 0 ... 2**64 - 1; without one, it follows from the engine's
             seed and the request's number.
+        n: number of outputs, each with a seed of its own that follows from the request's.
+        top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1] (nucleus sampling, Holtzman et
+            al. 2020, arXiv:1904.09751).
+        top_k: keep so many of the most likely tokens; 0 and -1 keep all.
+        min_p: keep tokens at least so likely as this part of the most likely one, in 0 ... 1 (Nguyen et al. 2024,
+            arXiv:2407.01082).
+        presence_penalty: subtracted from the logits of tokens in the output, in -2 ... 2.
+        frequency_penalty: the same for each time that a token is in the output, in -2 ... 2.
+        repetition_penalty: divides positive logits of tokens in prompt or output, multiplies negative ones; above 0
+            (CTRL, Keskar et al. 2019, arXiv:1909.05858).
+        logit_bias: added to the logits of these token ids, -100 ... 100.
+        bad_words: texts that the output must not contain as tokens.
+        allowed_token_ids: the only tokens that may be generated.
+        min_tokens: no EOS and no token of `stop_token_ids` before so many tokens.
+        stop: texts that end the output.
+        include_stop_str_in_output: leave the text that ended the output at its end.
+        stop_token_ids: tokens that end the output, as EOS does.
+        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; 0 ... 20.
+        prompt_logprobs: the same for the prompt's tokens.
+        prompt_logprobs_start: position of the prompt from which on they are computed. The prefix cache serves the
+            tokens before it.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: separate special tokens by spaces in the text.
+        detokenize: make text of the tokens.
+        structured_outputs: what the output must match.
+
+    Raises:
+        ValueError: a value out of its range, a contradiction, or an unknown keyword.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int | None = 64
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = field(default=1, kw_only=True)
+    top_p: float = field(default=1.0, kw_only=True)
+    top_k: int = field(default=0, kw_only=True)
+    min_p: float = field(default=0.0, kw_only=True)
+    presence_penalty: float = field(default=0.0, kw_only=True)
+    frequency_penalty: float = field(default=0.0, kw_only=True)
+    repetition_penalty: float = field(default=1.0, kw_only=True)
+    logit_bias: Mapping[int, float] | None = field(default=None, kw_only=True)
+    bad_words: list[str] | None = field(default=None, kw_only=True)
+    allowed_token_ids: list[int] | None = field(default=None, kw_only=True)
+    min_tokens: int = field(default=0, kw_only=True)
+    stop: str | list[str] | None = field(default=None, kw_only=True)
+    include_stop_str_in_output: bool = field(default=False, kw_only=True)
+    stop_token_ids: list[int] | None = field(default=None, kw_only=True)
+    logprobs: int | None = field(default=None, kw_only=True)
+    prompt_logprobs: int | None = field(default=None, kw_only=True)
+    prompt_logprobs_start: int = field(default=0, kw_only=True)
+    skip_special_tokens: bool = field(default=True, kw_only=True)
+    spaces_between_special_tokens: bool = field(default=True, kw_only=True)
+    detokenize: bool = field(default=True, kw_only=True)
+    structured_outputs: StructuredOutputsParams | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def checked(self) -> SamplingParams:
+        """Return a copy whose values are in range and of the documented types.
+
+        Raises:
+            ValueError: a value out of its range, or a contradiction.
+        """
+        params = copy.copy(self)
+        params._check()
+        return params
+
+    @property
+    def samples_plainly(self) -> bool:
+        """Whether the temperature is all that a step must know."""
+        return all(getattr(self, name) == value for name, value in _OFF.items())
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @classmethod
+    def from_model(cls, folder: str | os.PathLike[str]) -> SamplingParams:
+        """Return what `generation_config.json` in a model's folder recommends; the defaults if there is none."""
+        path = os.path.join(os.fspath(folder), "generation_config.json")
+        config = read_json(path) if os.path.isfile(path) else {}
+        names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        given = {ours: config.get(theirs) for theirs, ours in {**names, "max_new_tokens": "max_tokens"}.items()}
+        params = cls(**{name: value for name, value in given.items() if value is not None})
+        if config.get("do_sample") is False:
+            params.temperature = 0.0
+        return params
+
+    def _check(self) -> None:
+        self.n = check_int("n", self.n, 1)
+        self.temperature = check_number("temperature", self.temperature, 0)
+        self.top_p = check_number("top_p", self.top_p, 0, 1, above=True)
+        self.top_k = max(0, check_int("top_k", self.top_k, -1))
+        self.min_p = check_number("min_p", self.min_p, 0, 1)
+        self.presence_penalty = check_number("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        self.min_tokens = check_int("min_tokens", self.min_tokens, 0)
+        self.prompt_logprobs_start = check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        if self.max_tokens is not None:
+            self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
+        if self.seed is not None:
+            self.seed = check_int("seed", self.seed, 0, 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                setattr(self, name, check_int(name, getattr(self, name), 0, MAX_LOGPROBS))
+        for name in (
+            "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+            "detokenize",
+        ):  # fmt: skip
+            check_bool(name, getattr(self, name))
+        self._check_lists()
+        self._check_contradictions()
+
+    def _check_lists(self) -> None:
+        """Check what holds several values; an empty one is None, but for `allowed_token_ids`."""
+        self.stop = check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop) or None
+        self.bad_words = check_strings("bad_words", self.bad_words) or None
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None:
+                if not isinstance(ids, (list, tuple, set, frozenset)):
+                    raise ValueError(f"{name} must be a list of token ids, not {ids!r:.80}")
+                setattr(self, name, [check_int(f"an id of {name}", token_id, 0) for token_id in ids])
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty: nothing could be generated")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r:.80}")
+            # Keys of JSON objects are strings.
+            items = ((int(k) if isinstance(k, str) and k.isdigit() else k, v) for k, v in self.logit_bias.items())
+            name = "a value of logit_bias"
+            bias = {check_int("a token id of logit_bias", k, 0): check_number(name, v, -100, 100) for k, v in items}
+            self.logit_bias = bias or None
+
+    def _check_contradictions(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} with temperature=0: greedy outputs would all be the same")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs text, but detokenize=False")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
+            )
+
+
+@strict_keywords
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`.
+
+    Attributes:
+        beam_width: number of beams, and of outputs.
+        max_tokens: the most tokens to generate.
+        ignore_eos: go on past end-of-sequence tokens.
+        temperature: divides the logits before the log-softmax; 0 counts as 1.
+        length_penalty: a beam's score is its log-probability over its number of tokens to this power.
 
     Raises:
         ValueError: a value out of its range, or an unknown keyword.
     """
 
-    temperature: float = 1.0
-    max_tokens: int = 64
+    beam_width: int
+    max_tokens: int
     ignore_eos: bool = False
-    seed: int | None = None
+    temperature: float = 0.0
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", check_float("temperature", self.temperature))
-        object.__setattr__(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1))
+        self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
-        if self.seed is not None:
-            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
+        self.temperature = check_number("temperature", self.temperature, 0)
+        self.length_penalty = check_number("length_penalty", self.length_penalty)

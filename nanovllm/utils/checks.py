@@ -45,16 +45,31 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     return number
 
 
-def check_float(name: str, value: Any) -> float:
-    """Return `value`, of any real type except bool, as a finite float >= 0."""
+def check_number(
+    name: str, value: Any, low: float | None = None, high: float | None = None, *, above: bool = False
+) -> float:
+    """Return `value`, of any real type except bool, as a finite float in `low ... high`; `above`: and not `low`."""
+    limits = [] if low is None else [f"{'>' if above else '>='} {low}"]
+    limits += [] if high is None else [f"<= {high}"]
+    number = math.nan
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number) and number >= 0:
-            return number
-    raise ValueError(f"{name} must be a finite number >= 0, not {value!r:.40}")
+    too_low = low is not None and (number < low or (above and number == low))
+    if not math.isfinite(number) or too_low or (high is not None and number > high):
+        raise ValueError(f"{name} must be {' '.join(['a finite number', ' and '.join(limits)]).strip()}, not {value!r:.40}")
+    return number
+
+
+def check_strings(name: str, values: Any) -> list[str]:
+    """Return a list of strings, none of them empty; None is an empty list."""
+    if values is None:
+        return []
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) and value for value in values):
+        raise ValueError(f"{name} must be a list of strings that are not empty, not {values!r:.80}")
+    return list(values)
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:

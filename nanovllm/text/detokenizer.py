@@ -1,0 +1,105 @@
+"""Text of one output, as its tokens come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+
+_REPLACEMENT = "\ufffd"
+"""A decoded character that is not complete yet: some of its bytes are in tokens to come."""
+
+
+class Detokenizer:
+    """Decodes one request's tokens as they come; the texts of all calls joined are the text of all tokens.
+
+    A token's text may depend on the token before it, so the tokens of the last call are decoded again together with the
+    new ones, and what they gave before is cut off (as in Hugging Face's text-generation-inference and in vLLM).
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        options: keywords of its `decode`.
+    """
+
+    def __init__(self, tokenizer: Any, **options: bool) -> None:
+        self._tokenizer = tokenizer
+        self._options = options or {"skip_special_tokens": True}
+        # Tokens whose text has been returned, as far as the next ones may depend on them, and tokens that wait.
+        self._context: list[int] = []
+        self._waiting: list[int] = []
+
+    def append(self, token_ids: list[int], final: bool = False) -> str:
+        """Return the text that these tokens add; a character that is not complete waits, unless these are the last."""
+        self._waiting += token_ids
+        before = self._decode(self._context) if self._context else ""
+        text = self._decode(self._context + self._waiting)
+        if (text.endswith(_REPLACEMENT) or len(text) < len(before)) and not final:
+            return ""
+        # Tokens without text, such as skipped special ones, do not replace the context of the next one.
+        self._context = self._waiting if len(text) > len(before) else self._context + self._waiting
+        self._waiting = []
+        return text[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, **self._options)
+        return text
+
+
+class OutputText:
+    """The text of one output: decoded, and ended by the first stop string that is complete.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        params: the request's.
+
+    Attributes:
+        text: all text so far; without the stop string that ended it, unless `include_stop_str_in_output`.
+        stop_string: what ended it; None while it goes on.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        options = {"skip_special_tokens": params.skip_special_tokens}
+        if not params.skip_special_tokens:
+            options["spaces_between_special_tokens"] = params.spaces_between_special_tokens
+        self._detokenizer = Detokenizer(tokenizer, **options)
+        self._stop = list(params.stop or [])
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._num_taken = 0
+        # Stop strings that end before it came before `min_tokens`.
+        self._checked = 0
+        self.text = ""
+        self.stop_string: str | None = None
+
+    def append(self, token_ids: list[int], final: bool = False) -> bool:
+        """Add tokens; returns whether a stop string is complete. `final`: no token follows."""
+        self._num_tokens += len(token_ids)
+        self.text += self._detokenizer.append(token_ids, final)
+        if self.stop_string is not None or not self._stop:
+            return False
+        if self._num_tokens <= self._min_tokens:
+            self._checked = len(self.text)
+            return False
+        # The first to be complete, as if text came by the character; of two that end together the longer.
+        found = [(place + len(stop), -len(stop), stop) for stop in self._stop if (place := self._find(stop)) >= 0]
+        self._checked = len(self.text)
+        if not found:
+            return False
+        end, negative_len, self.stop_string = min(found)
+        self.text = self.text[: end if self._include_stop else end + negative_len]
+        return True
+
+    def take(self, final: bool) -> str:
+        """Return the text that no call has returned yet; what may become a stop string is held back unless `final`."""
+        end = len(self.text)
+        if not final and self.stop_string is None:
+            longest = max(map(len, self._stop), default=1) - 1
+            starts = range(max(self._num_taken, end - longest), end)
+            end = next((i for i in starts if any(stop.startswith(self.text[i:]) for stop in self._stop)), end)
+        new, self._num_taken = self.text[self._num_taken : end], max(end, self._num_taken)
+        return new
+
+    def _find(self, stop: str) -> int:
+        """Return where a stop string that ends behind what was checked begins; -1 if there is none."""
+        return self.text.find(stop, max(0, self._checked - len(stop) + 1))

@@ -100,7 +100,8 @@ PROGRAM = """
     from nanovllm.kernels.compilers import Compilers
     from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention
     from nanovllm.kernels.linear.hopper_batch_linear import batch_linear
-    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode
+    from nanovllm.kernels.attention.decode_attention import plan_decode
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention
     from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
     from nanovllm.kernels.attention.cascade_attention import CascadeGroups
     from nanovllm.kernels.rms_norm import rms_norm_triton
@@ -109,9 +110,9 @@ PROGRAM = """
     x, device = torch.zeros(4, 64), torch.device("cpu")
     half = torch.zeros(256, 128, dtype=torch.bfloat16)
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
-    whole = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 1)
+    whole = plan_decode(ints[0] + 1, 4, 2, 64, 64, 1)
     shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
-    behind = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 2, shared)
+    behind = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared)
     runs = [
         partial(hopper_gated_linear, half, half, 132),
         partial(batch_linear, half, half, True),

@@ -16,6 +16,7 @@ from nanovllm.attention import triton as triton_backend
 from nanovllm.attention.triton import should_use_single_split
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
+from nanovllm.kernels.attention.decode_attention import plan_decode
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
 from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import BatchBuilder, StepShape
@@ -54,10 +55,10 @@ def attend(
     seq_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: CascadeGroups | None = None,
 ) -> None:  # fmt: skip
     """By as many shares; with 1 contexts are whole. Fills `out` with NaN, after the plan, which must be older."""
-    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_hopper_decode(seq_lens, num_heads, cache.shape[3], head_dim, shares, shared)
+    plan = plan_decode(seq_lens, num_heads, cache.shape[3], head_dim, 64, shares, shared)
     prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
     for part in (*(plan.partial or ()), *prefix):
         part.fill_(float("nan"))

@@ -474,19 +474,20 @@ if GPU:
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("programs", "tile"), [(1, 32), (7, 64), (100, 16)])
+@pytest.mark.parametrize(("shares", "tile"), [(1, 32), (7, 64), (100, 16)])
 def test_decode_attention(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int
 ) -> None:
     kv_heads = 2
     lens = [1, 2, 16, 17, 300, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, programs, tile, group * kv_heads, kv_heads, head_dim)
-    plan.partial.fill_(float("nan"))
-    plan.lse.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, seq_lens, plan, head_dim**-0.5)
+    plan = plan_decode(seq_lens, group * kv_heads, kv_heads, head_dim, tile, shares)
+    assert (plan.partial is None) == (shares == 1)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    decode_attention(query, cache[0], cache[1], out, tables, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
@@ -514,9 +515,9 @@ def with_shared_prefixes(
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES if GPU else [(16, 1, 16), (64, 7, 48)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("programs", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
+@pytest.mark.parametrize(("shares", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
 def test_decode_attention_over_shared_prefixes(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int, max_items: int,
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int, max_items: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The result is that of the whole contexts."""
@@ -524,11 +525,11 @@ def test_decode_attention_over_shared_prefixes(
     lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, programs, tile, group * 2, 2, head_dim, shared)
+    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares, shared)
     assert plan.prefix is not None
-    plan.prefix.partial.fill_(float("nan"))
-    plan.prefix.lse.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, seq_lens, plan, head_dim**-0.5)
+    for part in (*(plan.partial or ()), plan.prefix.partial, plan.prefix.lse):
+        part.fill_(float("nan"))
+    decode_attention(query, cache[0], cache[1], out, tables, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,7 @@ from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, s
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.attention.prefill_attention import prefill_attention, prefill_attention_triton
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_linear
 from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.cascade_plan import plan_cascade_groups
@@ -535,22 +535,22 @@ def test_decode_attention_over_shared_prefixes(
     check_error(out, same, exact)
 
 
-def hopper_prefill_by_three(query: torch.Tensor, k_cache: torch.Tensor, *others: Any) -> None:
-    """Hopper's form with so few programs that each goes through many tiles."""
+def hopper_prefill_attention(num_programs: int, query: torch.Tensor, k_cache: torch.Tensor, *others: Any) -> None:
+    """Hopper's kernel; with few programs each goes through many tiles."""
     if not is_hopper(query.device):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
 
-    if not hopper_prefill.supports(query, k_cache):
+    if not hopper_prefill.supports(query.dtype, query.shape[2], k_cache.shape[1]):
         pytest.skip("not one of its shapes")
-    args = (*others, 3)
+    args = (*others, num_programs)
     hopper_prefill.hopper_prefill_attention(query, k_cache, *args)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "function", [prefill_attention_triton, *([prefill_attention, hopper_prefill_by_three] if GPU else [])]
+    "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )
 def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, function: Any) -> None:
     kv_heads = 2

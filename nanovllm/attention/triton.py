@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,9 +74,12 @@ class TritonBackend(AttentionBackend):
         self.max_cascade_items = _CASCADE_PROGRAMS * self.num_processors // num_kv_heads
         self.rows_per_cascade_item = rows_per_item(num_heads // num_kv_heads)
         self._hopper_decode: Any = None
+        self._prefill: Callable[..., None] = prefill_attention
         if is_hopper(device):
-            from nanovllm.kernels.attention import hopper_decode  # noqa: PLC0415
+            from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
+            if hopper_prefill.supports(dtype, head_dim, block_size):
+                self._prefill = partial(hopper_prefill.hopper_prefill_attention, num_programs=self.num_processors)
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
                 self._hopper_decode, self.supports_single_split = hopper_decode, True
 
@@ -114,7 +119,7 @@ class TritonBackend(AttentionBackend):
             decode_attention(*decodes, metadata.plan, scale)
         if len(metadata.query_tiles):
             cu_seqlens_q, tiles = metadata.cu_seqlens_q, metadata.query_tiles
-            prefill_attention(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
+            self._prefill(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
         return out
 
     def forward_projected(

@@ -6,11 +6,12 @@ A kernel passes if its error against float32 is at most twice that of the same o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ FLOAT32_ROUNDING = 1e-5
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def by_triton(op: Any) -> Callable[..., Any]:
+    """The op by its kernels, which run in Triton's interpreter where there is no GPU."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patch(f"{op.__module__}.uses_triton", lambda device: True):
+            return op(*args, **kwargs)
+
+    return run
 
 
 def check_error(out: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor) -> None:
@@ -58,7 +69,7 @@ def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool) -> None:
     weight = randn(size, dtype=dtype)
     x = randn(rows, 2 * size, dtype=dtype)[:, :size]
     residual = randn(rows, size, dtype=dtype) if with_residual else None
-    out, total = rms_norm.rms_norm_triton(x, weight, 1e-6, residual)
+    out, total = by_triton(rms_norm.rms_norm)(x, weight, 1e-6, residual)
     _, same_total = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
     torch.testing.assert_close(total, same_total, rtol=0, atol=0)
     wide = total.float()
@@ -74,7 +85,7 @@ def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * (3072 if GPU else 112), dtype=dtype)
     exact = silu_and_mul.silu_and_mul_ref(gate_up.float())
     gate, up = gate_up.chunk(2, dim=-1)
-    check_error(silu_and_mul.silu_and_mul_triton(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(by_triton(silu_and_mul.silu_and_mul)(gate_up), torch.nn.functional.silu(gate) * up, exact)
     check_error(silu_and_mul.silu_and_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
 
 
@@ -95,7 +106,7 @@ def test_qkv_rope_store(tokens: int, dtype: torch.dtype, head_dim: int, with_nor
     before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
     out, same, exact = before.clone(), before.clone(), before.float()
     rope = (1e-6, cos_sin, positions)
-    query = qkv_rope_store.qkv_rope_store_triton(qkv, weights, *rope, out[0], out[1], slots)
+    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv, weights, *rope, out[0], out[1], slots)
     same_query = qkv_rope_store.qkv_rope_store_ref(qkv, weights, *rope, same[0], same[1], slots)
     exact_query = qkv_rope_store.qkv_rope_store_ref(qkv.float(), wide, *rope, exact[0], exact[1], slots)
     check_error(query, same_query, exact_query)
@@ -313,7 +324,7 @@ def test_sampling(rows: int, dtype: torch.dtype, vocab_size: int) -> None:
     seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
     output_index = torch.randint(4096, (rows,), dtype=torch.int32, device=DEVICE)
     logits = (3 * randn(rows, vocab_size + 3, dtype=dtype))[:, :vocab_size]
-    out_scores, out = sampling.sample_triton(logits, temperatures, seeds, output_index)
+    out_scores, out = by_triton(sampling.sample)(logits, temperatures, seeds, output_index)
     _, want = sampling.sample_ref(logits, temperatures, seeds, output_index)
     greedy = temperatures == 0
     assert torch.equal(out[greedy], want[greedy])
@@ -339,7 +350,7 @@ def test_sampling_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(3, 9001, device=DEVICE)
     logits[0, [5000, 7000, 8999]] = 1
     logits[1, [10, 11]] = 1
-    for form in (sampling.sample_triton, sampling.sample_ref):
+    for form in (by_triton(sampling.sample), sampling.sample_ref):
         assert form(logits, zeros, seeds, seeds[:, 0])[1].tolist() == [5000, 10, 0]
 
 
@@ -353,7 +364,7 @@ def test_sampling_gives_a_token_whatever_the_logits() -> None:
     logits[3, 70] = float("inf")
     for temperature in (0.0, 1e-38, 1.0, 1e30):
         temperatures = torch.full((4,), temperature, device=DEVICE)
-        for form in (sampling.sample_triton, sampling.sample_ref):
+        for form in (by_triton(sampling.sample), sampling.sample_ref):
             tokens = form(logits, temperatures, seeds, seeds[:, 0])[1].tolist()
             assert tokens[0] == tokens[2] == 0 and tokens[3] == 70
             assert tokens[1] != 5 and 0 <= tokens[1] < vocab_size
@@ -376,7 +387,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
     if rows > 1:
         slots[-2:] = num_slots
-    got = slot_state.gather_decode_rows_triton(state, slots, block_size)
+    got = by_triton(slot_state.gather_decode_rows)(state, slots, block_size)
     want = slot_state.gather_decode_rows_ref(state, slots, block_size)
     for name, tensor in vars(want).items():
         assert torch.equal(getattr(got, name), tensor), name
@@ -392,7 +403,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     states = [deepcopy(state), deepcopy(state)]
     sampled = [torch.full((2 * rows,), -1, device=DEVICE) for _ in states]
     num_decodes = rows - rows // 2
-    slot_state.scatter_tokens_triton(states[0], slots, token_ids, num_decodes, sampled[0])
+    by_triton(slot_state.scatter_tokens)(states[0], slots, token_ids, num_decodes, sampled[0])
     slot_state.scatter_tokens_ref(states[1], slots, token_ids, num_decodes, sampled[1])
     for name, tensor in vars(states[0]).items():
         assert torch.equal(tensor[:-1], getattr(states[1], name)[:-1]), name
@@ -403,7 +414,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     assert counted.sum() == live[:num_decodes].sum() and counted[-1] == 0
 
 
-@pytest.mark.parametrize("form", [sampling.sample_triton, sampling.sample_ref] if GPU else [sampling.sample_ref])
+@pytest.mark.parametrize("form", [by_triton(sampling.sample), sampling.sample_ref] if GPU else [sampling.sample_ref])
 def test_samples_follow_the_softmax(form: Any) -> None:
     """20,000 draws of one distribution, by different seeds: chi-squared against softmax(logits / temperature)."""
     count, temperature = 20000, 0.7
@@ -422,7 +433,7 @@ def test_samples_follow_the_softmax(form: Any) -> None:
     assert chi_squared < 20.5
 
 
-@pytest.mark.parametrize("form", [sampling.sample_triton, sampling.sample_ref] if GPU else [sampling.sample_ref])
+@pytest.mark.parametrize("form", [by_triton(sampling.sample), sampling.sample_ref] if GPU else [sampling.sample_ref])
 @pytest.mark.parametrize("temperature", [0.5, 1e30])
 def test_equal_tokens_are_equally_likely(form: Any, temperature: float) -> None:
     """All tokens of three groups, by chi-squared over 20,000 draws."""

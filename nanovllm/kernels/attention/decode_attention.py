@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.context_splits import ContextSplits, merge_splits, split_contexts
 from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
@@ -86,9 +86,7 @@ def _decode_kernel(
         is_last = tiles_end >= old_len
         end = first_key + tl.where(is_last, old_len + 1, tiles_end)
         # Some program has a split, so the kernel cannot end before the previous one, although others do not wait.
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        wait_for_previous(PDL)
         group = tl.arange(0, GROUP_PADDED)
         mask = group < GROUP
         heads = head * GROUP + group

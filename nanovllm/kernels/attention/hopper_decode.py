@@ -206,7 +206,7 @@ def hopper_decode_attention(
         block_tables: [num_seqs, max_blocks] int32.
         slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
             whose output is finite but undefined.
-        plan: from the context lengths, each including the new token.
+        plan: from the context lengths, each including the new token, with tiles of TILE tokens.
         scale: factor of the scores.
         rope: norm_weights, eps and cos_sin of `qkv_rope_store`, which is then computed first; a token's position is
             the last of its context. Not supported with shared prefixes.
@@ -214,6 +214,7 @@ def hopper_decode_attention(
     num_seqs, num_heads, head_dim = out.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert plan.tile == TILE.value
     prefix_rows = prefix_out = prefix_lse = None
     if plan.prefix is not None:
         assert rope is None

@@ -21,7 +21,7 @@ TILE = gl.constexpr(WARPS.value * WARP_KEYS.value)
 """Keys per tile, which must lie in one block."""
 ROWS = gl.constexpr(16)
 """Rows of the matrix instruction; query heads of a group, then padding."""
-SMALLEST = gl.constexpr(2.0**-126)
+_SMALLEST = gl.constexpr(2.0**-126)
 """Float32's smallest normal number."""
 MAX_GROUP = ROWS.value // 2
 """Maximum query heads per KV head: results of the upper half of the rows are dropped."""
@@ -176,7 +176,7 @@ def merge(softmax):
     top = gl.max(part_max, axis=0)
     share = exp2(part_max - gl.expand_dims(top, 0))
     # A new token that does not count is still the maximum, beside which all weights can underflow to 0.
-    total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), SMALLEST)
+    total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), _SMALLEST)
     out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
     return out, gl.convert_layout(top + log2(total), gl.SliceLayout(1, out.type.layout))
 

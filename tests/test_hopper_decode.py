@@ -15,7 +15,8 @@ from nanovllm import SamplingParams
 from nanovllm.attention import triton as triton_backend
 from nanovllm.attention.triton import should_use_single_split
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
+from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
+from nanovllm.kernels.attention.decode_attention import plan_decode
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
 from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import BatchBuilder, StepShape
@@ -24,6 +25,7 @@ from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
+    by_triton,
     check_error,
     dense_attention,
     empty_is_nan,
@@ -54,10 +56,10 @@ def attend(
     seq_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: CascadeGroups | None = None,
 ) -> None:  # fmt: skip
     """By as many shares; with 1 contexts are whole. Fills `out` with NaN, after the plan, which must be older."""
-    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_hopper_decode(seq_lens, num_heads, cache.shape[3], head_dim, shares, shared)
+    plan = plan_decode(seq_lens, num_heads, cache.shape[3], head_dim, 64, shares, shared)
     prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
     for part in (*(plan.partial or ()), *prefix):
         part.fill_(float("nan"))
@@ -167,7 +169,7 @@ def test_split_contexts(num_seqs: int, shares: int, has_prefix: bool) -> None:
     prefix_lens = 16 * torch.arange(num_seqs + 3, dtype=torch.int32, device=DEVICE) if has_prefix else None
     whole_lens = lens if prefix_lens is None else lens + prefix_lens[:num_seqs]
     with empty_is_nan():
-        got = split_contexts_triton(whole_lens, 16, shares, prefix_lens)
+        got = by_triton(split_contexts)(whole_lens, 16, shares, prefix_lens)
     want = split_contexts_ref(whole_lens, 16, shares, prefix_lens)
     assert torch.equal(got.splits, want.splits) and torch.equal(got.of_seqs, want.of_seqs)
     seqs, starts, counts, old = got.splits[got.splits[:, 0] >= 0].T

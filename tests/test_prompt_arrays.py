@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.attention.prefill_attention import prefill_attention, prefill_attention_triton
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.runner.messages import PromptChunk
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
-from tests.test_kernels import DEVICE, GPU, paged, randn
+from tests.test_kernels import DEVICE, paged, randn
 
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
@@ -115,8 +114,7 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
     outs = []
     for work in (tiles, sample_tiles):
         out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-        attend = prefill_attention if GPU else prefill_attention_triton
-        attend(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, work, 0.125)
+        prefill_attention(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, work, 0.125)
         outs.append(out)
     everything, sampled_only = outs
     assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()

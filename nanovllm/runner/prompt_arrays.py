@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.runner.messages import PromptChunk
 
 

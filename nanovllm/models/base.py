@@ -18,12 +18,6 @@ from nanovllm.layers.weights import WeightTarget
 from nanovllm.model_config import ModelConfig
 
 
-class Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
-
-    layers: nn.ModuleList
-
-
 class CausalLM(nn.Module):
     """One rank's shard of a model. Parameters are made on whatever device is the default, and filled by the loader.
 
@@ -35,7 +29,8 @@ class CausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]]
     """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
 
-    model: Decoder
+    model: nn.Module
+    """Embedding, `layers` and the last norm."""
     lm_head: ParallelLMHead
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:

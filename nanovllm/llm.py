@@ -8,7 +8,6 @@ import warnings
 from array import array
 from collections.abc import Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
@@ -149,7 +148,7 @@ class LLM:
         """Return the outputs of requests `ids`; other requests' results stay for their callers."""
         engine, outputs = self.llm_engine, dict[int, RequestOutput]()
         started, num_tokens = time.perf_counter(), engine.scheduler.stats.num_output_tokens
-        with _progress_bar(len(ids), use_tqdm) as bar:
+        with tqdm(total=len(ids), desc="Generating", unit="request", dynamic_ncols=True, disable=not use_tqdm) as bar:
             while len(outputs) < len(ids):
                 engine.run_step()
                 done = engine.claim(ids)
@@ -163,9 +162,7 @@ class LLM:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.exit()
 
 
@@ -188,7 +185,3 @@ def _one_each(params: SamplingParams | list[SamplingParams] | None, count: int) 
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
     return list(params)
-
-
-def _progress_bar(total: int, enabled: bool) -> Any:
-    return tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True, disable=not enabled)

@@ -21,12 +21,11 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.runner import Handle, Runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -138,7 +137,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
-        return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._unclaimed)
+        return self._is_idle() and not self._unclaimed
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
@@ -212,7 +211,7 @@ class LLMEngine:
             RuntimeError: none of them is left, since somebody else has aborted them.
         """
         done = self._unclaimed.claim(request_ids)
-        if not done and self.scheduler.is_finished() and not (self._in_flight or self._inbox):
+        if not done and self._is_idle():
             raise RuntimeError("requests of this generate were aborted by somebody else")
         return done
 
@@ -225,6 +224,9 @@ class LLMEngine:
                 self._collect(0)
             finally:
                 self._unclaimed.drop(request_ids)
+
+    def _is_idle(self) -> bool:
+        return self.scheduler.is_finished() and not (self._in_flight or self._inbox)
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.

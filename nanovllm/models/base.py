@@ -47,11 +47,9 @@ class CausalLM(nn.Module):
                 module.cos_sin = table
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Normed:
-        """token_ids, positions: [num_tokens] int32 -> the last norm of [num_tokens, hidden_size], or of `rows` of it.
+        """token_ids, positions: [num_tokens] int32 -> the last norm, not computed yet, for `compute_logits`.
 
-        It is not computed yet; `compute_logits` takes it.
-
-        Most rows of a prompt give no token: `rows` says which do, all if None.
+        It is of [num_tokens, hidden_size], or of `rows` of it: few tokens of a prompt have one sampled after them.
         """
         hidden: Normed = self.model(token_ids, positions, rows)
         return hidden

@@ -41,14 +41,13 @@ class PromptArrays(NamedTuple):
         return num_tokens // QUERY_TILE + num_chunks
 
     @classmethod
-    def empty(cls) -> PromptArrays:
-        """Those of a step with no prompt tokens: of no elements, so that nothing has to be sent."""
-        return cls(*[np.empty(0, dtype=np.int32)] * len(cls._fields))
-
-    @classmethod
     def total_size(cls, num_tokens: int, num_chunks: int) -> int:
         """Elements of all arrays together."""
         return 3 * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
+
+
+_NO_PROMPTS = PromptArrays(*[np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
+"""Of no elements, so that nothing has to be sent."""
 
 
 def make_prompt_arrays(
@@ -69,7 +68,7 @@ def make_prompt_arrays(
         block_size: tokens of a block.
     """
     if not num_chunks:
-        return PromptArrays.empty()
+        return _NO_PROMPTS
     lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)

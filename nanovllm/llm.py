@@ -84,7 +84,7 @@ class LLM:
             use_tqdm: show a progress bar.
 
         Returns:
-            The outputs in the order of the prompts.
+            The `RequestOutput` of each prompt, in order.
 
         Raises:
             ValueError: any of the prompts or parameters is out of bounds; none was begun.

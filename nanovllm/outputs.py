@@ -1,41 +1,36 @@
-"""What an engine and an `LLM` return."""
+"""What an `LLM` returns."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypedDict
 
 
-class TokenOutput(TypedDict):
-    """A finished request: its tokens (with the EOS that stopped it), why it ended, and what the prefix cache saved."""
+class RequestOutput(TypedDict):
+    """A finished request.
 
+    Attributes:
+        text: without special tokens; empty without a tokenizer.
+        token_ids: the generated tokens, with the EOS that stopped them.
+        finish_reason: "stop" or "length".
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    text: str
     token_ids: list[int]
     finish_reason: str
     num_cached_tokens: int
 
 
-class RequestOutput(TokenOutput):
-    """The same with its text, without special tokens."""
-
-    text: str
-
-
-class EngineStepResult(NamedTuple):
-    """One step of an engine.
+class StepResult(NamedTuple):
+    """One step.
 
     Attributes:
         finished: finished requests by id, also those of earlier steps that nobody has had yet.
         new_token_ids: tokens that this step added to each request, by id.
         num_prefill_tokens: prompt tokens that were computed: those not in the prefix cache, and those that preempted
             requests compute again.
+        num_output_tokens: how many new tokens there are.
     """
-
-    finished: list[tuple[int, TokenOutput]]
-    new_token_ids: dict[int, list[int]]
-    num_prefill_tokens: int
-
-
-class StepResult(NamedTuple):
-    """The same with texts; `num_output_tokens` is how many new tokens there are."""
 
     finished: list[tuple[int, RequestOutput]]
     new_token_ids: dict[int, list[int]]

@@ -228,12 +228,12 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
     new_requests = [NewRequest(slot, [slot, 3 + slot], 10 + slot, 0.0, 0) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
-    shape = builder.shape_of(batch)
+    shape = builder.shape_of(batch, builder.plan_cascade(batch))
     assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
     assert builder.gather(builder.send(batch, shape)).metadata.single_split
     step = ScheduledBatch(decode_slots=[1, 0], sampled_seq_ids=[1, 0])
     for i in range(2):
-        shape = builder.shape_of(step)
+        shape = builder.shape_of(step, builder.plan_cascade(step))
         assert not shape.single_split and asked[-1] == [12 + i, 11 + i]
         assert not builder.gather(builder.send(step, shape)).metadata.single_split
 
@@ -253,10 +253,10 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
     ]
     chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
-    builder.send(batch, builder.shape_of(batch))
+    builder.send(batch, builder.shape_of(batch, builder.plan_cascade(batch)))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
         step = ScheduledBatch(decode_slots=slots, sampled_seq_ids=slots)
-        shape = builder.shape_of(step)
+        shape = builder.shape_of(step, builder.plan_cascade(step))
         builder.send(step, shape)
         assert shape.uses_cascade == (len(slots) == 3) and shape.single_split and asked[-1] == lens
 

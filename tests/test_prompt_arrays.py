@@ -42,7 +42,7 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
     assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks)
     tiled = rows_of(arrays.tiles, arrays.cu_seqlens_q)
     assert sorted(row for rows in tiled for row in rows) == list(range(sum(LENS)))
-    sampled_rows = arrays.sample_rows[: sum(samples)].tolist()
+    sampled_rows = arrays.sample_indices[: sum(samples)].tolist()
     assert sampled_rows == [n - 1 for n, sampled in zip(np.cumsum(LENS), samples, strict=True) if sampled]
     held = rows_of(arrays.sample_tiles, arrays.cu_seqlens_q)
     assert len(held) == sum(samples) and all(row in rows for row, rows in zip(sampled_rows, held, strict=True))
@@ -72,7 +72,7 @@ def test_every_field_by_hand(padded: bool) -> None:
         "slots": [3, 1, 4, *pad(5)],
         "seq_lens": [18, 48, len(long), *pad(1)],
         "cu_seqlens_q": [0, 4, 5, total, *pad(total)],
-        "sample_rows": [4, total - 1, 0, *pad(0)],
+        "sample_indices": [4, total - 1, 0, *pad(0)],
         "sample_slots": [1, 4, 5, *pad(5)],
         # As many tiles as such sizes can ever take; those whose first query has the longest context come first.
         "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
@@ -88,7 +88,7 @@ def test_padding_alone_and_nothing_at_all() -> None:
     arrays = make_prompt_arrays([], 4, 2, state, 2, 16)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
         "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
-        "cu_seqlens_q": [0, 0, 0], "sample_rows": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
+        "cu_seqlens_q": [0, 0, 0], "sample_indices": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
         "sample_tiles": [-1, -1, 0, 0],
     }  # fmt: skip
     assert all(array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16))
@@ -118,5 +118,5 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
         outs.append(out)
     everything, sampled_only = outs
     assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()
-    rows = torch.from_numpy(arrays.sample_rows[: sum(samples)]).long().to(DEVICE)
+    rows = torch.from_numpy(arrays.sample_indices[: sum(samples)]).long().to(DEVICE)
     assert torch.equal(sampled_only[rows], everything[rows])

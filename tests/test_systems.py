@@ -24,7 +24,7 @@ from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.runner import model_runner
-from nanovllm.utils.device import cpu_cache_budget
+from nanovllm.runner.memory import cpu_cache_budget
 
 CUDA = torch.device("cuda", 0)
 ELSEWHERE = ("norm_linear_ref", "all_reduce_rms_norm_ref")

@@ -17,13 +17,16 @@ class WeightTarget(NamedTuple):
     Attributes:
         param: name of the model's parameter.
         part: name of the projection, of several that the parameter stacks; None if it is no such parameter.
+        expert: number of the expert, of several that the parameter holds; None in a dense layer.
     """
 
     param: str
     part: str | None = None
+    expert: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.param}[{self.part}]" if self.part is not None else self.param
+        labels = [str(label) for label in (self.part, self.expert) if label is not None]
+        return f"{self.param}[{', '.join(labels)}]" if labels else self.param
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
 
-    monkeypatch.setattr(hopper_linear, "pays", lambda *args: True)
+    monkeypatch.setattr(hopper_linear, "should_use", lambda *args: True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])

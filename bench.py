@@ -15,19 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 IMPORT_STARTED = time.perf_counter()
 import torch  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.assets import BUNDLED_MODEL  # noqa: E402
-from nanovllm.model_config import ModelConfig  # noqa: E402
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
+ON_GPU = torch.cuda.is_available()
 
 # hidden_size, intermediate_size, layers, heads, KV heads, tied embeddings
 SHAPES = {
@@ -75,8 +76,9 @@ class Result:
     floor_share: float
 
 
-def make_workload(name: str, rng: Random, vocab_size: int, scale: float) -> Workload:
-    """Draw a workload; `scale` shrinks its requests and lengths for machines without a GPU."""
+def make_workload(name: str, seed: str, llm: LLM) -> Workload:
+    """Draw a workload; without a GPU requests and lengths are smaller."""
+    rng, vocab_size, scale = Random(f"{name} {seed}"), llm.model_config.vocab_size, 1 if ON_GPU else 1 / 16
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(vocab_size) for _ in range(count)]
@@ -100,8 +102,7 @@ def make_workload(name: str, rng: Random, vocab_size: int, scale: float) -> Work
 
 def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
     """The lengths of nano-vLLM's benchmark, the same in every round: its seed, and its order of draws."""
-    rng = Random(0)
-    prompt_lens = []
+    rng, prompt_lens = Random(0), []
     for _ in range(count):
         prompt_lens.append(rng.randint(low, high))
         for _ in range(prompt_lens[-1]):
@@ -109,8 +110,9 @@ def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
     return [(n, rng.randint(low, high)) for n in prompt_lens]
 
 
-def floor_seconds(work: Workload, model: ModelConfig, ceilings: Ceilings, max_num_seqs: int, itemsize: int) -> float:
+def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     """The time that the work takes at the ceilings: see the module."""
+    model, itemsize = llm.model_config, 2 if ON_GPU else 4
     heads_size = model.num_heads * model.head_dim
     kv_size = model.num_kv_heads * model.head_dim
     layer = model.hidden_size * (2 * heads_size + 2 * kv_size + 3 * model.intermediate_size)
@@ -118,57 +120,47 @@ def floor_seconds(work: Workload, model: ModelConfig, ceilings: Ceilings, max_nu
     kv_bytes = 2 * model.num_layers * kv_size * itemsize
     weight_seconds = (layers + head) * itemsize / ceilings.read_bandwidth
 
-    flops = 0.0
-    for i, prompt in enumerate(work.prompts):
-        start = work.shared_prefix if i else 0
-        computed = len(prompt) - start
-        flops += 2 * layers * computed + 2 * head
-        # Each token's scores and weighted values over all tokens up to itself.
-        flops += 4 * model.num_layers * heads_size * (len(prompt) * (len(prompt) + 1) - start * (start + 1)) / 2
+    lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
+    computed = sum(end - start for end, start in lens)
+    # Each token's scores and weighted values over all tokens up to itself.
+    attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
+    flops = 2 * layers * computed + 2 * head * len(lens) + 4 * model.num_layers * heads_size * attended
     seconds = flops / ceilings.matmul_rate
 
     # The first token of a request comes from its prefill; each decode step gives one to all that are live.
     waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]
     live: list[tuple[int, int]] = []
     while waiting or live:
-        while waiting and len(live) < max_num_seqs:
+        while waiting and len(live) < llm.config.max_num_running:
             live.append(waiting.pop())
         kv_tokens = sum(context - work.shared_prefix for context, _ in live) + work.shared_prefix
         seconds += max(weight_seconds, 2 * (layers + head) * len(live) / ceilings.matmul_rate)
         seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
         live = [(context + 1, left - 1) for context, left in live if left > 1]
-    return seconds
+    # Ranks on the CPU share one machine.
+    return seconds / (llm.config.tensor_parallel_size if ON_GPU else 1)
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+def measure_ceilings() -> Ceilings:
     """Measure the read bandwidth (a sum over a large tensor) and the matmul rate, the best of several tries.
 
     Beside an engine, which leaves some of the GPU's memory.
     """
-    cuda = device.type == "cuda"
-    num_bytes = min(2**32, torch.cuda.mem_get_info(device)[0] // 2) if cuda else 2**30
+    device, synchronize = ("cuda", torch.cuda.synchronize) if ON_GPU else ("cpu", lambda: None)
+    num_bytes = min(2**32, torch.cuda.mem_get_info()[0] // 2) if ON_GPU else 2**30
     data = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
-    side = 8192 if cuda else 1024
+    side, dtype = (8192, torch.bfloat16) if ON_GPU else (1024, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
-    def best(function: Any) -> float:
-        times = []
-        for _ in range(10):
-            synchronize(device)
-            started = time.perf_counter()
+    def best(function: Callable[[], object]) -> float:
+        def five_times() -> None:
             for _ in range(5):
                 function()
-            synchronize(device)
-            times.append((time.perf_counter() - started) / 5)
-        return min(times)
+            synchronize()
+
+        return min(timeit.repeat(five_times, number=1, repeat=10)) / 5
 
     return Ceilings(data.numel() * 4 / best(data.sum), 2 * side**3 / best(lambda: a @ b))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, if it works on its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run(llm: LLM, work: Workload) -> float:
@@ -182,25 +174,23 @@ def run(llm: LLM, work: Workload) -> float:
     return seconds
 
 
-def measure(llm: LLM, name: str, model: ModelConfig, ceilings: Ceilings, options: argparse.Namespace) -> Result:
-    """Run a workload's rounds and return the better one against its own floor."""
-    best: Result | None = None
-    itemsize = 2 if options.scale == 1 else 4
-    # Graphs are captured as steps need them.
-    run(llm, make_workload(name, Random(f"{name} warm-up"), model.vocab_size, options.scale))
-    for number in range(ROUNDS):
-        work = make_workload(name, Random(f"{name} {number}"), model.vocab_size, options.scale)
-        seconds = run(llm, work)
-        inputs, outputs = sum(map(len, work.prompts)), sum(work.output_lens)
-        gpus = llm.config.tensor_parallel_size
-        floor = floor_seconds(work, model, ceilings, llm.config.max_num_running, itemsize)
-        # Ranks on the CPU share one machine.
-        floor /= gpus if torch.cuda.is_available() else 1
-        rates = inputs / seconds, outputs / seconds
-        result = Result(name, gpus, inputs, outputs, seconds, *rates, floor, floor / seconds)
-        best = result if best is None or result.floor_share > best.floor_share else best
-    assert best is not None
-    return best
+def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
+    """Run a workload once, and compare its time with its floor."""
+    seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
+    inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
+    rates = inputs / seconds, outputs / seconds
+    return Result(work.name, gpus, inputs, outputs, seconds, *rates, floor, floor / seconds)
+
+
+def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
+    """Print and return the better of a workload's rounds. One is run before, since steps capture graphs as needed."""
+    run(llm, make_workload(name, "warm-up", llm))
+    rounds = [measure_round(llm, make_workload(name, str(number), llm), ceilings) for number in range(ROUNDS)]
+    r = max(rounds, key=lambda result: result.floor_share)
+    counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
+    rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
+    print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
+    return r
 
 
 def shape_folder(shape: str) -> str:
@@ -220,10 +210,9 @@ def shape_folder(shape: str) -> str:
 def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
     """Construct the engine and get a first token, and say how long that took."""
     started = time.perf_counter()
-    dummy = options.model is None
     llm = LLM(
-        shape_folder(options.shape) if dummy else options.model,
-        load_format="dummy" if dummy else "auto",
+        options.model or shape_folder(options.shape),
+        load_format="auto" if options.model else "dummy",
         tensor_parallel_size=tensor_parallel_size,
         enforce_eager=options.enforce_eager,
         attention_backend=options.attention_backend,
@@ -250,7 +239,7 @@ def plot(results: list[Result], title: str, file: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
     names = [f"{r.workload}, {r.gpus} GPUs" if r.gpus > 1 else r.workload for r in results]
     axes.barh(names, [100.0] * len(results), color="#e4e4e4", label="floor")
-    bars = axes.barh(names, [100 * result.floor_share for result in results], color="#3b6fb6", label="measured")
+    bars = axes.barh(names, [100 * r.floor_share for r in results], color="#3b6fb6", label="measured")
     labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.invert_yaxis()
@@ -271,25 +260,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
     options = parser.parse_args()
-    options.scale = 1 if torch.cuda.is_available() else 1 / 16
-    if not torch.cuda.is_available():
+    if not ON_GPU:
         options.model = options.model or BUNDLED_MODEL
     return options
-
-
-def measure_all(llm: LLM, names: tuple[str, ...], ceilings: Ceilings, options: argparse.Namespace) -> list[Result]:
-    """Run workloads and print a line for each."""
-    model, results = llm.model_config, []
-    print(f"{'workload':9} GPUs {'input':>8} {'output':>8} {'seconds':>8} {'in tok/s':>9} {'out tok/s':>9}  floor s")
-    for workload in names:
-        r = measure(llm, workload, model, ceilings, options)
-        results.append(r)
-        counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
-        rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
-        print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
-    if options.profile:
-        profile(llm, make_workload(names[0], Random("profile"), model.vocab_size, options.scale), options.profile)
-    return results
 
 
 def measure_apart(size: int) -> list[Result]:
@@ -297,8 +270,7 @@ def measure_apart(size: int) -> list[Result]:
     changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
     lines: list[str] = []
     with subprocess.Popen([sys.executable, *sys.argv, *changes], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
+        for line in child.stdout or ():
             lines.append(line)
             if not line.startswith("{"):
                 print(line, end="", flush=True)
@@ -311,18 +283,20 @@ def measure_apart(size: int) -> list[Result]:
 def main() -> None:
     """Measure the machine, run the workloads, print the table and the JSON."""
     options = parse_arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = WORKLOADS if options.workload == "all" else (options.workload,)
     first, *others = options.tensor_parallel_size
-    model_name = f"Qwen3-{options.shape} (random weights)" if options.model is None else options.model
+    model_name = options.model or f"Qwen3-{options.shape} (random weights)"
     # Before anything begins CUDA, as in a program of its own: an engine's start depends on that.
     with make_llm(options, first) as llm:
-        ceilings = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        ceilings = measure_ceilings()
         torch.cuda.empty_cache()
-        name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
         print(f"{model_name} on {name}, torch {torch.__version__}")
         print(f"read {ceilings.read_bandwidth / 1e12:.3f} TB/s, matmul {ceilings.matmul_rate / 1e12:.2f} TFLOP/s")
-        results = measure_all(llm, names, ceilings, options)
+        print("workload  GPUs    input   output  seconds  in tok/s out tok/s  floor s")
+        results = [measure(llm, workload, ceilings) for workload in names]
+        if options.profile:
+            profile(llm, make_workload(names[0], "profile", llm), options.profile)
     for size in others:
         results += measure_apart(size)
     if options.plot:

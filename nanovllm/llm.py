@@ -8,7 +8,6 @@ import warnings
 from array import array
 from collections.abc import Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
@@ -19,7 +18,7 @@ from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.outputs import RequestOutput, StepResult
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
@@ -59,6 +58,7 @@ class LLM:
             self.tokenizer = _load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
+        self._output_processor = OutputProcessor(self.tokenizer)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
         self.llm_engine = LLMEngine(
             config,
@@ -66,11 +66,9 @@ class LLM:
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos]),
+            decode=self._output_processor.decode,
         )
         self._input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits)
-        self._output_processor = OutputProcessor(self.tokenizer)
-        # Kept until `step` returns them: a signal may come before that.
-        self._finished: list[tuple[int, RequestOutput]] = []
 
     def generate(
         self,
@@ -86,8 +84,7 @@ class LLM:
             use_tqdm: show a progress bar.
 
         Returns:
-            For each prompt, in order: `text` (without special tokens), `token_ids` (with the EOS that stopped it),
-            `finish_reason` ("stop" or "length") and `num_cached_tokens` (of the prompt, found in the prefix cache).
+            The `RequestOutput` of each prompt, in order.
 
         Raises:
             ValueError: any of the prompts or parameters is out of bounds; none was begun.
@@ -114,17 +111,8 @@ class LLM:
         return self.llm_engine.enqueue(token_ids, params)
 
     def step(self) -> StepResult:
-        """Do one step of the engine; see `LLMEngine.step`. A request whose text cannot be decoded fails alone."""
-        with deferred_signals():
-            result = self.llm_engine.step()
-            for request_id, output in result.finished:
-                try:
-                    self._finished.append((request_id, self._output_processor.finish(request_id, output)))
-                except StepError as error:
-                    self.llm_engine.keep_failure(error)
-        finished, self._finished = self._finished, []
-        num_output_tokens = sum(map(len, result.new_token_ids.values()))
-        return StepResult(finished, result.new_token_ids, result.num_prefill_tokens, num_output_tokens)
+        """Do one step of the engine; see `LLMEngine.step`."""
+        return self.llm_engine.step()
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests; see `LLMEngine.abort`."""
@@ -132,7 +120,7 @@ class LLM:
 
     def is_finished(self) -> bool:
         """Whether no request is left, and every result has been returned."""
-        return self.llm_engine.is_finished() and not self._finished
+        return self.llm_engine.is_finished()
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
@@ -160,13 +148,11 @@ class LLM:
         """Return the outputs of requests `ids`; other requests' results stay for their callers."""
         engine, outputs = self.llm_engine, dict[int, RequestOutput]()
         started, num_tokens = time.perf_counter(), engine.scheduler.stats.num_output_tokens
-        with _progress_bar(len(ids), use_tqdm) as bar:
+        with tqdm(total=len(ids), desc="Generating", unit="request", dynamic_ncols=True, disable=not use_tqdm) as bar:
             while len(outputs) < len(ids):
                 engine.run_step()
-                # Ctrl-C while a text is decoded is no failure of the tokenizer.
-                with deferred_signals():
-                    done = engine.claim(ids)
-                    outputs.update((i, self._output_processor.finish(i, output)) for i, output in done.items())
+                done = engine.claim(ids)
+                outputs.update(done)
                 if done:
                     rate = (engine.scheduler.stats.num_output_tokens - num_tokens) / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
@@ -176,9 +162,7 @@ class LLM:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.exit()
 
 
@@ -201,7 +185,3 @@ def _one_each(params: SamplingParams | list[SamplingParams] | None, count: int) 
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
     return list(params)
-
-
-def _progress_bar(total: int, enabled: bool) -> Any:
-    return tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True, disable=not enabled)

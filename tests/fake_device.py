@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator
 from nanovllm.kernels._triton import compiled_only, to_compile
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
@@ -91,11 +92,19 @@ def send(staging: Staging, parts: list[np.ndarray]) -> list[torch.Tensor]:
     return list(staging._device_buffer[: sum(lengths)].split(lengths))
 
 
-def load_model(runner: ModelRunner, folder: str, max_model_len: int) -> Any:
-    torch.set_default_dtype(runner.dtype)
-    with torch.device(runner.device):
-        model = make_model(runner.model_config, runner.communicator)
-    model.init_rope(max_model_len, runner.device)
+def load_model(
+    model_config: ModelConfig,
+    communicator: Communicator,
+    config: Config,
+    folder: str,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = make_model(model_config, communicator)
+    model.init_rope(max_model_len, device)
     return model
 
 
@@ -124,8 +133,8 @@ def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
         (FakeTensor, "__setitem__", lambda x, index, value: None),
         (Staging, "__init__", init_staging),
         (Staging, "send", send),
-        (ModelRunner, "_load_model", load_model),
-        (ModelRunner, "_free_memory", lambda runner: 0),
+        (model_runner, "load_model", load_model),
+        (model_runner, "free_memory", lambda device: 0),
         (ModelRunner, "_device_guard", lambda runner: nullcontext()),
         (model_runner, "compiler_ready", lambda device: None),
         (model_runner, "compile_ahead", record),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanovllm import SamplingParams
@@ -128,6 +129,7 @@ def make_engine(
     max_model_len: int = 128,
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
+    decode: Callable[[list[int]], str] = lambda token_ids: "",
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -140,7 +142,9 @@ def make_engine(
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth)
-    engine = LLMEngine(config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos)
+    engine = LLMEngine(
+        config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, decode=decode
+    )
     return engine, runner
 
 

@@ -32,7 +32,7 @@ class Sender:
         return self._send(parts)
 
     def send(self, batch: ScheduledBatch, shape: StepShape | None = None) -> PreparedStep:
-        exact = self.builder.shape_of(batch)
+        exact = self.builder.shape_of(batch, self.builder.plan_cascade(batch))
         return self.builder.send(batch, shape or exact)
 
     def step(self, batch: ScheduledBatch, shape: StepShape | None = None, token: int = 7) -> DeviceBatch:

@@ -15,7 +15,7 @@ from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
 from nanovllm.runner.batch import StepShape
 from nanovllm.runner.cuda_graph import CaptureSizes, decode_sizes, mixed_sizes
-from tests.test_kernels import BATCHES, DTYPES, GPU, check_error, empty_is_nan, needs_hopper, randn
+from tests.test_kernels import BATCHES, DTYPES, GPU, by_triton, check_error, empty_is_nan, needs_hopper, randn
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_
     wide = x.sum(0) + (residual.float() if residual is not None else 0)
     exact = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-6)
     same = torch.nn.functional.rms_norm(wide.to(dtype), (size,), weight, 1e-6)
-    for form in (rms_norm.rms_norm_triton, rms_norm.rms_norm_ref):
+    for form in (by_triton(rms_norm.rms_norm), rms_norm.rms_norm_ref):
         out, total = form(x, weight, 1e-6, residual)
         assert out.dtype == total.dtype == dtype and out.shape == total.shape == (rows, size)
         same_total = x.sum(0).to(dtype) + (residual if residual is not None else 0)

@@ -100,18 +100,19 @@ PROGRAM = """
     from nanovllm.kernels.compilers import Compilers
     from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention
     from nanovllm.kernels.linear.hopper_batch_linear import batch_linear
-    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode
+    from nanovllm.kernels.attention.decode_attention import plan_decode
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention
     from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
     from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-    from nanovllm.kernels.rms_norm import rms_norm_triton
-    from nanovllm.kernels.silu_and_mul import silu_and_mul_triton
+    from nanovllm.kernels import rms_norm, silu_and_mul
 
+    rms_norm.uses_triton = silu_and_mul.uses_triton = lambda device: True
     x, device = torch.zeros(4, 64), torch.device("cpu")
     half = torch.zeros(256, 128, dtype=torch.bfloat16)
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
-    whole = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 1)
+    whole = plan_decode(ints[0] + 1, 4, 2, 64, 64, 1)
     shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
-    behind = plan_hopper_decode(ints[0] + 1, 4, 2, 64, 2, shared)
+    behind = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared)
     runs = [
         partial(hopper_gated_linear, half, half, 132),
         partial(batch_linear, half, half, True),
@@ -126,9 +127,9 @@ PROGRAM = """
             hopper_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16), (half[0], half[0]), 1e-6, x,
             ints[0], cache.view(1, 256, 1, 128), cache.view(1, 256, 1, 128), ints[0], 132,
         ),
-        partial(rms_norm_triton, x, x[0], 1e-6, x),
-        partial(silu_and_mul_triton, x),
-        partial(silu_and_mul_triton, half),
+        partial(rms_norm.rms_norm, x, x[0], 1e-6, x),
+        partial(silu_and_mul.silu_and_mul, x),
+        partial(silu_and_mul.silu_and_mul, half),
     ]
     kernels = [
         "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",

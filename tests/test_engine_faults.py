@@ -167,8 +167,7 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
     prompts = [[1, 2], [3, 4], [5, 6]]
     want = [complete(prompt, 4, frozenset(), 128) for prompt in prompts]
     llm = LLM.__new__(LLM)
-    llm.llm_engine, _ = make_engine(pipeline_depth=depth)
-    llm._output_processor, llm._finished = OutputProcessor(Tokenizer(want[1])), []
+    llm.llm_engine, _ = make_engine(pipeline_depth=depth, decode=OutputProcessor(Tokenizer(want[1])).decode)
     ids = [llm.llm_engine.add_request(prompt, greedy(4)) for prompt in prompts]
     outputs: dict[int, RequestOutput] = {}
     failures: list[StepError] = []

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
-from nanovllm.kernels.slot_state import SlotTensors, scatter_tokens_triton
+from nanovllm.kernels.slot_state import SlotTensors, scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import PreparedStep
@@ -108,7 +108,7 @@ def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
 
-    monkeypatch.setattr(hopper_linear, "pays", lambda *args: True)
+    monkeypatch.setattr(hopper_linear, "should_use", lambda *args: True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])
@@ -330,7 +330,7 @@ def test_a_device_that_is_not_there() -> None:
 def test_what_is_compiled_ahead_is_not_launched() -> None:
     def scatter(state: SlotTensors) -> None:
         slots, token_ids = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 7, device="cuda")
-        scatter_tokens_triton(state, slots, token_ids, 1, torch.zeros_like(token_ids))
+        scatter_tokens(state, slots, token_ids, 1, torch.zeros_like(token_ids))
 
     state = SlotTensors(*(torch.zeros(2, 8, dtype=torch.int32, device="cuda")[:, i].contiguous() for i in range(6)))
     compile_ahead(torch.device("cuda", 0), [partial(scatter, state)] * 2)

@@ -15,7 +15,8 @@ from nanovllm import SamplingParams
 from nanovllm.attention import triton as triton_backend
 from nanovllm.attention.triton import should_use_single_split
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts_ref, split_contexts_triton
+from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
+from nanovllm.kernels.attention.decode_attention import plan_decode
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
 from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import BatchBuilder, StepShape
@@ -24,6 +25,7 @@ from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
+    by_triton,
     check_error,
     dense_attention,
     empty_is_nan,
@@ -54,10 +56,10 @@ def attend(
     seq_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: CascadeGroups | None = None,
 ) -> None:  # fmt: skip
     """By as many shares; with 1 contexts are whole. Fills `out` with NaN, after the plan, which must be older."""
-    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention, plan_hopper_decode  # noqa: PLC0415
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_hopper_decode(seq_lens, num_heads, cache.shape[3], head_dim, shares, shared)
+    plan = plan_decode(seq_lens, num_heads, cache.shape[3], head_dim, 64, shares, shared)
     prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
     for part in (*(plan.partial or ()), *prefix):
         part.fill_(float("nan"))
@@ -167,7 +169,7 @@ def test_split_contexts(num_seqs: int, shares: int, has_prefix: bool) -> None:
     prefix_lens = 16 * torch.arange(num_seqs + 3, dtype=torch.int32, device=DEVICE) if has_prefix else None
     whole_lens = lens if prefix_lens is None else lens + prefix_lens[:num_seqs]
     with empty_is_nan():
-        got = split_contexts_triton(whole_lens, 16, shares, prefix_lens)
+        got = by_triton(split_contexts)(whole_lens, 16, shares, prefix_lens)
     want = split_contexts_ref(whole_lens, 16, shares, prefix_lens)
     assert torch.equal(got.splits, want.splits) and torch.equal(got.of_seqs, want.of_seqs)
     seqs, starts, counts, old = got.splits[got.splits[:, 0] >= 0].T
@@ -226,12 +228,12 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
     new_requests = [NewRequest(slot, [slot, 3 + slot], 10 + slot, 0.0, 0) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
-    shape = builder.shape_of(batch)
+    shape = builder.shape_of(batch, builder.plan_cascade(batch))
     assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
     assert builder.gather(builder.send(batch, shape)).metadata.single_split
     step = ScheduledBatch(decode_slots=[1, 0], sampled_seq_ids=[1, 0])
     for i in range(2):
-        shape = builder.shape_of(step)
+        shape = builder.shape_of(step, builder.plan_cascade(step))
         assert not shape.single_split and asked[-1] == [12 + i, 11 + i]
         assert not builder.gather(builder.send(step, shape)).metadata.single_split
 
@@ -251,10 +253,10 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
     ]
     chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
-    builder.send(batch, builder.shape_of(batch))
+    builder.send(batch, builder.shape_of(batch, builder.plan_cascade(batch)))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
         step = ScheduledBatch(decode_slots=slots, sampled_seq_ids=slots)
-        shape = builder.shape_of(step)
+        shape = builder.shape_of(step, builder.plan_cascade(step))
         builder.send(step, shape)
         assert shape.uses_cascade == (len(slots) == 3) and shape.single_split and asked[-1] == lens
 

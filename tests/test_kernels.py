@@ -6,10 +6,12 @@ A kernel passes if its error against float32 is at most twice that of the same o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +20,7 @@ from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, s
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.attention.prefill_attention import prefill_attention, prefill_attention_triton
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_linear
 from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.cascade_plan import plan_cascade_groups
@@ -33,6 +34,16 @@ FLOAT32_ROUNDING = 1e-5
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def by_triton(op: Any) -> Callable[..., Any]:
+    """The op by its kernels, which run in Triton's interpreter where there is no GPU."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patch(f"{op.__module__}.uses_triton", lambda device: True):
+            return op(*args, **kwargs)
+
+    return run
 
 
 def check_error(out: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor) -> None:
@@ -58,7 +69,7 @@ def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool) -> None:
     weight = randn(size, dtype=dtype)
     x = randn(rows, 2 * size, dtype=dtype)[:, :size]
     residual = randn(rows, size, dtype=dtype) if with_residual else None
-    out, total = rms_norm.rms_norm_triton(x, weight, 1e-6, residual)
+    out, total = by_triton(rms_norm.rms_norm)(x, weight, 1e-6, residual)
     _, same_total = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
     torch.testing.assert_close(total, same_total, rtol=0, atol=0)
     wide = total.float()
@@ -74,7 +85,7 @@ def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * (3072 if GPU else 112), dtype=dtype)
     exact = silu_and_mul.silu_and_mul_ref(gate_up.float())
     gate, up = gate_up.chunk(2, dim=-1)
-    check_error(silu_and_mul.silu_and_mul_triton(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(by_triton(silu_and_mul.silu_and_mul)(gate_up), torch.nn.functional.silu(gate) * up, exact)
     check_error(silu_and_mul.silu_and_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
 
 
@@ -95,7 +106,7 @@ def test_qkv_rope_store(tokens: int, dtype: torch.dtype, head_dim: int, with_nor
     before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
     out, same, exact = before.clone(), before.clone(), before.float()
     rope = (1e-6, cos_sin, positions)
-    query = qkv_rope_store.qkv_rope_store_triton(qkv, weights, *rope, out[0], out[1], slots)
+    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv, weights, *rope, out[0], out[1], slots)
     same_query = qkv_rope_store.qkv_rope_store_ref(qkv, weights, *rope, same[0], same[1], slots)
     exact_query = qkv_rope_store.qkv_rope_store_ref(qkv.float(), wide, *rope, exact[0], exact[1], slots)
     check_error(query, same_query, exact_query)
@@ -313,7 +324,7 @@ def test_sampling(rows: int, dtype: torch.dtype, vocab_size: int) -> None:
     seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
     output_index = torch.randint(4096, (rows,), dtype=torch.int32, device=DEVICE)
     logits = (3 * randn(rows, vocab_size + 3, dtype=dtype))[:, :vocab_size]
-    out_scores, out = sampling.sample_triton(logits, temperatures, seeds, output_index)
+    out_scores, out = by_triton(sampling.sample)(logits, temperatures, seeds, output_index)
     _, want = sampling.sample_ref(logits, temperatures, seeds, output_index)
     greedy = temperatures == 0
     assert torch.equal(out[greedy], want[greedy])
@@ -339,7 +350,7 @@ def test_sampling_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(3, 9001, device=DEVICE)
     logits[0, [5000, 7000, 8999]] = 1
     logits[1, [10, 11]] = 1
-    for form in (sampling.sample_triton, sampling.sample_ref):
+    for form in (by_triton(sampling.sample), sampling.sample_ref):
         assert form(logits, zeros, seeds, seeds[:, 0])[1].tolist() == [5000, 10, 0]
 
 
@@ -353,7 +364,7 @@ def test_sampling_gives_a_token_whatever_the_logits() -> None:
     logits[3, 70] = float("inf")
     for temperature in (0.0, 1e-38, 1.0, 1e30):
         temperatures = torch.full((4,), temperature, device=DEVICE)
-        for form in (sampling.sample_triton, sampling.sample_ref):
+        for form in (by_triton(sampling.sample), sampling.sample_ref):
             tokens = form(logits, temperatures, seeds, seeds[:, 0])[1].tolist()
             assert tokens[0] == tokens[2] == 0 and tokens[3] == 70
             assert tokens[1] != 5 and 0 <= tokens[1] < vocab_size
@@ -376,7 +387,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
     if rows > 1:
         slots[-2:] = num_slots
-    got = slot_state.gather_decode_rows_triton(state, slots, block_size)
+    got = by_triton(slot_state.gather_decode_rows)(state, slots, block_size)
     want = slot_state.gather_decode_rows_ref(state, slots, block_size)
     for name, tensor in vars(want).items():
         assert torch.equal(getattr(got, name), tensor), name
@@ -392,7 +403,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     states = [deepcopy(state), deepcopy(state)]
     sampled = [torch.full((2 * rows,), -1, device=DEVICE) for _ in states]
     num_decodes = rows - rows // 2
-    slot_state.scatter_tokens_triton(states[0], slots, token_ids, num_decodes, sampled[0])
+    by_triton(slot_state.scatter_tokens)(states[0], slots, token_ids, num_decodes, sampled[0])
     slot_state.scatter_tokens_ref(states[1], slots, token_ids, num_decodes, sampled[1])
     for name, tensor in vars(states[0]).items():
         assert torch.equal(tensor[:-1], getattr(states[1], name)[:-1]), name
@@ -403,7 +414,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     assert counted.sum() == live[:num_decodes].sum() and counted[-1] == 0
 
 
-@pytest.mark.parametrize("form", [sampling.sample_triton, sampling.sample_ref] if GPU else [sampling.sample_ref])
+@pytest.mark.parametrize("form", [by_triton(sampling.sample), sampling.sample_ref] if GPU else [sampling.sample_ref])
 def test_samples_follow_the_softmax(form: Any) -> None:
     """20,000 draws of one distribution, by different seeds: chi-squared against softmax(logits / temperature)."""
     count, temperature = 20000, 0.7
@@ -422,7 +433,7 @@ def test_samples_follow_the_softmax(form: Any) -> None:
     assert chi_squared < 20.5
 
 
-@pytest.mark.parametrize("form", [sampling.sample_triton, sampling.sample_ref] if GPU else [sampling.sample_ref])
+@pytest.mark.parametrize("form", [by_triton(sampling.sample), sampling.sample_ref] if GPU else [sampling.sample_ref])
 @pytest.mark.parametrize("temperature", [0.5, 1e30])
 def test_equal_tokens_are_equally_likely(form: Any, temperature: float) -> None:
     """All tokens of three groups, by chi-squared over 20,000 draws."""
@@ -474,19 +485,20 @@ if GPU:
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("programs", "tile"), [(1, 32), (7, 64), (100, 16)])
+@pytest.mark.parametrize(("shares", "tile"), [(1, 32), (7, 64), (100, 16)])
 def test_decode_attention(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int
 ) -> None:
     kv_heads = 2
     lens = [1, 2, 16, 17, 300, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, programs, tile, group * kv_heads, kv_heads, head_dim)
-    plan.partial.fill_(float("nan"))
-    plan.lse.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, seq_lens, plan, head_dim**-0.5)
+    plan = plan_decode(seq_lens, group * kv_heads, kv_heads, head_dim, tile, shares)
+    assert (plan.partial is None) == (shares == 1)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    decode_attention(query, cache[0], cache[1], out, tables, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
@@ -514,9 +526,9 @@ def with_shared_prefixes(
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES if GPU else [(16, 1, 16), (64, 7, 48)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("programs", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
+@pytest.mark.parametrize(("shares", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
 def test_decode_attention_over_shared_prefixes(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, programs: int, tile: int, max_items: int,
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int, max_items: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The result is that of the whole contexts."""
@@ -524,32 +536,32 @@ def test_decode_attention_over_shared_prefixes(
     lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, programs, tile, group * 2, 2, head_dim, shared)
+    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares, shared)
     assert plan.prefix is not None
-    plan.prefix.partial.fill_(float("nan"))
-    plan.prefix.lse.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, seq_lens, plan, head_dim**-0.5)
+    for part in (*(plan.partial or ()), plan.prefix.partial, plan.prefix.lse):
+        part.fill_(float("nan"))
+    decode_attention(query, cache[0], cache[1], out, tables, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
 
 
-def hopper_prefill_by_three(query: torch.Tensor, k_cache: torch.Tensor, *others: Any) -> None:
-    """Hopper's form with so few programs that each goes through many tiles."""
+def hopper_prefill_attention(num_programs: int, query: torch.Tensor, k_cache: torch.Tensor, *others: Any) -> None:
+    """Hopper's kernel; with few programs each goes through many tiles."""
     if not is_hopper(query.device):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
 
-    if not hopper_prefill.supports(query, k_cache):
+    if not hopper_prefill.supports(query.dtype, query.shape[2], k_cache.shape[1]):
         pytest.skip("not one of its shapes")
-    args = (*others, 3)
+    args = (*others, num_programs)
     hopper_prefill.hopper_prefill_attention(query, k_cache, *args)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "function", [prefill_attention_triton, *([prefill_attention, hopper_prefill_by_three] if GPU else [])]
+    "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )
 def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, function: Any) -> None:
     kv_heads = 2

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.attention.prefill_attention import prefill_attention, prefill_attention_triton
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.runner.messages import PromptChunk
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
-from tests.test_kernels import DEVICE, GPU, paged, randn
+from tests.test_kernels import DEVICE, paged, randn
 
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
@@ -43,7 +42,7 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
     assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks)
     tiled = rows_of(arrays.tiles, arrays.cu_seqlens_q)
     assert sorted(row for rows in tiled for row in rows) == list(range(sum(LENS)))
-    sampled_rows = arrays.sample_rows[: sum(samples)].tolist()
+    sampled_rows = arrays.sample_indices[: sum(samples)].tolist()
     assert sampled_rows == [n - 1 for n, sampled in zip(np.cumsum(LENS), samples, strict=True) if sampled]
     held = rows_of(arrays.sample_tiles, arrays.cu_seqlens_q)
     assert len(held) == sum(samples) and all(row in rows for row, rows in zip(sampled_rows, held, strict=True))
@@ -73,7 +72,7 @@ def test_every_field_by_hand(padded: bool) -> None:
         "slots": [3, 1, 4, *pad(5)],
         "seq_lens": [18, 48, len(long), *pad(1)],
         "cu_seqlens_q": [0, 4, 5, total, *pad(total)],
-        "sample_rows": [4, total - 1, 0, *pad(0)],
+        "sample_indices": [4, total - 1, 0, *pad(0)],
         "sample_slots": [1, 4, 5, *pad(5)],
         # As many tiles as such sizes can ever take; those whose first query has the longest context come first.
         "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
@@ -89,7 +88,7 @@ def test_padding_alone_and_nothing_at_all() -> None:
     arrays = make_prompt_arrays([], 4, 2, state, 2, 16)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
         "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
-        "cu_seqlens_q": [0, 0, 0], "sample_rows": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
+        "cu_seqlens_q": [0, 0, 0], "sample_indices": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
         "sample_tiles": [-1, -1, 0, 0],
     }  # fmt: skip
     assert all(array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16))
@@ -115,10 +114,9 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
     outs = []
     for work in (tiles, sample_tiles):
         out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-        attend = prefill_attention if GPU else prefill_attention_triton
-        attend(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, work, 0.125)
+        prefill_attention(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, work, 0.125)
         outs.append(out)
     everything, sampled_only = outs
     assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()
-    rows = torch.from_numpy(arrays.sample_rows[: sum(samples)]).long().to(DEVICE)
+    rows = torch.from_numpy(arrays.sample_indices[: sum(samples)]).long().to(DEVICE)
     assert torch.equal(sampled_only[rows], everything[rows])

@@ -19,6 +19,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader, make_model
 from nanovllm.models.base import CausalLM
 from tests.conftest import MakeCheckpoint
+from tests.test_kernels import by_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 104}
@@ -103,7 +104,7 @@ SHARDS = [Shard(0, 192, 320), Shard(192, 384, 320)], [Shard(i * 64, (i + 1) * 64
 
 
 @pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("form", [sampling.sample_ref, sampling.sample_triton])
+@pytest.mark.parametrize("form", [sampling.sample_ref, by_triton(sampling.sample)])
 def test_the_best_of_the_shards_is_the_best_of_all(shards: list[Shard], form: Any) -> None:
     torch.manual_seed(0)
     rows, total = 9, shards[0].total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,9 @@ FEW_SEQS = 64
 2.60 ms a step instead of 2.74 (0.6B, H200)."""
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
-"""Tokens per tile, and programs per multiprocessor."""
 _FLOAT32_TILE = 32
-_SPLIT_PROGRAMS = 2
-"""Programs per multiprocessor over which `hopper_decode` splits contexts."""
+_HOPPER_PROGRAMS = 2
+"""Tokens per tile, and programs per multiprocessor over which contexts are split."""
 _PROGRAMS_FOR_BANDWIDTH = 80
 """Programs of `hopper_decode` that saturate an H200's read bandwidth."""
 _FREE_TOKENS = 190
@@ -73,9 +74,12 @@ class TritonBackend(AttentionBackend):
         self.max_cascade_items = _CASCADE_PROGRAMS * self.num_processors // num_kv_heads
         self.rows_per_cascade_item = rows_per_item(num_heads // num_kv_heads)
         self._hopper_decode: Any = None
+        self._prefill: Callable[..., None] = prefill_attention
         if is_hopper(device):
-            from nanovllm.kernels.attention import hopper_decode  # noqa: PLC0415
+            from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
+            if hopper_prefill.supports(dtype, head_dim, block_size):
+                self._prefill = partial(hopper_prefill.hopper_prefill_attention, num_programs=self.num_processors)
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
                 self._hopper_decode, self.supports_single_split = hopper_decode, True
 
@@ -85,16 +89,16 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, metadata: AttentionMetadata) -> Any:
         """Divide the decode rows' contexts among programs."""
-        if not metadata.num_decodes:
+        n = metadata.num_decodes
+        if not n:
             return None
-        lens = metadata.seq_lens[: metadata.num_decodes]
+        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if n <= FEW_SEQS else (_MANY_TILE, _MANY_PROGRAMS)
         if self._hopper_decode is not None:
-            shares = 1 if metadata.single_split else self._shares(metadata.num_decodes)
-            return self._hopper_decode.plan_hopper_decode(lens, *self.heads, shares, metadata.cascade)
-        few = metadata.num_decodes <= FEW_SEQS
-        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if few else (_MANY_TILE, _MANY_PROGRAMS)
-        tile = _FLOAT32_TILE if self.dtype == torch.float32 else tile
-        return plan_decode(lens, self.num_processors * programs, tile, *self.heads, metadata.cascade)
+            tile, programs = self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
+        elif self.dtype == torch.float32:
+            tile = _FLOAT32_TILE
+        shares = 1 if metadata.single_split else self._shares(n, programs)
+        return plan_decode(metadata.seq_lens[:n], *self.heads, tile, shares, metadata.cascade)
 
     def forward(
         self,
@@ -112,10 +116,10 @@ class TritonBackend(AttentionBackend):
         if n and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(*decodes, metadata.slot_mapping[:n], metadata.plan, scale)
         elif n:
-            decode_attention(*decodes, lens[:n], metadata.plan, scale)
+            decode_attention(*decodes, metadata.plan, scale)
         if len(metadata.query_tiles):
             cu_seqlens_q, tiles = metadata.cu_seqlens_q, metadata.query_tiles
-            prefill_attention(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
+            self._prefill(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
         return out
 
     def forward_projected(
@@ -139,9 +143,9 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
         return out
 
-    def _shares(self, num_seqs: int) -> int:
-        """Return the `shares` argument of `split_contexts`."""
+    def _shares(self, num_seqs: int, programs: int) -> int:
+        """Return the `shares` argument of `split_contexts` for `programs` programs per multiprocessor."""
         _, num_kv_heads, _ = self.heads
-        at_once = max(1, _SPLIT_PROGRAMS * self.num_processors // num_kv_heads)
+        at_once = max(1, programs * self.num_processors // num_kv_heads)
         # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
         return at_once - num_seqs if 2 * num_seqs <= at_once else at_once

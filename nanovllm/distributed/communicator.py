@@ -101,7 +101,10 @@ class DistributedCommunicator(Communicator):
         options = dist.AllreduceOptions()
         options.reduceOp = op
         options.asyncOp = False
-        self._group.allreduce([tensor], options).wait()
+        work = self._group.allreduce([tensor], options)
+        # NCCL's runs on the current stream, and there is nothing to wait for.
+        if work is not None:
+            work.wait()
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._reduce_in_place(x, ReduceOp.SUM)

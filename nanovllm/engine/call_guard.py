@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Lock, get_ident
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 _EXIT_SECONDS = 10.0
@@ -24,7 +24,7 @@ class Call:
 
 
 class CallGuard:
-    """Admits one call at a time, and closes the engine between two calls.
+    """Admits one call at a time.
 
     A second call is refused unless the first is brief. A lock would deadlock a signal handler that interrupts the call
     which holds it. Call `begin` within a `try` whose `finally` calls `end`, so that no exception leaves one in place.
@@ -85,14 +85,10 @@ class CallGuard:
                 time.sleep(_POLL_SECONDS)
 
 
-class _HasExit(Protocol):
-    def exit(self) -> None: ...
+_engines: WeakSet[Any] = WeakSet()
 
 
-_engines: WeakSet[_HasExit] = WeakSet()
-
-
-def exit_with_interpreter(engine: _HasExit) -> None:
+def exit_with_interpreter(engine: Any) -> None:
     """Have an engine that is still there exit before the interpreter does.
 
     A daemon thread that the interpreter ends within a step ends the process by C++'s `terminate`.

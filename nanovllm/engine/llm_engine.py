@@ -1,4 +1,4 @@
-"""The engine: token ids in, token ids out, one step at a time. It knows neither texts nor devices.
+"""The engine: token ids in, token ids out, one step at a time. It knows neither tokenizers nor devices.
 
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
 (depth 0, on the CPU). What needs token values, such as EOS, waits for the step's result; see `Scheduler`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import count
 
@@ -21,12 +21,11 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.runner import Handle, Runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.unclaimed import Unclaimed
-from nanovllm.outputs import EngineStepResult, StepError, TokenOutput
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -43,6 +42,7 @@ class LLMEngine:
         vocab_size: token ids of prompts must be below it.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end a request.
+        decode: returns the text of a finished request's tokens; called with signals deferred.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class LLMEngine:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        decode: Callable[[list[int]], str] = lambda token_ids: "",
     ) -> None:
         self.config = config
         self._runner: Runner | None = runner
@@ -75,7 +76,7 @@ class LLMEngine:
         self._inbox: deque[Sequence | list[int]] = deque()
         # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
-        self._unclaimed = Unclaimed()
+        self._unclaimed = Unclaimed(decode)
         self._guard = CallGuard()
         exit_with_interpreter(self)
 
@@ -97,7 +98,7 @@ class LLMEngine:
         self._inbox.append(Sequence(request_id, token_ids, params, seed))
         return request_id
 
-    def step(self) -> EngineStepResult:
+    def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
 
         Raises:
@@ -109,9 +110,11 @@ class LLMEngine:
             self.begin(call)
             if self._runner is None and self._unclaimed:
                 # The device was lost with the step after the one that finished these.
-                return EngineStepResult(self._unclaimed.take(), {}, 0)
+                return StepResult(self._unclaimed.take(), {}, 0, 0)
             num_prefill_tokens = self.run_step()
-            return EngineStepResult(self._unclaimed.take(), self.new_token_ids(), num_prefill_tokens)
+            new_token_ids = self._new_token_ids()
+            num_output_tokens = sum(map(len, new_token_ids.values()))
+            return StepResult(self._unclaimed.take(), new_token_ids, num_prefill_tokens, num_output_tokens)
         finally:
             self.end(call)
 
@@ -134,7 +137,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
-        return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._unclaimed)
+        return self._is_idle() and not self._unclaimed
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
@@ -191,7 +194,7 @@ class LLMEngine:
                 self._collect(0)
             return batch.num_prompt_tokens if batch is not None else 0
 
-    def new_token_ids(self) -> dict[int, list[int]]:
+    def _new_token_ids(self) -> dict[int, list[int]]:
         """Return the tokens that the last step added to each request."""
         new: dict[int, list[int]] = {}
         for request_ids, token_ids, dropped in self._new_tokens:
@@ -200,7 +203,7 @@ class LLMEngine:
                     new.setdefault(request_id, []).append(token_id)
         return new
 
-    def claim(self, request_ids: set[int]) -> dict[int, TokenOutput]:
+    def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
         """Return, once, those of these requests that have finished.
 
         Raises:
@@ -208,7 +211,7 @@ class LLMEngine:
             RuntimeError: none of them is left, since somebody else has aborted them.
         """
         done = self._unclaimed.claim(request_ids)
-        if not done and self.scheduler.is_finished() and not (self._in_flight or self._inbox):
+        if not done and self._is_idle():
             raise RuntimeError("requests of this generate were aborted by somebody else")
         return done
 
@@ -222,9 +225,8 @@ class LLMEngine:
             finally:
                 self._unclaimed.drop(request_ids)
 
-    def keep_failure(self, error: StepError) -> None:
-        """Keep a failure for the callers of its requests."""
-        self._unclaimed.failures.append(error)
+    def _is_idle(self) -> bool:
+        return self.scheduler.is_finished() and not (self._in_flight or self._inbox)
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.
@@ -268,12 +270,7 @@ class LLMEngine:
             finished, dropped = self.scheduler.postprocess(batch, output)
             self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, dropped))
             for seq in finished:
-                token_output = TokenOutput(
-                    token_ids=seq.completion_token_ids,
-                    finish_reason=str(seq.finish_reason),
-                    num_cached_tokens=seq.num_cached_tokens or 0,
-                )
-                self._unclaimed.finished.append((seq.seq_id, token_output))
+                self._unclaimed.add(seq)
 
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.

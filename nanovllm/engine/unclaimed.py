@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from nanovllm.outputs import StepError, TokenOutput
+from collections.abc import Callable
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import RequestOutput, StepError
 
 
 class Unclaimed:
-    """What steps have finished or failed, and nobody has seen yet."""
+    """What steps have finished or failed, and nobody has seen yet.
 
-    def __init__(self) -> None:
-        self.finished: list[tuple[int, TokenOutput]] = []
+    Args:
+        decode: returns the text of a finished request's tokens.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self.finished: list[tuple[int, RequestOutput]] = []
         self.failures: list[StepError] = []
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.failures)
 
-    def take(self) -> list[tuple[int, TokenOutput]]:
+    def add(self, seq: Sequence) -> None:
+        """Keep the output of a finished sequence; one whose text cannot be decoded fails alone."""
+        token_ids = seq.completion_token_ids
+        try:
+            text = self._decode(token_ids)
+        # A panic of the tokenizers library derives from BaseException.
+        except BaseException as error:
+            message = f"the text of request {seq.seq_id} cannot be decoded: {error}"
+            self.failures.append(StepError(message, [seq.seq_id], error))
+            return
+        output = RequestOutput(
+            text=text,
+            token_ids=token_ids,
+            finish_reason=str(seq.finish_reason),
+            num_cached_tokens=seq.num_cached_tokens or 0,
+        )
+        self.finished.append((seq.seq_id, output))
+
+    def take(self) -> list[tuple[int, RequestOutput]]:
         """Return, once, everything that has finished, or raise the oldest failure, once."""
         if self.failures:
             raise self.failures.pop(0)
         finished, self.finished = self.finished, []
         return finished
 
-    def claim(self, request_ids: set[int]) -> dict[int, TokenOutput]:
+    def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
         """Return, once, those of these requests that have finished.
 
         Raises:

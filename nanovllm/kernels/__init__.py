@@ -1,1 +1,1 @@
-"""Kernels, one file per op: the plain torch reference, the Triton kernel and the dispatcher have one signature."""
+"""Kernels, one file per op: the plain torch reference, and the op itself, which launches Triton kernels on GPUs."""

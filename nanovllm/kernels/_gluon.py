@@ -70,22 +70,7 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
 
 
 __all__ = [
-    "async_copy",
-    "async_load",
-    "barrier",
-    "descriptor",
-    "fence_async_shared",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "gl",
-    "gluon",
-    "kernel",
-    "make_barriers",
-    "mbarrier",
-    "mma_v2",
-    "tma_load",
-    "tma_store",
-    "tma_store_wait",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]
+    "async_copy", "async_load", "barrier", "descriptor", "fence_async_shared", "gdc_launch_dependents", "gdc_wait",
+    "gl", "gluon", "kernel", "make_barriers", "mbarrier", "mma_v2", "tma_load", "tma_store", "tma_store_wait",
+    "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip

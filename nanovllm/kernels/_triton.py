@@ -111,6 +111,14 @@ else:
         return function or jit
 
 
+@jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the previous kernel's results, and let the next kernel start; see `pdl_options`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 @cache
 def triton_obstacle(device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run on a device, or None if they can."""
@@ -162,23 +170,3 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 def is_hopper(device: torch.device) -> bool:
     """Return whether kernels with Hopper's matrix instructions, which no later GPU has, can run on the device."""
     return uses_triton(device) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-__all__ = [
-    "HAS_TRITON",
-    "INTERPRETED",
-    "NotCompiledError",
-    "compiled_only",
-    "device_limits",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "is_hopper",
-    "jit",
-    "pdl_options",
-    "recorded",
-    "tl",
-    "to_compile",
-    "triton",
-    "triton_obstacle",
-    "uses_triton",
-]

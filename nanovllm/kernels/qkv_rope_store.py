@@ -10,14 +10,13 @@ import torch
 
 from nanovllm.kernels._triton import (
     device_limits,
-    gdc_launch_dependents,
-    gdc_wait,
     is_hopper,
     jit,
     pdl_options,
     tl,
     triton,
     uses_triton,
+    wait_for_previous,
 )
 from nanovllm.kernels.fast_math import rsqrt
 
@@ -69,9 +68,7 @@ def _qkv_rope_store_kernel(
     if HAS_NORM:
         q_first, q_second = tl.load(q_weight_ptr + dims), tl.load(q_weight_ptr + HALF + dims)
         k_first, k_second = tl.load(k_weight_ptr + dims), tl.load(k_weight_ptr + HALF + dims)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     mask = (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
     offsets = heads[:, None] * (2 * HALF) + dims[None, :]
     raw_first = tl.load(qkv_ptr + token * row_stride + offsets, mask=mask, other=0.0)
@@ -102,33 +99,6 @@ def _qkv_rope_store_kernel(
         tl.store(value + HALF, raw_second, mask=mask & is_value)
 
 
-def qkv_rope_store_triton(
-    qkv: torch.Tensor,
-    norm_weights: NormWeights | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
-    """Triton form of `qkv_rope_store`; each program handles 8 heads of a token."""
-    num_tokens, all_heads, head_dim = qkv.shape
-    num_kv_heads = k_cache.shape[2]
-    num_heads = all_heads - 2 * num_kv_heads
-    assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight = norm_weights if norm_weights is not None else (cos_sin, cos_sin)
-    heads = 8
-    _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
-        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, eps, qkv.stride(0),
-        NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads, HAS_NORM=norm_weights is not None,
-        num_warps=2, **pdl_options(qkv.device),
-    )  # fmt: skip
-    return query
-
-
 def qkv_rope_store(
     qkv: torch.Tensor,
     norm_weights: NormWeights | None,
@@ -155,8 +125,22 @@ def qkv_rope_store(
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
     """
-    form = qkv_rope_store_triton if uses_triton(qkv.device) else qkv_rope_store_ref
-    return form(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping)
+    if not uses_triton(qkv.device):
+        return qkv_rope_store_ref(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping)
+    num_tokens, all_heads, head_dim = qkv.shape
+    num_kv_heads = k_cache.shape[2]
+    num_heads = all_heads - 2 * num_kv_heads
+    assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight = norm_weights if norm_weights is not None else (cos_sin, cos_sin)
+    heads = 8
+    _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, eps, qkv.stride(0),
+        NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads, HAS_NORM=norm_weights is not None,
+        num_warps=2, **pdl_options(qkv.device),
+    )  # fmt: skip
+    return query
 
 
 def should_use_fused_qkv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:

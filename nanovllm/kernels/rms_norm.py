@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.fast_math import rsqrt
 
 
@@ -28,9 +28,7 @@ def _rms_norm_kernel(
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     total = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
@@ -43,24 +41,6 @@ def _rms_norm_kernel(
         total = rounded.to(tl.float32)
     scale = rsqrt(tl.sum(total * total, axis=0) / size + eps)
     tl.store(out_ptr + row * size + offsets, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `rms_norm`; one program per row."""
-    num_rows, size = x.shape[-2:]
-    parts = len(x) if x.dim() == 3 else 1
-    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
-    out = torch.empty(num_rows, size, dtype=weight.dtype, device=x.device)
-    total = x if residual is None and parts == 1 else torch.empty_like(out)
-    block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(num_rows,)](
-        x, residual, weight, out, total, eps, size, x.stride(-2), x.stride(0),
-        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
-        **pdl_options(x.device),
-    )  # fmt: skip
-    return out, total
 
 
 def rms_norm(
@@ -77,4 +57,17 @@ def rms_norm(
     Returns:
         Two tensors [num_rows, size]; the second is x itself if there is nothing to add.
     """
-    return (rms_norm_triton if uses_triton(x.device) else rms_norm_ref)(x, weight, eps, residual)
+    if not uses_triton(x.device):
+        return rms_norm_ref(x, weight, eps, residual)
+    num_rows, size = x.shape[-2:]
+    parts = len(x) if x.dim() == 3 else 1
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    out = torch.empty(num_rows, size, dtype=weight.dtype, device=x.device)
+    total = x if residual is None and parts == 1 else torch.empty_like(out)
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(num_rows,)](
+        x, residual, weight, out, total, eps, size, x.stride(-2), x.stride(0),
+        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        **pdl_options(x.device),
+    )  # fmt: skip
+    return out, total

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 
 _MASK32 = 0xFFFFFFFF
 GROUP = 64
@@ -151,9 +151,7 @@ def _group_kernel(
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     logits = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     # NaN becomes -inf, so that the argmax is always a valid token.
@@ -179,9 +177,7 @@ def _draw_kernel(
     # The noise does not depend on the previous kernel, so it is computed before `gdc_wait`.
     word, _, _, _ = _words_triton(seeds_ptr, output_index_ptr, row, seed_stride, first_token // _GROUP + groups, 1)
     noise = temperature * _gumbel_triton(word)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     group_row_ptr = group_score_ptr + row.to(tl.int64) * num_groups
     scores = noise + tl.load(group_row_ptr + groups, mask=groups < num_groups, other=-float("inf"))
     score, group = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
@@ -196,37 +192,6 @@ def _draw_kernel(
     _, index = tl.max(keys, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(score_ptr + row, score)
     tl.store(sampled_ptr + row, (first_token + start + index).to(tl.int64))
-
-
-def sample_triton(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    output_index: torch.Tensor,
-    first_token: int = 0,
-    num_tokens: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `sample`: one kernel scores the groups, a second draws."""
-    num_rows, num_columns = logits.shape
-    num_tokens = num_columns if num_tokens is None else num_tokens
-    num_groups, device = triton.cdiv(num_columns, GROUP), logits.device
-    group_scores = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
-    scores = torch.empty(num_rows, dtype=torch.float32, device=device)
-    sampled = torch.empty(num_rows, dtype=torch.int64, device=device)
-    assert logits.stride(1) == 1 and seeds.stride(1) == 1 and first_token % GROUP == 0
-    strides = logits.stride(0), temperatures.stride(0)
-    padded = triton.next_power_of_2(num_groups)
-    groups = min(32, padded)
-    _group_kernel[(num_rows, triton.cdiv(num_groups, groups))](
-        logits, temperatures, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE, *strides,
-        GROUPS=groups, **pdl_options(device),
-    )  # fmt: skip
-    _draw_kernel[(num_rows,)](
-        logits, temperatures, seeds, output_index, group_scores, scores, sampled,
-        num_tokens, num_groups, first_token, *strides, seeds.stride(0),
-        GROUPS=padded, num_warps=8, **pdl_options(device),
-    )  # fmt: skip
-    return scores, sampled
 
 
 def sample(
@@ -253,5 +218,25 @@ def sample(
         The scores of the drawn tokens' groups, [num_rows] float32, and the token ids, [num_rows] int64. Ranks that
         hold shards of the vocabulary compare the scores.
     """
-    form = sample_triton if uses_triton(logits.device) else sample_ref
-    return form(logits, temperatures, seeds, output_index, first_token, num_tokens)
+    if not uses_triton(logits.device):
+        return sample_ref(logits, temperatures, seeds, output_index, first_token, num_tokens)
+    num_rows, num_columns = logits.shape
+    num_tokens = num_columns if num_tokens is None else num_tokens
+    num_groups, device = triton.cdiv(num_columns, GROUP), logits.device
+    group_scores = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
+    scores = torch.empty(num_rows, dtype=torch.float32, device=device)
+    sampled = torch.empty(num_rows, dtype=torch.int64, device=device)
+    assert logits.stride(1) == 1 and seeds.stride(1) == 1 and first_token % GROUP == 0
+    strides = logits.stride(0), temperatures.stride(0)
+    padded = triton.next_power_of_2(num_groups)
+    groups = min(32, padded)
+    _group_kernel[(num_rows, triton.cdiv(num_groups, groups))](
+        logits, temperatures, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE, *strides,
+        GROUPS=groups, **pdl_options(device),
+    )  # fmt: skip
+    _draw_kernel[(num_rows,)](
+        logits, temperatures, seeds, output_index, group_scores, scores, sampled,
+        num_tokens, num_groups, first_token, *strides, seeds.stride(0),
+        GROUPS=padded, num_warps=8, **pdl_options(device),
+    )  # fmt: skip
+    return scores, sampled

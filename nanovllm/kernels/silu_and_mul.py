@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 
 
 def silu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -21,25 +21,11 @@ def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: t
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     gate = tl.load(gate_up_ptr + row * 2 * size + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * size + size + offsets, mask=mask, other=0.0).to(tl.float32)
     out = gate / (1 + tl.exp(-gate)) * up
     tl.store(out_ptr + row * size + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
-    """Triton form of `silu_and_mul`."""
-    num_rows, double = gate_up.shape
-    size = double // 2
-    assert gate_up.is_contiguous()
-    out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024
-    grid = (num_rows, triton.cdiv(size, block))
-    _silu_and_mul_kernel[grid](gate_up, out, size, BLOCK=block, num_warps=4, **pdl_options(gate_up.device))
-    return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -51,4 +37,13 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Returns:
         [num_rows, size].
     """
-    return (silu_and_mul_triton if uses_triton(gate_up.device) else silu_and_mul_ref)(gate_up)
+    if not uses_triton(gate_up.device):
+        return silu_and_mul_ref(gate_up)
+    num_rows, double = gate_up.shape
+    size = double // 2
+    assert gate_up.is_contiguous()
+    out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    block = 1024
+    grid = (num_rows, triton.cdiv(size, block))
+    _silu_and_mul_kernel[grid](gate_up, out, size, BLOCK=block, num_warps=4, **pdl_options(gate_up.device))
+    return out

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 
 _ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM = 32, 64
 
@@ -87,9 +87,7 @@ def _gather_decode_rows_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     slots = tl.load(slots_ptr + rows, mask=mask, other=0)
     table_ptr = block_tables_ptr + slots.to(tl.int64) * max_blocks
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -113,8 +111,16 @@ def _gather_decode_rows_kernel(
     tl.store(seeds_ptr + rows[:, None] * 2 + words, seeds, mask=both)
 
 
-def gather_decode_rows_triton(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
-    """Triton form of `gather_decode_rows`."""
+def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
+    """Gather the rows of a decode step.
+
+    Args:
+        state: state of all slots.
+        slots: [num_rows] int32; the last slot for padding rows.
+        block_size: tokens per cache block.
+    """
+    if not uses_triton(slots.device):
+        return gather_decode_rows_ref(state, slots, block_size)
     num_rows, (num_slots, max_blocks) = len(slots), state.block_tables.shape
     # Separate tensors are aligned; slices of one would make their readers compile again for each alignment.
     token_ids, positions, slot_mapping, seq_lens, output_index = (torch.empty_like(slots) for _ in range(5))
@@ -128,18 +134,6 @@ def gather_decode_rows_triton(state: SlotTensors, slots: torch.Tensor, block_siz
         ROWS=_ROWS_PER_PROGRAM, COLUMNS=_COLUMNS_PER_PROGRAM, **pdl_options(slots.device),
     )  # fmt: skip
     return DecodeRows(token_ids, positions, slot_mapping, seq_lens, output_index, temperatures, seeds, block_tables)
-
-
-def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
-    """Gather the rows of a decode step.
-
-    Args:
-        state: state of all slots.
-        slots: [num_rows] int32; the last slot for padding rows.
-        block_size: tokens per cache block.
-    """
-    form = gather_decode_rows_triton if uses_triton(slots.device) else gather_decode_rows_ref
-    return form(state, slots, block_size)
 
 
 def scatter_tokens_ref(
@@ -159,9 +153,7 @@ def _scatter_tokens_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     slots = tl.load(slots_ptr + rows, mask=mask, other=0)
     token_ids = tl.load(token_ids_ptr + rows, mask=mask, other=0)
     tl.store(last_token_ptr + slots, token_ids.to(tl.int32), mask=mask)
@@ -169,17 +161,6 @@ def _scatter_tokens_kernel(
     decoded = mask & (rows < num_decodes) & (slots != padding_slot)
     num_computed = tl.load(num_computed_ptr + slots, mask=decoded, other=0)
     tl.store(num_computed_ptr + slots, num_computed + 1, mask=decoded)
-
-
-def scatter_tokens_triton(
-    state: SlotTensors, slots: torch.Tensor, token_ids: torch.Tensor, num_decodes: int, sampled: torch.Tensor
-) -> None:
-    """Triton form of `scatter_tokens`."""
-    num_rows = len(slots)
-    _scatter_tokens_kernel[(triton.cdiv(num_rows, 128),)](
-        state.last_token, state.num_computed, slots, token_ids, sampled, num_rows, num_decodes,
-        len(state.last_token) - 1, ROWS=128, **pdl_options(slots.device),
-    )  # fmt: skip
 
 
 def scatter_tokens(
@@ -194,5 +175,11 @@ def scatter_tokens(
         num_decodes: number of decode rows.
         sampled: [num_rows or more] int64; its first num_rows entries are set to token_ids.
     """
-    form = scatter_tokens_triton if uses_triton(slots.device) else scatter_tokens_ref
-    form(state, slots, token_ids, num_decodes, sampled)
+    if not uses_triton(slots.device):
+        scatter_tokens_ref(state, slots, token_ids, num_decodes, sampled)
+        return
+    num_rows = len(slots)
+    _scatter_tokens_kernel[(triton.cdiv(num_rows, 128),)](
+        state.last_token, state.num_computed, slots, token_ids, sampled, num_rows, num_decodes,
+        len(state.last_token) - 1, ROWS=128, **pdl_options(slots.device),
+    )  # fmt: skip

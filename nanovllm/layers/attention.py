@@ -9,7 +9,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Projection, QKVParallelLinear
+from nanovllm.layers.linear import Projection
 
 
 class Attention(nn.Module):
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        qkv: Projection[QKVParallelLinear],
+        qkv: Projection,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
         positions: torch.Tensor,
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         metadata, cache = get_attention_metadata(), (self.k_cache, self.v_cache)
         rope, stored = (norm_weights, self.eps, self.cos_sin), (positions, *cache, metadata.slot_mapping)
-        query = qkv.layer.project_rope_store(qkv.x, *rope, *stored)
+        query = qkv.rope_store(self.head_dim, *rope, *stored)
         if query is None:
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
             heads = qkv.compute().view(len(positions), -1, self.head_dim)

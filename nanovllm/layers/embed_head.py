@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from nanovllm.distributed.shard import Shard
-from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
 
 
@@ -40,7 +40,7 @@ class VocabParallelEmbedding(LoadableLayer):
         return functional.embedding(rows.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
 
 
-class ParallelLMHead(ColumnParallelLinear):
+class ParallelLMHead(MergedColumnParallelLinear):
     """The projection to the logits of this rank's vocabulary entries; weight [entries, hidden_size].
 
     Args:
@@ -49,7 +49,7 @@ class ParallelLMHead(ColumnParallelLinear):
     """
 
     def __init__(self, vocab: Shard, hidden_size: int, tied_to: VocabParallelEmbedding | None) -> None:
-        super().__init__(hidden_size, vocab)
+        super().__init__(hidden_size, {None: vocab})
         if tied_to is not None:
             # One dict, because `Module.to_empty` makes each module a parameter of its own.
             self._parameters = tied_to._parameters

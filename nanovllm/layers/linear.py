@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +19,12 @@ from nanovllm.kernels.qkv_rope_store import NormWeights, project_rope_store, sho
 from nanovllm.layers.layernorm import DeferredBranch, Normed
 from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
 
-LayerT = TypeVar("LayerT", bound="MergedColumnParallelLinear")
-
 
 @dataclass(frozen=True)
-class Projection(Generic[LayerT]):
+class Projection:
     """A column-parallel layer's product, not computed yet."""
 
-    layer: LayerT
+    layer: MergedColumnParallelLinear
     x: Normed
 
     def compute(self) -> torch.Tensor:
@@ -36,6 +34,16 @@ class Projection(Generic[LayerT]):
     def silu_and_mul(self) -> torch.Tensor:
         """Return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
         return self.layer.project(self.x, gated=True)
+
+    def rope_store(self, head_dim: int, norm_weights: NormWeights | None, *args: Any) -> torch.Tensor | None:
+        """Project, norm heads, rotate and store in one kernel; None if it is not supported or not faster.
+
+        args: of `qkv_rope_store`, from eps on. Returns the query, [num_tokens, num_heads, head_dim].
+        """
+        weight, bias = self.layer.weight, self.layer.bias
+        if norm_weights is None or not should_use_fused_qkv(self.x.branch, weight, bias, head_dim):
+            return None
+        return project_rope_store(self.x.compute(), weight, norm_weights, *args)
 
 
 class MergedColumnParallelLinear(LoadableLayer):
@@ -60,7 +68,7 @@ class MergedColumnParallelLinear(LoadableLayer):
         parts = zip(self.outputs.items(), regions, strict=True)
         return {WeightTarget(name, part): WeightSlice.along(0, shard, region) for (part, shard), region in parts}
 
-    def forward(self: LayerT, x: Normed) -> Projection[LayerT]:
+    def forward(self, x: Normed) -> Projection:
         """Return the projections of x, not computed yet."""
         return Projection(self, x)
 
@@ -76,29 +84,12 @@ class MergedColumnParallelLinear(LoadableLayer):
         return out
 
 
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One projection, of which this rank has some outputs."""
-
-    def __init__(self, in_features: int, outputs: Shard) -> None:
-        super().__init__(in_features, {None: outputs})
-
-
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values of this rank's heads."""
 
     def __init__(self, in_features: int, head_dim: int, heads: Shard, kv_heads: Shard, bias: bool) -> None:
         q, kv = heads.times(head_dim), kv_heads.times(head_dim)
         super().__init__(in_features, {"q": q, "k": kv, "v": kv}, bias)
-        self.head_dim = head_dim
-
-    def project_rope_store(self, x: Normed, norm_weights: NormWeights | None, *args: Any) -> torch.Tensor | None:
-        """Project, norm heads, rotate and store in one kernel; None if it is not supported or not faster.
-
-        args: of `qkv_rope_store`, from eps on. Returns the query, [num_tokens, num_heads, head_dim].
-        """
-        if norm_weights is None or not should_use_fused_qkv(x.branch, self.weight, self.bias, self.head_dim):
-            return None
-        return project_rope_store(x.compute(), self.weight, norm_weights, *args)
 
 
 class RowParallelLinear(LoadableLayer):

@@ -18,12 +18,6 @@ from nanovllm.layers.weights import WeightTarget
 from nanovllm.model_config import ModelConfig
 
 
-class Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
-
-    layers: nn.ModuleList
-
-
 class CausalLM(nn.Module):
     """One rank's shard of a model. Parameters are made on whatever device is the default, and filled by the loader.
 
@@ -35,7 +29,8 @@ class CausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]]
     """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
 
-    model: Decoder
+    model: nn.Module
+    """Embedding, `layers` and the last norm."""
     lm_head: ParallelLMHead
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
@@ -52,11 +47,9 @@ class CausalLM(nn.Module):
                 module.cos_sin = table
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Normed:
-        """token_ids, positions: [num_tokens] int32 -> the last norm of [num_tokens, hidden_size], or of `rows` of it.
+        """token_ids, positions: [num_tokens] int32 -> the last norm, not computed yet, for `compute_logits`.
 
-        It is not computed yet; `compute_logits` takes it.
-
-        Most rows of a prompt give no token: `rows` says which do, all if None.
+        It is of [num_tokens, hidden_size], or of `rows` of it: few tokens of a prompt have one sampled after them.
         """
         hidden: Normed = self.model(token_ids, positions, rows)
         return hidden

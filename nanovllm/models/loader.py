@@ -30,10 +30,11 @@ def load_model(
     communicator: Communicator,
     config: Config,
     folder: str,
+    max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> CausalLM:
-    """Make this rank's shard of a model and fill it as `config.load_format` says.
+    """Make this rank's shard of a model for `max_model_len` positions, and fill it as `config.load_format` says.
 
     Raises:
         ValueError: weights that do not fit; see `load_weights`.
@@ -45,6 +46,7 @@ def load_model(
         init_dummy_weights(model, config.seed or 0)
     else:
         load_weights(model, folder)
+    model.init_rope(max_model_len, device)
     return model
 
 

@@ -22,7 +22,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, Normed, ResidualStream, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.base import CausalLM, Decoder
+from nanovllm.models.base import CausalLM
 
 
 class Qwen3Attention(nn.Module):
@@ -77,7 +77,7 @@ class Qwen3DecoderLayer(nn.Module):
         return x
 
 
-class Qwen3Model(Decoder):
+class Qwen3Model(nn.Module):
     """Embedding, layers and the last norm."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:

@@ -66,7 +66,7 @@ class DeviceBatch:
     Attributes:
         token_ids, positions: [num_tokens] int32.
         metadata: for attention.
-        sample_rows: [num_samples] rows of the hidden states to sample from; None for all.
+        sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
         output_index: [num_samples] int32; tokens that each sequence has generated before.
         temperatures: [num_samples] float32.
@@ -76,7 +76,7 @@ class DeviceBatch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     metadata: AttentionMetadata
-    sample_rows: torch.Tensor | None
+    sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     output_index: torch.Tensor
     temperatures: torch.Tensor
@@ -119,11 +119,16 @@ class BatchBuilder:
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
         self._staging = Staging(prompts + 2 * self.slots.size + 8 * num_slots + 4 * max_cascade_items, device)
 
-    def shape_of(self, batch: ScheduledBatch) -> StepShape:
-        """Plan the cascade attention of a batch, for `send`, and return the shape that it has without padding."""
-        slots = self.slots
-        shared_lens = self.cascade.plan(batch.decode_slots, slots.num_computed, slots.block_tables)
-        seq_lens = slots.num_computed[self._index_of(batch.decode_slots)] + 1
+    def plan_cascade(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """Plan the cascade attention of a batch, for `send` to send.
+
+        Returns the tokens that each decode row shares with others, [num_decodes]; None if none shares enough.
+        """
+        return self.cascade.plan(batch.decode_slots, self.slots.num_computed, self.slots.block_tables)
+
+    def shape_of(self, batch: ScheduledBatch, shared_lens: np.ndarray | None) -> StepShape:
+        """Return the shape of a batch without padding; shared_lens: from `plan_cascade`."""
+        seq_lens = self.slots.num_computed[self._index_of(batch.decode_slots)] + 1
         single_split = self._should_use_single_split(seq_lens if shared_lens is None else seq_lens - shared_lens)
         sizes = len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks)
         return StepShape(*sizes, uses_cascade=shared_lens is not None, single_split=single_split)
@@ -139,17 +144,17 @@ class BatchBuilder:
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
         )
         num_padding = shape.num_decodes - num_decodes
-        rows = batch.decode_slots + [slots.padding_slot] * num_padding
-        changed_rows = np.array([] if rows == self._sent_decode_slots else rows, dtype=np.int32)
+        decode_slots = batch.decode_slots + [slots.padding_slot] * num_padding
+        changed_slots = np.array([] if decode_slots == self._sent_decode_slots else decode_slots, dtype=np.int32)
+        groups = self.cascade.to_send() if shape.uses_cascade else changed_slots[:0]
         # The prompts' arrays come first, since their sizes follow from the shape.
-        groups = self.cascade.to_send() if shape.uses_cascade else changed_rows[:0]
-        sent = self._staging.send([*prompts, changed_rows, groups, index, values])
-        *prompt_tensors, new_rows, new_groups, index_tensor, value_tensor = sent
+        sent = self._staging.send([*prompts, changed_slots, groups, index, values])
+        *prompt_tensors, new_slots, new_groups, index_tensor, value_tensor = sent
         self.cascade.receive(new_groups)
         slots.update_device(index_tensor, value_tensor)
-        if len(new_rows):
-            self._decode_slots[: len(new_rows)] = new_rows
-            self._sent_decode_slots = rows
+        if len(new_slots):
+            self._decode_slots[: len(new_slots)] = new_slots
+            self._sent_decode_slots = decode_slots
         decode_index = self._index_of(batch.decode_slots)
         decode_lens = slots.num_computed[decode_index] + 1
         slots.num_computed[decode_index] = decode_lens
@@ -166,21 +171,21 @@ class BatchBuilder:
         return self._index
 
     def send_empty(self, shape: StepShape) -> PreparedStep:
-        """Send a step of a capture size that is all padding; the plan of `shape_of` is lost."""
+        """Send a step of a capture size that is all padding; the plan of `plan_cascade` is lost."""
         batch = ScheduledBatch()
-        self.shape_of(batch)
+        self.plan_cascade(batch)
         return self.send(batch, shape, is_capture_size=True)
 
     def gather(self, step: PreparedStep) -> DeviceBatch:
         """Make a step's inputs out of what is on the device; a CUDA graph may hold this."""
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
-        rows = gather_decode_rows(state, slots, self.block_size)
+        decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = AttentionMetadata(
             num_decodes=shape.num_decodes,
-            slot_mapping=rows.slot_mapping,
-            block_tables=rows.block_tables,
-            seq_lens=rows.seq_lens,
+            slot_mapping=decodes.slot_mapping,
+            block_tables=decodes.block_tables,
+            seq_lens=decodes.seq_lens,
             cu_seqlens_q=prompts.cu_seqlens_q,
             query_tiles=prompts.tiles,
             sample_tiles=prompts.sample_tiles,
@@ -190,24 +195,24 @@ class BatchBuilder:
             cascade=self.cascade.groups if shape.uses_cascade else None,
         )
         if not shape.num_chunks:
-            sampling = rows.output_index, rows.temperatures, rows.seeds
-            return DeviceBatch(rows.token_ids, rows.positions, metadata, None, slots, *sampling)
+            sampling = decodes.output_index, decodes.temperatures, decodes.seeds
+            return DeviceBatch(decodes.token_ids, decodes.positions, metadata, None, slots, *sampling)
         metadata.slot_mapping = torch.cat((metadata.slot_mapping, prompts.slot_mapping))
         metadata.block_tables = torch.cat((metadata.block_tables, state.block_tables[prompts.slots]))
         metadata.seq_lens = torch.cat((metadata.seq_lens, prompts.seq_lens))
-        positions = torch.cat((rows.positions, prompts.positions))
-        decode_rows = torch.arange(shape.num_decodes, device=slots.device)
-        sample_rows = torch.cat((decode_rows, prompts.sample_rows + shape.num_decodes))
+        positions = torch.cat((decodes.positions, prompts.positions))
+        decode_indices = torch.arange(shape.num_decodes, device=slots.device)
+        sample_indices = torch.cat((decode_indices, prompts.sample_indices + shape.num_decodes))
         sample_slots = torch.cat((slots, prompts.sample_slots))
         # Torch casts a 32-bit index anew at each use.
         index = sample_slots.long()
         return DeviceBatch(
-            token_ids=torch.cat((rows.token_ids, prompts.token_ids)),
+            token_ids=torch.cat((decodes.token_ids, prompts.token_ids)),
             positions=positions,
             metadata=metadata,
-            sample_rows=sample_rows,
+            sample_indices=sample_indices,
             sample_slots=sample_slots,
-            output_index=positions[sample_rows] + 1 - state.num_prompt[index],
+            output_index=positions[sample_indices] + 1 - state.num_prompt[index],
             temperatures=state.temperature[index],
             seeds=state.seed[index],
         )

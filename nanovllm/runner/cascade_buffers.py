@@ -59,6 +59,5 @@ class CascadeBuffers:
 
     def _pack(self, items: np.ndarray, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
         padding = self.num_slots - len(members)
-        return np.concatenate(
-            (items.reshape(-1), np.pad(members, (0, padding)), np.pad(rows, ((0, 0), (0, padding))).reshape(-1))
-        )
+        padded = np.pad(members, (0, padding)), np.pad(rows, ((0, 0), (0, padding)))
+        return np.concatenate([array.reshape(-1) for array in (items, *padded)])

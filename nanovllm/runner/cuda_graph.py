@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar, cast
 
 import torch
@@ -52,21 +53,24 @@ def decode_sizes(max_num_seqs: int, uses_cascade: bool) -> list[StepShape]:
 def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bool) -> list[StepShape]:
     """Sizes of steps with prompt tokens."""
     chunks = min(_MIXED_CHUNKS, max_num_seqs)
-    sizes: list[tuple[tuple[int, ...], tuple[int, ...], bool]] = [(_MIXED_DECODES, _MIXED_TOKENS, False)]
+    sizes = [*product(_MIXED_TOKENS, _up_to(_MIXED_DECODES, max_num_seqs), [False])]
     if uses_cascade:
-        sizes.append((_SHARING_MIXED_DECODES, _SHARING_MIXED_TOKENS, True))
+        sizes += product(_SHARING_MIXED_TOKENS, _up_to(_SHARING_MIXED_DECODES, max_num_seqs), [True])
     return [
         StepShape(num_decodes, num_tokens, chunks, sharing)
-        for decodes, tokens, sharing in sizes
-        for num_tokens in tokens
+        for num_tokens, num_decodes, sharing in sizes
         if num_tokens < 2 * max_num_batched_tokens
-        for num_decodes in _up_to(decodes, max_num_seqs)
     ]
 
 
 def _up_to(sizes: Iterable[int], most: int) -> list[int]:
     """Return the sizes below `most`, and `most`."""
     return [*(size for size in sizes if size < most), most]
+
+
+def _cost(shape: StepShape) -> tuple[int, bool, bool]:
+    """Return the key that orders shapes: tokens; then cascade attention and split-KV, which take more memory."""
+    return shape.num_prompt_tokens + shape.num_decodes, shape.uses_cascade, not shape.single_split
 
 
 class CaptureSizes:
@@ -102,9 +106,9 @@ class CaptureSizes:
         # All but attention is the same whichever way its rows go.
         ways = ((False, True), (True, False), (True, True))
         shapes += [StepShape(rows, *prompt, *way) for way in ways for prompt in prompts for rows in _ATTENTION_ROWS]
-        rungs = [self.fit(shape) for shape in shapes]
+        fitting = [self.fit(shape) for shape in shapes]
         largest = {(bool(shape.num_chunks), shape.uses_cascade, shape.single_split): shape for shape in self.shapes}
-        return list(dict.fromkeys(size for size in [*rungs, *largest.values()] if size is not None))
+        return list(dict.fromkeys(size for size in [*fitting, *largest.values()] if size is not None))
 
 
 def make_capture_sizes(config: Config, backend: AttentionBackend, is_cuda: bool, uses_cascade: bool) -> CaptureSizes:
@@ -181,8 +185,3 @@ class StepGraphs:
         """Let go of all graphs, and leave the stream to the next engine."""
         self.clear()
         self._idle_streams.append(self._stream)
-
-
-def _cost(shape: StepShape) -> tuple[int, bool, bool]:
-    """Return the key that orders shapes: tokens; then cascade attention and split-KV, which take more memory."""
-    return shape.num_prompt_tokens + shape.num_decodes, shape.uses_cascade, not shape.single_split

@@ -1,29 +1,97 @@
-"""How much of the device's memory is left for the KV cache."""
+"""How much of the device's memory the KV cache gets."""
 
 from __future__ import annotations
 
+import os
 from array import array
+from collections.abc import Callable
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator
 from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
 
+_CPU_MEMORY_SHARE = 0.1
+_CPU_MEMORY_LIMIT = 2**30
 
-def check_cache_budget(budget: int, block_bytes: int, config: Config, device: torch.device) -> None:
-    """Check that the bytes left for the KV cache hold one block.
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes free on the GPU, once torch has given back what it holds for nothing; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def num_cache_blocks(
+    config: Config,
+    device: torch.device,
+    communicator: Communicator,
+    *,
+    free_before: int,
+    block_bytes: int,
+    most_blocks: int,
+    run_step: Callable[[], object],
+) -> int:
+    """Return the blocks of the KV cache, as many on every rank.
+
+    Args:
+        config: the engine's settings.
+        device: where the cache is to be; the current one, if it is a GPU.
+        communicator: joins the ranks.
+        free_before: `free_memory` before anything was loaded.
+        block_bytes: bytes of a block on this rank.
+        most_blocks: what all running sequences take at their longest.
+        run_step: runs the step that takes the most memory.
 
     Raises:
-        ValueError: they do not.
+        ValueError: not one block fits.
     """
-    if budget >= block_bytes:
-        return
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (budget, budget)
-    raise ValueError(
-        f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of {block_bytes / 2**30:.3f} GiB; "
-        f"with the weights loaded {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free: raise gpu_memory_utilization "
-        f"({config.gpu_memory_utilization}), lower max_num_batched_tokens, or end what else uses the device"
-    )
+    if config.num_kvcache_blocks != -1:
+        return config.num_kvcache_blocks
+    if device.type == "cuda":
+        # The communicator's memory is the engine's too, and was taken before.
+        budget = _gpu_budget(config, device, free_before + communicator.device_bytes, run_step)
+    else:
+        # More is of use to the prefix cache alone, and the memory is other programs' too.
+        budget = min(cpu_cache_budget() // communicator.size, most_blocks * block_bytes)
+    if budget < block_bytes:
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (budget, budget)
+        raise ValueError(
+            f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of {block_bytes / 2**30:.3f} "
+            f"GiB; with the weights loaded {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free: raise "
+            f"gpu_memory_utilization ({config.gpu_memory_utilization}), lower max_num_batched_tokens, or end what else "
+            "uses the device"
+        )
+    return communicator.all_reduce_min(budget // block_bytes)
+
+
+def _gpu_budget(config: Config, device: torch.device, free_before: int, run_step: Callable[[], object]) -> int:
+    """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by a largest step.
+
+    Other processes' memory is not charged to the engine; it only limits what is there to take.
+    """
+    free_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    reserved_before_run = torch.cuda.memory_reserved(device)
+    run_step()
+    peak = torch.cuda.max_memory_reserved(device) - reserved_before_run
+    free, total = free_memory(device), torch.cuda.mem_get_info(device)[1]
+    # The captured graphs keep a pool of their own, no larger than the peak of an eager step.
+    spare = peak * (1 if config.enforce_eager else 2)
+    return int(min(total * config.gpu_memory_utilization - (free_before - free), free) - spare)
+
+
+def cpu_cache_budget() -> int:
+    """Return the bytes for a KV cache in host memory: a tenth of the free memory, at most 1 GiB."""
+    # Windows has no `sysconf`.
+    if not hasattr(os, "sysconf"):
+        return _CPU_MEMORY_LIMIT
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
 
 
 def profiling_batch(config: Config, max_blocks: int, max_model_len: int) -> ScheduledBatch:

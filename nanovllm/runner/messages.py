@@ -1,4 +1,4 @@
-"""All that crosses from the scheduler to a runner, and back.
+"""All that crosses from the engine to a runner, and back; and what the engine asks of the runner.
 
 Plain data of plain integers, tokens of prompts packed into arrays of 32-bit ones: it can be sent to another process as
 it is. A runner is told of slots and blocks, never of sequences; the ids in `ScheduledBatch.sampled_seq_ids` are for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,27 @@ class StepOutput:
     """The sampled tokens, in the order of `ScheduledBatch.sampled_seq_ids`."""
 
     token_ids: list[int]
+
+
+class Handle(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return its tokens; raises if the step failed."""
+
+
+class Runner(Protocol):
+    """What the engine needs of a `ModelRunner` or a `ParallelRunner`."""
+
+    # Steps that are left under way while the next one is planned: 0 or 1.
+    pipeline_depth: int
+    num_kvcache_blocks: int
+
+    def execute(self, batch: ScheduledBatch) -> Handle:
+        """Queue one step; raises if it cannot be queued."""
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched; raises if the device is lost."""
+
+    def exit(self) -> None:
+        """Let go of the device."""

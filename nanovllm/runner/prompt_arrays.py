@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.runner.messages import PromptChunk
 
 
@@ -19,9 +19,9 @@ class PromptArrays(NamedTuple):
         slot_mapping: [T], `block * block_size + offset`; -1 stores nothing, as for padding.
         slots, seq_lens: [C]; a chunk's slot, and the tokens up to its end. Padding has the padding slot, and 1.
         cu_seqlens_q: [C + 1]; where each chunk starts among the tokens.
-        sample_rows, sample_slots: [C]; last tokens of the chunks that end a prompt, then padding (row 0, padding slot).
+        sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
-        sample_tiles: [2 * C]; the same of those tiles that hold a row of sample_rows.
+        sample_tiles: [2 * C]; the same of those tiles that hold one of sample_indices.
     """
 
     token_ids: Any
@@ -30,7 +30,7 @@ class PromptArrays(NamedTuple):
     slots: Any
     seq_lens: Any
     cu_seqlens_q: Any
-    sample_rows: Any
+    sample_indices: Any
     sample_slots: Any
     tiles: Any
     sample_tiles: Any
@@ -41,14 +41,13 @@ class PromptArrays(NamedTuple):
         return num_tokens // QUERY_TILE + num_chunks
 
     @classmethod
-    def empty(cls) -> PromptArrays:
-        """Those of a step with no prompt tokens: of no elements, so that nothing has to be sent."""
-        return cls(*[np.empty(0, dtype=np.int32)] * len(cls._fields))
-
-    @classmethod
     def total_size(cls, num_tokens: int, num_chunks: int) -> int:
         """Elements of all arrays together."""
         return 3 * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
+
+
+_NO_PROMPTS = PromptArrays(*[np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
+"""Of no elements, so that nothing has to be sent."""
 
 
 def make_prompt_arrays(
@@ -69,7 +68,7 @@ def make_prompt_arrays(
         block_size: tokens of a block.
     """
     if not num_chunks:
-        return PromptArrays.empty()
+        return _NO_PROMPTS
     lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
@@ -89,7 +88,7 @@ def make_prompt_arrays(
         slots=_pad(slots, num_chunks, padding_slot),
         seq_lens=_pad(starts + lens, num_chunks, 1),
         cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),
-        sample_rows=_pad(cu_seqlens_q[1:][samples] - 1, num_chunks, 0),
+        sample_indices=_pad(cu_seqlens_q[1:][samples] - 1, num_chunks, 0),
         sample_slots=_pad(slots[samples], num_chunks, padding_slot),
         tiles=_tiles(lens, starts, PromptArrays.num_tiles(num_tokens, num_chunks)),
         sample_tiles=np.concatenate(

@@ -1,13 +1,13 @@
 """The state of the running sequences, one slot each, on the device and as the host's copy.
 
-Both are one int32 array that holds the fields one behind the other, each with a row for every slot, so that one copy
+Both are one int32 array that holds the fields one behind the other, each with an entry for every slot, so that one copy
 and one indexed assignment bring any change to the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ _MAX_TEMPERATURE = 1e30
 """Finite in float32 with any noise on it; hotter than this is uniform all the same."""
 _ALIGNMENT = 16
 """Slots are padded to a multiple of this: Triton compiles a kernel anew for each other alignment of its arguments."""
-_FLOAT_FIELDS = {"temperature"}
+ArrayT = TypeVar("ArrayT", np.ndarray, torch.Tensor)
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
 class SlotState:
-    """The slots of one engine; the last one takes what padding rows write.
+    """The slots of one engine; the last one takes what padding writes.
 
     Args:
         num_slots: sequences that may run at once.
@@ -37,16 +37,17 @@ class SlotState:
         # Elements of a slot in the fields of two dimensions.
         self._wide = {"seed": 2, "block_tables": max_blocks}
         self._widths = {field.name: self._wide.get(field.name, 1) for field in fields(SlotTensors)}
-        rows = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
-        ends = np.cumsum([rows * width for width in self._widths.values()]).tolist()
+        num_padded = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
+        ends = np.cumsum([num_padded * width for width in self._widths.values()]).tolist()
         self._starts = dict(zip(self._widths, [0, *ends[:-1]], strict=True))
         self.size = ends[-1]
         self._flat = torch.zeros(self.size, dtype=torch.int32, device=device)
-        self.tensors = SlotTensors(**{name: self._field(name) for name in self._widths})
+        self.tensors = SlotTensors(**{name: self._field(self._flat, name) for name in self._widths})
+        self.tensors.temperature = self.tensors.temperature.view(torch.float32)
         self._host = np.zeros(self.size, dtype=np.int32)
         # The host's copies, [num_slots + 1] and [num_slots + 1, max_blocks].
-        self.num_computed = self._host_field("num_computed")[:, 0]
-        self.block_tables = self._host_field("block_tables")
+        self.num_computed = self._field(self._host, "num_computed")
+        self.block_tables = self._field(self._host, "block_tables")
 
     def update_host(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
         """Apply a batch to the host's copy; returns the flat indices and values that changed, for `update_device`."""
@@ -82,18 +83,13 @@ class SlotState:
             self._write("seed", slots, 1, np.array(high, dtype=np.uint32).view(np.int32)),
         ]
 
-    def _field(self, name: str) -> torch.Tensor:
-        start, width, num_rows = self._starts[name], self._widths[name], self.padding_slot + 1
-        values = self._flat[start : start + num_rows * width]
-        values = values.view(torch.float32) if name in _FLOAT_FIELDS else values
-        return values.view(num_rows, width) if name in self._wide else values
-
-    def _host_field(self, name: str) -> np.ndarray:
-        start, width, num_rows = self._starts[name], self._widths[name], self.padding_slot + 1
-        return self._host[start : start + num_rows * width].reshape(num_rows, width)
+    def _field(self, flat: ArrayT, name: str) -> ArrayT:
+        start, width, num_slots = self._starts[name], self._widths[name], self.padding_slot + 1
+        values = flat[start : start + num_slots * width]
+        return values.reshape(num_slots, width) if name in self._wide else values
 
     def _write(self, name: str, slots: Any, column: Any, values: np.ndarray) -> np.ndarray:
-        """Write values into a field's rows and columns of the host's copy; returns their flat indices."""
+        """Write values into slots and columns of a field in the host's copy; returns their flat indices."""
         index = self._starts[name] + np.asarray(slots, dtype=np.int32) * self._widths[name] + column
         self._host[index] = values
         return index

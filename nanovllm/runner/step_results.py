@@ -13,8 +13,9 @@ from nanovllm.runner.messages import StepOutput
 class StepHandle:
     """A step under way.
 
-    `token_ids` is on the host once `copied` has happened: `num_decodes` decoded ones, padding up to
-    `num_padded_decodes`, then those of the prompts that ended.
+    Attributes:
+        token_ids: on the host once `copied` has happened, or at once if that is None; `num_decodes` decoded ones,
+            padding up to `num_padded_decodes`, then those of the prompts that ended.
     """
 
     token_ids: torch.Tensor

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.outputs import RequestOutput, StepError, TokenOutput
-
 _REPLACEMENT = "\ufffd"
 """A decoded character that is not complete yet: some of its bytes are in tokens to come."""
 
@@ -44,7 +42,7 @@ class Detokenizer:
 
 
 class OutputProcessor:
-    """Adds texts to finished requests.
+    """Decodes the tokens of finished requests.
 
     Args:
         tokenizer: a transformers tokenizer; None leaves texts empty.
@@ -53,18 +51,6 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def finish(self, request_id: int, output: TokenOutput) -> RequestOutput:
-        """Return a finished request with its text.
-
-        Raises:
-            StepError: the tokenizer fails.
-        """
-        text = ""
-        if self.tokenizer is not None:
-            try:
-                text = Detokenizer(self.tokenizer).append(output["token_ids"], final=True)
-            # A panic of the tokenizers library derives from BaseException.
-            except BaseException as error:
-                message = f"the text of request {request_id} cannot be decoded: {error}"
-                raise StepError(message, [request_id], error) from error
-        return RequestOutput(**output, text=text)
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of all of a request's tokens."""
+        return "" if self.tokenizer is None else Detokenizer(self.tokenizer).append(token_ids, final=True)

@@ -1,13 +1,8 @@
-"""Resolve the device and dtype settings, and size the cache of a CPU."""
+"""Resolve the device and dtype settings."""
 
 from __future__ import annotations
 
-import os
-
 import torch
-
-_CPU_MEMORY_SHARE = 0.1
-_CPU_MEMORY_LIMIT = 2**30
 
 
 def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
@@ -39,13 +34,3 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
         name = checkpoint if is_cuda else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def cpu_cache_budget() -> int:
-    """Return the bytes for a KV cache in host memory: a tenth of the free memory, at most 1 GiB."""
-    # Windows has no `sysconf`.
-    if not hasattr(os, "sysconf"):
-        return _CPU_MEMORY_LIMIT
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)

@@ -60,7 +60,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
     # Computed before, so that the product is not measured.
-    projection = SimpleNamespace(layer=SimpleNamespace(project_rope_store=lambda *_: None), compute=lambda: qkv)
+    projection = SimpleNamespace(rope_store=lambda *_: None, compute=lambda: qkv)
 
     def step() -> None:
         for layer in layers:
@@ -73,7 +73,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
 
 def main() -> None:
     """Print a table for each shape."""
-    ceiling = measure_ceilings(DEVICE, DTYPE).read_bandwidth
+    ceiling = measure_ceilings().read_bandwidth
     print(f"{torch.cuda.get_device_name()}, reads {ceiling / 1e12:.2f} TB/s; us a call, TB/s, share of what it reads")
     for name, heads in HEADS.items():
         print(f"\n| {name}, rows | " + " | ".join(f"{length} tokens" for length in CONTEXTS) + " |")

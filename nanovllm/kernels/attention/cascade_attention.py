@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
 from nanovllm.kernels.fast_math import log2
 
@@ -79,9 +79,7 @@ def _cascade_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     head, item = tl.program_id(0), tl.program_id(1)
     count = tl.load(items_ptr + item * 4 + 1)
     if count > 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton, uses_triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import merge_states
 
 _BLOCK = 16
@@ -62,9 +62,7 @@ def _split_contexts_kernel(
 ):  # fmt: skip
     seqs, own = tl.arange(0, SEQS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_seq, is_own = seqs < num_seqs, own < num_seqs
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     old = tl.load(seq_lens_ptr + seqs, mask=is_seq, other=1) - 1
     own_old = tl.load(seq_lens_ptr + own, mask=is_own, other=1) - 1
     if HAS_PREFIX:
@@ -77,6 +75,7 @@ def _split_contexts_kernel(
     own_counts = tl.where(is_own, tl.cdiv(tl.maximum(own_tiles, 1), longest), 0)
     sizes = (old // tl.maximum(counts, 1))[None, :]
     own_sizes = (own_old // tl.maximum(own_counts, 1))[:, None]
+    # A context's first split is the number of splits that are ordered before it.
     is_before = (sizes > own_sizes) | ((sizes == own_sizes) & (seqs[None, :] < own[:, None]))
     first = tl.sum(tl.where(is_before, counts[None, :], 0), axis=1)
     tl.store(of_seqs_ptr + 2 * own, first, mask=is_own)
@@ -94,21 +93,6 @@ def _split_contexts_kernel(
         tl.store(splits_ptr + 4 * split + tl.arange(0, 4), -1)
 
 
-def split_contexts_triton(
-    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
-) -> ContextSplits:
-    """Triton form of `split_contexts`; a context's first split is the number of splits ordered before it."""
-    num_seqs = len(seq_lens)
-    splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
-    # At least 512, so that all but the largest batches share one compiled kernel.
-    size = max(512, triton.next_power_of_2(num_seqs))
-    _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
-        seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
-        TILE=tile, SEQS=size, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(seq_lens.device),
-    )  # fmt: skip
-    return ContextSplits(splits, of_seqs)
-
-
 def split_contexts(
     seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
 ) -> ContextSplits:
@@ -121,8 +105,17 @@ def split_contexts(
             result has num_seqs + shares - 1 rows, unused ones included.
         prefix_lens: [num_seqs or more] int32; leading tokens of each context to leave out, fewer than it has.
     """
-    function = split_contexts_triton if uses_triton(seq_lens.device) else split_contexts_ref
-    return function(seq_lens, tile, shares, prefix_lens)
+    if not uses_triton(seq_lens.device):
+        return split_contexts_ref(seq_lens, tile, shares, prefix_lens)
+    num_seqs = len(seq_lens)
+    splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
+    # At least 512, so that all but the largest batches share one compiled kernel.
+    size = max(512, triton.next_power_of_2(num_seqs))
+    _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
+        seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
+        TILE=tile, SEQS=size, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(seq_lens.device),
+    )  # fmt: skip
+    return ContextSplits(splits, of_seqs)
 
 
 @jit(unaligned=["of_seqs_ptr"])
@@ -133,9 +126,7 @@ def _merge_splits_kernel(
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(of_seqs_ptr + 2 * seq)
     count = tl.load(of_seqs_ptr + 2 * seq + 1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     if count > 1:
         dims = tl.arange(0, HEAD_DIM)
         acc = tl.zeros([HEAD_DIM], dtype=tl.float32)

@@ -8,23 +8,22 @@ attends to its own keys of every tile with its own softmax; warps synchronise on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from nanovllm.kernels._gluon import descriptor, gdc_launch_dependents, gdc_wait, gl, kernel
+from nanovllm.kernels._gluon import descriptor, gdc_launch_dependents, gdc_wait, gl, gluon, kernel
 from nanovllm.kernels._triton import device_limits
-from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
-from nanovllm.kernels.attention.context_splits import ContextSplits, merge_splits, split_contexts
-from nanovllm.kernels.attention.decode_token import finish_token, halves_layout, load_constants, load_token
+from nanovllm.kernels.attention.cascade_attention import cascade_attention
+from nanovllm.kernels.attention.context_splits import merge_splits
+from nanovllm.kernels.attention.decode_attention import DecodePlan
 from nanovllm.kernels.attention.online_softmax import LOG2E
-from nanovllm.kernels.attention.tile_ring import attend_to_old, begin_copies
 from nanovllm.kernels.attention.warp_attention import (
     MAX_GROUP,
     ROWS,
     TILE,
     WARP_KEYS,
     WARPS,
+    attend_to_old,
+    begin_copies,
     begin_softmax,
     load_parts,
     merge,
@@ -32,23 +31,79 @@ from nanovllm.kernels.attention.warp_attention import (
     spread,
     store_heads,
 )
+from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.qkv_rope_store import NormWeights
 
 
-@dataclass
-class HopperDecodePlan:
-    """The splits and buffers, shared by all layers of a step.
+@gluon.constexpr_function
+def _halves_layout(half):
+    """Return the layout of one half of each of a group's heads, [ROWS, half]."""
+    return gl.BlockedLayout([1, 4], [128 // half, half // 4], [WARPS, 1], [1, 0])
 
-    Attributes:
-        splits: the splits of each context without its shared prefix.
-        partial: outputs of splits to be merged, [num_splits, num_heads, head_dim] float32, and their base-2
-            log-sum-exp, [num_splits, num_heads] float32; None if every context has a single split.
-        prefix: plan of the cascade attention over shared prefixes; None without.
+
+@gluon.jit
+def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr):
+    """Apply QK norm and RoPE to heads, given as halves [ROWS, HALF]; rounds like `qkv_rope_store`."""
+    dtype: gl.constexpr = first.dtype
+    first, second = first.to(gl.float32), second.to(gl.float32)
+    cos, sin = angles
+    if HAS_NORM:
+        size: gl.constexpr = 2 * first.shape[1]
+        scale = rsqrt((gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)) / size + eps)[:, None]
+        first *= scale * weights[0].to(gl.float32)
+        second *= scale * weights[1].to(gl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@gluon.jit
+def _load_constants(norms, cos_sin_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Load the halves of both norm weights, and cosines and sines; none depends on the previous kernel."""
+    q_norm_ptr, k_norm_ptr = norms
+    angle_ptrs = cos_sin_ptr + position.to(gl.int64) * (2 * HALF) + dims
+    angles = (gl.load(angle_ptrs)[None, :], gl.load(angle_ptrs + HALF)[None, :])
+    q_weights = angles
+    k_weights = angles
+    if HAS_NORM:
+        q_weights = (gl.load(q_norm_ptr + dims)[None, :], gl.load(q_norm_ptr + HALF + dims)[None, :])
+        k_weights = (gl.load(k_norm_ptr + dims)[None, :], gl.load(k_norm_ptr + HALF + dims)[None, :])
+    return q_weights, k_weights, angles
+
+
+@gluon.jit
+def _load_token(
+    row_ptr, head, stored, rows, dims, value_dims, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, PROJECTED: gl.constexpr
+):
+    """Load the new token's query heads, halves [ROWS, HEAD_DIM / 2], key, halves [1, HEAD_DIM / 2], and value.
+
+    With PROJECTED all are in the QKV row at `row_ptr`; else key and value are read from the cache, at `stored`.
     """
+    HALF: gl.constexpr = dims.shape[0]
+    key_ptr, value_ptr = stored
+    if PROJECTED:
+        key_ptr = row_ptr + (GROUP * KV_HEADS + head) * (2 * HALF)
+        value_ptr = row_ptr + ((GROUP + 1) * KV_HEADS + head) * (2 * HALF)
+    # Padding rows repeat the group's last head.
+    heads = head * GROUP + gl.minimum(rows, GROUP - 1)
+    query_ptrs = row_ptr + heads[:, None] * (2 * HALF) + dims[None, :]
+    query = (gl.load(query_ptrs), gl.load(query_ptrs + HALF))
+    key_ptrs = key_ptr + dims[None, :]
+    key = (gl.load(key_ptrs), gl.load(key_ptrs + HALF))
+    return query, key, gl.load(value_ptr + value_dims)
 
-    splits: ContextSplits
-    partial: tuple[torch.Tensor, torch.Tensor] | None
-    prefix: CascadePlan | None
+
+@gluon.jit
+def _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM: gl.constexpr):
+    """Apply QK norm and RoPE to the new token's heads, and store its key and value unless kv_slot is -1."""
+    query, key, value = token
+    q_weights, k_weights, angles = constants
+    key_ptr, value_ptr = stored
+    query = _norm_and_rotate(query[0], query[1], q_weights, angles, eps, HAS_NORM)
+    key = _norm_and_rotate(key[0], key[1], k_weights, angles, eps, HAS_NORM)
+    if kv_slot >= 0:
+        gl.store(key_ptr + dims[None, :], key[0])
+        gl.store(key_ptr + dims[None, :] + dims.shape[0], key[1])
+        gl.store(value_ptr + value_dims, value)
+    return query, key, value
 
 
 @kernel(
@@ -65,7 +120,7 @@ def _hopper_decode_kernel(
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     HALF: gl.constexpr = HEAD_DIM // 2
-    HALVES: gl.constexpr = halves_layout(HALF)
+    HALVES: gl.constexpr = _halves_layout(HALF)
     head, split = gl.program_id(0), gl.program_id(1)
     split_ptr = splits_ptr + 4 * split
     seq = gl.load(split_ptr).to(gl.int64)
@@ -86,17 +141,17 @@ def _hopper_decode_kernel(
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
     value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
     if PROJECTED:
-        constants = load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
+        constants = _load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
     gdc_wait()
     gdc_launch_dependents()
 
     row_ptr = x_ptr + seq * ((GROUP + (2 if PROJECTED else 0)) * KV_HEADS * HEAD_DIM)
     place = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
     stored = (k_cache_ptr + place, v_cache_ptr + place)
-    token = load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
+    token = _load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
     if PROJECTED:
         kv_slot = gl.where(is_first, kv_slot, -1)
-        token = finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM)
+        token = _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM)
     query, key, value = token
     softmax = begin_softmax(query, key, value, is_first, scale, MMA)
     operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2))
@@ -127,32 +182,6 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
     )
 
 
-def plan_hopper_decode(
-    seq_lens: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    shares: int,
-    shared: CascadeGroups | None = None,
-) -> HopperDecodePlan:
-    """Plan the attention of one step for all its layers.
-
-    Args:
-        seq_lens: [num_seqs] int32, at least 1 each.
-        num_heads, num_kv_heads: query heads and KV heads.
-        head_dim: elements per head.
-        shares: see `split_contexts`, which splits for each KV head; with 1 nothing has to be merged.
-        shared: shared prefixes for cascade attention; every sequence has at least one token after its prefix.
-    """
-    splits = split_contexts(seq_lens, TILE.value, shares, None if shared is None else shared.rows[0])
-    prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, head_dim)
-    if shares == 1:
-        return HopperDecodePlan(splits, None, prefix)
-    shape = len(splits.splits), num_heads
-    outputs = seq_lens.new_empty(*shape, head_dim, dtype=torch.float32)
-    return HopperDecodePlan(splits, (outputs, seq_lens.new_empty(shape, dtype=torch.float32)), prefix)
-
-
 def hopper_decode_attention(
     x: torch.Tensor,
     k_cache: torch.Tensor,
@@ -160,7 +189,7 @@ def hopper_decode_attention(
     out: torch.Tensor,
     block_tables: torch.Tensor,
     slot_mapping: torch.Tensor,
-    plan: HopperDecodePlan,
+    plan: DecodePlan,
     scale: float,
     rope: tuple[NormWeights | None, float, torch.Tensor] | None = None,
 ) -> None:
@@ -177,7 +206,7 @@ def hopper_decode_attention(
         block_tables: [num_seqs, max_blocks] int32.
         slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
             whose output is finite but undefined.
-        plan: from the context lengths, each including the new token.
+        plan: from the context lengths, each including the new token, with tiles of TILE tokens.
         scale: factor of the scores.
         rope: norm_weights, eps and cos_sin of `qkv_rope_store`, which is then computed first; a token's position is
             the last of its context. Not supported with shared prefixes.
@@ -185,6 +214,7 @@ def hopper_decode_attention(
     num_seqs, num_heads, head_dim = out.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert plan.tile == TILE.value
     prefix_rows = prefix_out = prefix_lse = None
     if plan.prefix is not None:
         assert rope is None

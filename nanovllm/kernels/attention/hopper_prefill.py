@@ -25,7 +25,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.attention.online_softmax import LOG2E
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE, UNALIGNED
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED
 from nanovllm.kernels.fast_math import exp2
 
 QUERIES = gl.constexpr(QUERY_TILE)
@@ -262,9 +262,9 @@ def _hopper_prefill_kernel(
     )
 
 
-def supports(query: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Return whether `hopper_prefill_attention` supports the dtype, head size and block size."""
-    return query.element_size() == 2 and query.shape[2] in {64, 128} and k_cache.shape[1] % KEYS.value == 0
+def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
+    """Return whether the kernel supports this dtype, head size and block size."""
+    return dtype.itemsize == 2 and head_dim in {64, 128} and block_size % KEYS.value == 0
 
 
 def hopper_prefill_attention(

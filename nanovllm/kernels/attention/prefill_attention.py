@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, is_hopper, jit, pdl_options, tl
+from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
-from nanovllm.kernels.attention.query_tiles import QUERY_TILE, UNALIGNED
 
-NUM_WARPS = 8
+QUERY_TILE = 128
+"""Tokens per query tile."""
+UNALIGNED = ["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "tiles_ptr"]
+"""Kernel arguments that point into larger tensors, whose alignment depends on the step's sizes."""
+_NUM_WARPS = 8
 """With 4, a thread spills 480 to 960 bytes, and with 99 KiB of shared memory only one program fits a multiprocessor."""
 _HOPPER_WARPS = 4
 """One warpgroup; on an H200 it takes 0.7 times as long as 8 warps, although a thread spills 88 bytes."""
@@ -42,9 +45,7 @@ def _prefill_kernel(
     q_start = tl.load(cu_seqlens_q_ptr + known_seq)
     q_len = tl.load(cu_seqlens_q_ptr + known_seq + 1) - q_start
     seq_len = tl.load(seq_lens_ptr + known_seq)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     # Parts of a sequence's last tile may have no rows.
     if seq >= 0 and tile * BLOCK_M < q_len:
         q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -84,34 +85,6 @@ def _prefill_kernel(
         )
 
 
-def prefill_attention_triton(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    tiles: torch.Tensor,
-    scale: float,
-) -> None:
-    """Triton form of `prefill_attention`, for any GPU."""
-    _, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    num_tiles = len(tiles) // 2
-    wide = query.element_size() == 4
-    block_m = _FLOAT32_ROWS if wide else QUERY_TILE
-    num_warps = _HOPPER_WARPS if is_hopper(query.device) and not wide else NUM_WARPS
-    parts = QUERY_TILE // block_m
-    _prefill_kernel[(num_heads, num_tiles * parts)](
-        query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale * LOG2E,
-        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
-        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,
-        **pdl_options(query.device),
-    )  # fmt: skip
-
-
 def prefill_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -137,13 +110,17 @@ def prefill_attention(
             tile's index within its sequence. Programs start in this order.
         scale: factor of the scores.
     """
-    if is_hopper(query.device):
-        from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
-
-        if hopper_prefill.supports(query, k_cache):
-            hopper_prefill.hopper_prefill_attention(
-                query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale,
-                device_limits(query.device)[0],
-            )  # fmt: skip
-            return
-    prefill_attention_triton(query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale)
+    _, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_tiles = len(tiles) // 2
+    wide = query.element_size() == 4
+    block_m = _FLOAT32_ROWS if wide else QUERY_TILE
+    num_warps = _HOPPER_WARPS if is_hopper(query.device) and not wide else _NUM_WARPS
+    parts = QUERY_TILE // block_m
+    _prefill_kernel[(num_heads, num_tiles * parts)](
+        query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale * LOG2E,
+        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,
+        **pdl_options(query.device),
+    )  # fmt: skip

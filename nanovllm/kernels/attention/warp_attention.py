@@ -1,12 +1,17 @@
-"""Attention for one group of query heads in which each warp has its own keys of every tile, and its own softmax.
+"""Attention of Hopper's decode kernel to the tiles of a split: each warp has its own keys of every tile, and softmax.
 
-Warps therefore synchronise only at the end, when their softmaxes are merged by maxima and sums, as Flash-Decoding (Dao
-et al. 2023) merges those of programs.
+Warps therefore synchronise only to reuse a stage, and at the end, when their softmaxes are merged by maxima and sums,
+as Flash-Decoding (Dao et al. 2023) merges those of programs. Tiles are copied into stages ahead:
+
+- `copy_from` describes the source: TMA descriptors of the caches for whole tiles and for a warp's part of a tile,
+  pointer to the sequence's block table, the KV head's first column, and `tiles` (first tile, number of tiles, keys in
+  all the context's tiles).
+- `ring` holds the stages: keys, values, and the barriers that signal a full stage.
 """
 
 from __future__ import annotations
 
-from nanovllm.kernels._gluon import gl, gluon, mma_v2
+from nanovllm.kernels._gluon import barrier, gl, gluon, mbarrier, mma_v2, tma_load
 from nanovllm.kernels.fast_math import exp2, log2
 
 WARPS = gl.constexpr(4)
@@ -16,7 +21,7 @@ TILE = gl.constexpr(WARPS.value * WARP_KEYS.value)
 """Keys per tile, which must lie in one block."""
 ROWS = gl.constexpr(16)
 """Rows of the matrix instruction; query heads of a group, then padding."""
-SMALLEST = gl.constexpr(2.0**-126)
+_SMALLEST = gl.constexpr(2.0**-126)
 """Float32's smallest normal number."""
 MAX_GROUP = ROWS.value // 2
 """Maximum query heads per KV head: results of the upper half of the rows are dropped."""
@@ -43,7 +48,7 @@ def _is_old(tile, old_len, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def attend_tile(query, key, value, tile, old_len, scale, softmax):
+def _attend_tile(query, key, value, tile, old_len, scale, softmax):
     """Fold those of a tile's keys that lie before `old_len` into the warps' softmaxes.
 
     query: [WARPS, ROWS, HEAD_DIM]; key: [WARPS, HEAD_DIM, WARP_KEYS]; value: [WARPS, WARP_KEYS, HEAD_DIM].
@@ -63,6 +68,70 @@ def attend_tile(query, key, value, tile, old_len, scale, softmax):
     row_sum = row_sum * correction + gl.sum(weights, axis=2)
     weights = gl.convert_layout(weights.to(value.dtype), query.type.layout)
     return mma_v2(weights, value, acc * gl.expand_dims(correction, 2)), new_max, row_sum
+
+
+@gluon.jit
+def _copy_tile(number, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr):
+    """Start copying a tile of keys and values into its stage; with BY_PARTS only the parts that contain keys."""
+    k_desc, v_desc, k_part_desc, v_part_desc, table_ptr, column, tiles = copy_from
+    first_tile, _num_tiles, old_len = tiles
+    keys, values, full = ring
+    stage = number % STAGES
+    key = (first_tile + number) * TILE
+    row = gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+    place = row // WARP_KEYS
+    parts = gl.cdiv(old_len - key, WARP_KEYS) if BY_PARTS else WARPS
+    PART_BYTES: gl.constexpr = 4 * WARP_KEYS * keys.shape[3]
+    if parts >= WARPS:
+        mbarrier.expect(full.index(stage), WARPS * PART_BYTES)
+        tma_load(k_desc, [place, 0, column], full.index(stage), keys.index(stage))
+        tma_load(v_desc, [place, 0, column], full.index(stage), values.index(stage))
+    else:
+        for some in gl.static_range(1, WARPS):
+            mbarrier.expect(full.index(stage), some * PART_BYTES, pred=parts == some)
+        for part in gl.static_range(WARPS - 1):
+            at = [place + part, 0, column]
+            tma_load(k_part_desc, at, full.index(stage), keys.index(stage).slice(part, 1), pred=part < parts)
+            tma_load(v_part_desc, at, full.index(stage), values.index(stage).slice(part, 1), pred=part < parts)
+
+
+@gluon.jit
+def begin_copies(
+    copy_from, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr
+):
+    """Allocate the stages, and start copying the first tiles into them."""
+    k_desc, v_desc, _k_part_desc, _v_part_desc, _table_ptr, _column, tiles = copy_from
+    _first_tile, num_tiles, _old_len = tiles
+    keys = gl.allocate_shared_memory(k_desc.dtype, [STAGES, WARPS, WARP_KEYS, HEAD_DIM], k_desc.layout)
+    values = gl.allocate_shared_memory(k_desc.dtype, [STAGES, WARPS, WARP_KEYS, HEAD_DIM], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    ring = (keys, values, full)
+    for number in range(gl.minimum(num_tiles, STAGES)):
+        _copy_tile(number, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
+    return ring
+
+
+@gluon.jit
+def attend_to_old(
+    query, scale, softmax, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr
+):
+    """Fold all tiles of the split into the softmax; `begin_copies` has started the first copies."""
+    _k_desc, _v_desc, _k_part_desc, _v_part_desc, _table_ptr, _column, tiles = copy_from
+    first_tile, num_tiles, old_len = tiles
+    keys, values, full = ring
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, softmax[0].type.layout, 2)
+    for number in range(num_tiles):
+        stage = number % STAGES
+        mbarrier.wait(full.index(stage), number // STAGES & 1)
+        key = keys.index(stage).permute((0, 2, 1)).load(OPERAND)
+        value = values.index(stage).load(OPERAND)
+        if number + STAGES < num_tiles:
+            barrier()
+            _copy_tile(number + STAGES, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
+        softmax = _attend_tile(query, key, value, first_tile + number, old_len, scale, softmax)
+    return softmax
 
 
 @gluon.jit
@@ -107,7 +176,7 @@ def merge(softmax):
     top = gl.max(part_max, axis=0)
     share = exp2(part_max - gl.expand_dims(top, 0))
     # A new token that does not count is still the maximum, beside which all weights can underflow to 0.
-    total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), SMALLEST)
+    total = gl.maximum(gl.sum(sums.slice(0, HEADS, dim=1).load(STATS) * share, axis=0), _SMALLEST)
     out = gl.sum(parts.load(LAYOUT) * gl.expand_dims(share / gl.expand_dims(total, 0), 2), axis=0)
     return out, gl.convert_layout(top + log2(total), gl.SliceLayout(1, out.type.layout))
 

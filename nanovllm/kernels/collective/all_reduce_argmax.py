@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.collective.symmetric_buffer import (
     ABORT_CHECK_SPINS,
     SymmetricBuffer,
@@ -41,9 +41,7 @@ def _all_reduce_argmax_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     # There is at most one call per step, so the step's number identifies it.
     call = tl.load(step_ptr)
     half_offset = (call & 1).to(tl.int64) * (RANKS * 2 * max_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.collective.symmetric_buffer import (
     ABORT_CHECK_SPINS,
     SymmetricBuffer,
@@ -69,9 +69,7 @@ def _one_shot_kernel(
     offsets = tl.arange(0, BLOCK)
     mask = offsets < words_per_row
     weight = tl.load(weight_ptr.to(word_pointer) + offsets, mask=mask, other=0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     call = tl.load(step_ptr) * calls_per_step + call_in_step
     row_offsets = row.to(tl.int64) * words_per_row + offsets
     mine = tl.load(x_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
@@ -116,9 +114,7 @@ def _two_shot_kernel(
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     call = tl.load(step_ptr) * calls_per_step + call_in_step
     half = (call & 1).to(tl.int64)
     contributions = rows_offset + half * 2 * row_bytes

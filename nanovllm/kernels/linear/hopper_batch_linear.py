@@ -83,19 +83,6 @@ def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
     return acc
 
 
-@gluon.jit
-def _store(out, out_ptr, row, column, num_rows, out_features):
-    """Store an output tile whose first element is at `row` and `column`."""
-    COLUMNS: gl.constexpr = out.shape[1]
-    EACH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // COLUMNS, COLUMNS // EACH], [_WARPS, 1], [1, 0])
-    rows = row + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
-    places = rows.to(gl.int64)[:, None] * out_features + columns[None, :]
-    gl.store(out_ptr + places, out, mask=(rows < num_rows)[:, None])
-
-
 @kernel(do_not_specialize=["num_rows"])
 def _batch_linear_kernel(
     x_desc, weight_desc, out_ptr, num_rows, out_features,
@@ -126,8 +113,14 @@ def _batch_linear_kernel(
         # Rounds like a separate product.
         gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
         acc = gate / (1 + gl.exp(-gate)) * up
+    EACH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // OUTS, OUTS // EACH], [_WARPS, 1], [1, 0])
     part_ptr = out_ptr + part.to(gl.int64) * num_rows * out_features
-    _store(acc, part_ptr, row, column, num_rows, out_features)
+    rows = row + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, OUTS, gl.SliceLayout(0, LAYOUT))
+    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT)
+    places = rows.to(gl.int64)[:, None] * out_features + columns[None, :]
+    gl.store(part_ptr + places, out, mask=(rows < num_rows)[:, None])
 
 
 class _Tile(NamedTuple):

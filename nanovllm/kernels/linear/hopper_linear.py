@@ -207,16 +207,9 @@ def hopper_qkv_rope_store(
     slot_mapping: torch.Tensor,
     num_programs: int,
 ) -> torch.Tensor:
-    """Compute `qkv_rope_store` of the product `x @ weight.T`.
+    """Compute `project_rope_store` for two-byte elements and an even number of heads of HEAD_DIM.
 
-    Args:
-        x: [num_rows, in_features], of two-byte elements, contiguous.
-        weight: [(num_heads + 2 * num_kv_heads) * HEAD_DIM, in_features], an even number of heads; contiguous.
-        norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping: see `qkv_rope_store`.
-        num_programs: maximum number of programs; the number of multiprocessors.
-
-    Returns:
-        The queries, [num_rows, num_heads, HEAD_DIM], contiguous.
+    `num_programs` is the maximum number of programs: the number of multiprocessors.
     """
     rows, in_features = x.shape
     kv_heads = k_cache.shape[2]

@@ -14,14 +14,13 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import (
     device_limits,
-    gdc_launch_dependents,
-    gdc_wait,
     is_hopper,
     jit,
     pdl_options,
     tl,
     triton,
     uses_triton,
+    wait_for_previous,
 )
 from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS, Norm, should_use_one_shot, skinny_linear
@@ -63,9 +62,7 @@ def _thin_linear_kernel(
         up_weight = tl.load(weight_ptr + tl.cast(out_features, tl.int64) * IN + offsets, mask=mask, other=0.0)
     if HAS_NORM:
         norm_weight = tl.load(norm_weight_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     # Every intermediate value is rounded as by separate ops.
     dtype = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)

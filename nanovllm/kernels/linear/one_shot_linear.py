@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._gluon import async_copy, async_load, gdc_launch_dependents, gdc_wait, gl, gluon, kernel, mma_v2
-from nanovllm.kernels._triton import device_limits, pdl_options, triton
+from nanovllm.kernels._gluon import async_copy, async_load, gl, gluon, kernel, mma_v2
+from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.linear.skinny_linear import (
     MAX_ONE_SHOT_OUTS,
@@ -105,9 +105,7 @@ def _one_shot_linear_kernel(
     ins, rows = _chunk_indices(_ROWS)
     if HAS_NORM:
         norm_weight = gl.load(norm_weight_ptr + ins, mask=ins < IN, other=0.0).to(gl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     xs = gl.allocate_shared_memory(dtype, [CHUNKS, _WARPS, _ROWS, _WARP_INS], _SHARED)
     for chunk in gl.static_range(CHUNKS):
         chunk_ins = chunk * _WARPS * _WARP_INS + ins

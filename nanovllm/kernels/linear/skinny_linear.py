@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, wait_for_previous
 
 MAX_SKINNY_ROWS = 16
 """With more rows cuBLAS is faster: with 32, layers of Qwen3-1.7B to 32B take 6 to 17% longer in `skinny_linear`."""
@@ -36,24 +36,6 @@ def _sum_of_warps(parts, WARPS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.conste
     return tl.reshape(parts, [ROWS, OUT])
 
 
-@jit
-def _store_rows(
-    acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features,
-    WARPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Sum the warps' parts, add the bias or gate, and store; rounds like separate ops."""
-    dtype = out_ptr.dtype.element_ty
-    rows = tl.arange(0, ROWS)
-    out = _sum_of_warps(acc, WARPS, ROWS, BLOCK_OUT)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        out = out.to(dtype).to(tl.float32)
-        out = out / (1 + tl.exp(-out)) * _sum_of_warps(up, WARPS, ROWS, BLOCK_OUT).to(dtype).to(tl.float32)
-    mask = (rows < num_rows)[:, None] & out_mask[None, :]
-    tl.store(out_ptr + rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
-
-
 @jit(do_not_specialize=["num_rows"])
 def _skinny_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
@@ -70,9 +52,7 @@ def _skinny_linear_kernel(
     up_offset = tl.cast(out_features, tl.int64) * in_features
     acc = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
     up = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     for start in range(0, in_features, WARPS * WARP_INS):
         mask = out_mask[None, None, :]
         x_mask = rows < num_rows
@@ -85,9 +65,17 @@ def _skinny_linear_kernel(
         if GATED:
             up_weight = tl.load(weight_ptrs + up_offset + start, mask=mask, other=0.0)
             up = tl.dot(x, up_weight, up, input_precision="ieee")
-    _store_rows(
-        acc, up, bias_ptr, out_ptr, outs, out_mask, num_rows, out_features, WARPS, ROWS, BLOCK_OUT, HAS_BIAS, GATED
-    )
+    # From here on, values are rounded as by separate ops.
+    dtype = out_ptr.dtype.element_ty
+    out = _sum_of_warps(acc, WARPS, ROWS, BLOCK_OUT)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        out = out.to(dtype).to(tl.float32)
+        out = out / (1 + tl.exp(-out)) * _sum_of_warps(up, WARPS, ROWS, BLOCK_OUT).to(dtype).to(tl.float32)
+    out_rows = tl.arange(0, ROWS)
+    mask = (out_rows < num_rows)[:, None] & out_mask[None, :]
+    tl.store(out_ptr + out_rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
 
 
 def one_shot_outs(out_features: int, num_programs: int) -> int:

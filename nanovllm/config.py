@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_number, check_int, strict_keywords
+from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
 LOAD_FORMATS = ("auto", "dummy")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _LEAST = {
     "tensor_parallel_size": 1,
     "max_model_len": 1,
@@ -41,6 +42,8 @@ class Config:
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
+        logprobs_mode: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is sampled from: after
+            masks, penalties and temperature.
         seed: of dummy weights (0 if None), and of requests without their own seed (drawn at random if None).
 
     Raises:
@@ -63,6 +66,7 @@ class Config:
     load_format: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
+    logprobs_mode: str = "raw_logprobs"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +86,7 @@ class Config:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
 
     @property
     def max_num_running(self) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
-from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tqdm.auto import tqdm
+import numpy as np
+import torch
+from torch.nn import functional
 from transformers import AutoTokenizer
 
 from nanovllm.config import Config
@@ -18,14 +20,17 @@ from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import RequestOutput, StepResult
+from nanovllm.outputs import BeamSearchOutput, Prompt, RequestOutput, ScoreOutput, StepResult
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.input_processor import InputProcessor
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
+from nanovllm.text.chat import Message, conversations, render_chat
+from nanovllm.text.input_processor import InputProcessor, Request
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.utils.checks import refuse_remote_code
+from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
+from nanovllm.text.scoring import score_output, split_pairs
+from nanovllm.utils.checks import check_int, refuse_remote_code
 from nanovllm.utils.hub import resolve_model
-from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 Self = TypeVar("Self", bound="LLM")
@@ -41,7 +46,7 @@ class LLM:
 
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
-        RuntimeError: of several ranks one failed, or this process has an engine of several ranks already.
+        RuntimeError: a rank failed.
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -58,33 +63,41 @@ class LLM:
             self.tokenizer = _load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
-        self._output_processor = OutputProcessor(self.tokenizer)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
+        self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
+        output_processor = OutputProcessor(self.tokenizer)
         self.llm_engine = LLMEngine(
             config,
             runner,
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos]),
-            decode=self._output_processor.decode,
+            eos_token_ids=self.eos_token_ids,
+            make_output=output_processor.make_output,
         )
-        self._input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits)
+        self._folder = folder
+        self._input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, self.eos_token_ids)
 
     def generate(
         self,
-        prompts: str | list[str] | list[list[int]],
+        prompts: Prompt | list[Any],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: list[int] | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
-            prompts: texts, or token ids; a single text is a list of one.
+            prompts: texts, token ids, or dicts of either (`TextPrompt`, `TokensPrompt`); a single text or dict is a
+                list of one.
             sampling_params: one for all prompts, or one each; the defaults if None.
             use_tqdm: show a progress bar.
+            priority: of each prompt; lower ones run first, ties in the order of the prompts.
+            on_output: called with each output as it finishes.
 
         Returns:
-            The `RequestOutput` of each prompt, in order.
+            The outputs in the order of the prompts.
 
         Raises:
             ValueError: any of the prompts or parameters is out of bounds; none was begun.
@@ -93,22 +106,149 @@ class LLM:
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
         """
         self.llm_engine.require_open()
-        if not isinstance(prompts, (str, list, tuple)):
-            raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-        requests: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = _one_each(sampling_params, len(requests))
-        call = Call()
-        try:
-            self.llm_engine.begin(call)
-            return self._run(self._input_processor.process(requests, params), params, use_tqdm)
-        finally:
-            self.llm_engine.end(call)
+        requests = prompt_list(prompts)
+        params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
+        with self._driving():
+            processed = self._input_processor.process(requests, params, priorities)
+            return run_requests(self.llm_engine, processed, use_tqdm, on_output)
 
-    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, which the tokenizer's chat template turns into prompts.
+
+        Args:
+            messages: one conversation, a list of dicts with `role` and `content`; or a list of conversations.
+            sampling_params, use_tqdm: see `generate`.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: leave the last message open instead, for the model to continue.
+            chat_template: Jinja template to use instead of the tokenizer's.
+            chat_template_kwargs: further variables of the template.
+            tools: descriptions of functions for the template.
+
+        Raises:
+            ValueError: the messages do not fit the template, or see `generate`.
+        """
+        talks, _ = conversations(messages)
+        options = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [render_chat(self.tokenizer, talk, **options) for talk in talks]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | list[Any],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        priority: list[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts, and yield what is new of them after each step.
+
+        An output yielded holds new text and tokens alone. The last one of a request is `finished`, and has its finish
+        reasons, log-probabilities and metrics. Closing the generator aborts what is left. See `generate`.
+        """
+        self.llm_engine.require_open()
+        requests = prompt_list(prompts)
+        params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
+        processed = self._input_processor.process(requests, params, priorities, streams=True)
+        return self._stream(processed)
+
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        with self._driving():
+            yield from stream_requests(self.llm_engine, requests)
+
+    def score(
+        self, prompts: list[str] | list[list[int]], continuations: list[str] | list[list[int]], use_tqdm: bool = True
+    ) -> list[ScoreOutput]:
+        """Return the log-probabilities of continuations, each behind its prompt.
+
+        Texts are encoded together and split at the prompt's length; spaces at a prompt's end count to its continuation.
+        Prompts that are equal are computed once, with prefix caching.
+
+        Args:
+            prompts: texts or token ids, which may not be empty.
+            continuations: one for each prompt, of the same kind.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a continuation without tokens, or see `generate`.
+        """
+        pairs = split_pairs(self._input_processor, prompts, continuations)
+        params = [SamplingParams(0, 1, prompt_logprobs=0, prompt_logprobs_start=n, detokenize=False) for _, n in pairs]
+        outputs = self.generate([token_ids for token_ids, _ in pairs], params, use_tqdm)
+        return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
+
+    def embed(self, prompts: Prompt | list[Any], pooling: str = "last", use_tqdm: bool = True) -> torch.Tensor:
+        """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
+
+        Args:
+            prompts: see `generate`.
+            pooling: "last" takes the last token's, "mean" the mean of all.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: an unknown pooling, or see `generate`.
+        """
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+        params = SamplingParams(0, 1, detokenize=False)
+        requests = prompt_list(prompts)
+        with self._driving():
+            processed = self._input_processor.process(requests, [params] * len(requests), [0] * len(requests))
+            pooled = [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in processed]
+            outputs = run_requests(self.llm_engine, pooled, use_tqdm)
+        # Parts of a sum, whose length does not matter to a direction.
+        states = [torch.from_numpy(np.sum(output.hidden_states, axis=0)) for output in outputs]
+        return functional.normalize(torch.stack(states), dim=1)
+
+    def beam_search(
+        self, prompts: Prompt | list[Any], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of prompts; equals transformers' beam search.
+
+        Args:
+            prompts: see `generate`.
+            params: of the search.
+            use_tqdm: show a progress bar.
+        """
+        requests = prompt_list(prompts)
+        limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
+        with self._driving():
+            processed = self._input_processor.process(requests, [width] * len(requests), [0] * len(requests))
+            searches = [
+                BeamSearch(
+                    r.token_ids.tolist(), params, self.eos_token_ids, limits.max_tokens(len(r.token_ids), r.params)
+                )
+                for r in processed
+            ]
+            run_beam_searches(self.llm_engine, searches, use_tqdm)
+        return [beam_search_output(search, self.tokenizer) for search in searches]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's `generation_config.json` recommends."""
+        return SamplingParams.from_model(self._folder)
+
+    def add_request(
+        self, prompt: Prompt | list[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> int:
         """Queue a request and return its id; see `LLMEngine.add_request`."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        (token_ids,) = self._input_processor.process([prompt], [params])
-        return self.llm_engine.enqueue(token_ids, params)
+        (request,) = self._input_processor.process([prompt], [params], [check_int("priority", priority)])
+        return self.llm_engine.enqueue(request.token_ids, request.params, request.features)
 
     def step(self) -> StepResult:
         """Do one step of the engine; see `LLMEngine.step`."""
@@ -130,34 +270,15 @@ class LLM:
         """Free the device; see `LLMEngine.exit`."""
         self.llm_engine.exit()
 
-    def _run(self, token_ids: list[array[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Queue requests and step until they are done; on any exception drop them."""
-        engine, ids = self.llm_engine, []
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Drive the engine inside the `with` block, alone."""
+        call = Call()
         try:
-            # Deferred, so that the id of every queued request is known.
-            with deferred_signals():
-                for tokens, param in zip(token_ids, params, strict=True):
-                    ids.append(engine.enqueue(tokens, param))
-            outputs = self._step_until_done(set(ids), use_tqdm)
-        except BaseException:
-            engine.drop(set(ids))
-            raise
-        return [outputs[request_id] for request_id in ids]
-
-    def _step_until_done(self, ids: set[int], use_tqdm: bool) -> dict[int, RequestOutput]:
-        """Return the outputs of requests `ids`; other requests' results stay for their callers."""
-        engine, outputs = self.llm_engine, dict[int, RequestOutput]()
-        started, num_tokens = time.perf_counter(), engine.scheduler.stats.num_output_tokens
-        with tqdm(total=len(ids), desc="Generating", unit="request", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            while len(outputs) < len(ids):
-                engine.run_step()
-                done = engine.claim(ids)
-                outputs.update(done)
-                if done:
-                    rate = (engine.scheduler.stats.num_output_tokens - num_tokens) / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-                    bar.update(len(done))
-        return outputs
+            self.llm_engine.begin(call)
+            yield
+        finally:
+            self.llm_engine.end(call)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -175,13 +296,3 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ValueError(f"the tokenizer in {folder!r} cannot be read: {error}") from error
-
-
-def _one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, (list, tuple)):
-        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, not {params!r}")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
-    return list(params)

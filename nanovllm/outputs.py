@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Union
+
+import numpy as np
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007 (Python 3.10 evaluates it)
+"""Besides lists of token ids."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,7 @@ class RequestOutput:
             the first and for those before `prompt_logprobs_start`. None as a whole unless asked for.
         num_cached_tokens: prompt tokens found in the prefix cache.
         metrics: the request's times.
+        hidden_states: of `embed`: sums over parts of the prompt, [hidden_size] float32 each.
     """
 
     request_id: int = field(compare=False)
@@ -78,6 +97,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
+    hidden_states: list[np.ndarray] = field(default_factory=list, repr=False, compare=False)
 
     def __getitem__(self, key: str) -> Any:
         if key == "num_cached_tokens":

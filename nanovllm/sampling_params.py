@@ -15,7 +15,7 @@ MAX_LOGPROBS = 20
 _OFF = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "min_tokens": 0,
-    "logprobs": None, "prompt_logprobs": None, "structured_outputs": None,
+    "logprobs": None,
 }  # fmt: skip
 """Parameters that need more of a step than a temperature, with the values that ask for nothing."""
 

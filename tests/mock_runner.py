@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.engine.request_output import request_output
+from nanovllm.engine.sequence import RequestGroup
+from nanovllm.outputs import RequestOutput
+from nanovllm.runner.messages import MakeMasks, ScheduledBatch, StepOutput
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -60,7 +63,7 @@ class MockRunner:
         self.fail_result = False
         self.closed = 0
 
-    def execute(self, batch: ScheduledBatch) -> MockHandle:
+    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> MockHandle:
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")
@@ -129,7 +132,7 @@ def make_engine(
     max_model_len: int = 128,
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
-    decode: Callable[[list[int]], str] = lambda token_ids: "",
+    make_output: Callable[[RequestGroup], RequestOutput] = request_output,
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -143,7 +146,7 @@ def make_engine(
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth)
     engine = LLMEngine(
-        config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, decode=decode
+        config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, make_output=make_output
     )
     return engine, runner
 

@@ -59,7 +59,10 @@ def params(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1
         ({"top_p": 0.01}, [TopPLogitsWarper(0.01)]),
         ({"top_p": 0.9}, [TopPLogitsWarper(0.9)]),
         ({"min_p": 0.05}, [MinPLogitsWarper(0.05)]),
-        ({"min_p": 0.01, "top_k": 30, "top_p": 0.8}, [MinPLogitsWarper(0.01), TopKLogitsWarper(30), TopPLogitsWarper(0.8)]),
+        (
+            {"min_p": 0.01, "top_k": 30, "top_p": 0.8},
+            [MinPLogitsWarper(0.01), TopKLogitsWarper(30), TopPLogitsWarper(0.8)],
+        ),
         ({"min_p": 0.001, "top_p": 0.95}, [MinPLogitsWarper(0.001), TopPLogitsWarper(0.95)]),
     ],
 )

@@ -34,6 +34,9 @@ class Communicator:
     def begin_step(self) -> None:
         """Reset the per-step state; called at the start of each forward pass."""
 
+    def begin_sampling(self) -> None:
+        """Set the per-step state to behind the forward pass, which a CUDA graph may have run."""
+
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""
         return x
@@ -52,6 +55,10 @@ class Communicator:
             token_ids: [num_rows] int64, below 2**31.
         """
         return token_ids
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' x, [num_rows, size] each, side by side: [num_rows, num_ranks * size]."""
+        return x
 
     def all_reduce_min(self, value: int) -> int:
         """Return the minimum of the ranks' values, on the host."""
@@ -115,6 +122,15 @@ class DistributedCommunicator(Communicator):
         keys = pack_candidates(scores, token_ids)
         self._reduce_in_place(keys, ReduceOp.MAX)
         return unpack_tokens(keys)
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        out = x.new_zeros(len(x), self.size, x.shape[1])
+        out[:, self.rank] = x
+        return self._sum(out).flatten(1)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(x)
 
     def all_reduce_min(self, value: int) -> int:
         """See the base class."""

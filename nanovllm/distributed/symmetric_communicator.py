@@ -7,6 +7,7 @@ from itertools import permutations
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.nn import functional
 
 from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.distributed.peer_memory import PeerMemory
@@ -21,6 +22,9 @@ _MAX_ROWS = 4096
 _CALLS_PER_STEP = 2**16 - 1
 """Odd, like the number of calls of a step (two per layer and one, each in an odd number of parts): see
 `SymmetricBuffer.calls_per_step`."""
+_FIRST_SAMPLING_CALL = 2**15 + 1
+"""Index of the first call behind a forward pass, whose last call has an even index below it."""
+_SUM_COLUMNS = 4096
 _ONE_SHOT_BYTES = 2**19
 """Up to this many bytes sent per rank, the all-reduce is one-shot; above, it is two-shot."""
 _CHOICE_KEY = "symmetric"
@@ -59,6 +63,18 @@ class SymmetricCommunicator(DistributedCommunicator):
         """See the base class."""
         self._call = 0
         self._buffer.step.add_(1)
+
+    def begin_sampling(self) -> None:
+        """See the base class."""
+        self._call = _FIRST_SAMPLING_CALL
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        # Two halves in an odd number of calls each, so that the number of calls per step stays odd.
+        padding = -x.numel() % (2 * _SUM_COLUMNS)
+        rows = functional.pad(x.flatten(), (0, padding)).view(-1, _SUM_COLUMNS)
+        weight = torch.ones(_SUM_COLUMNS, dtype=x.dtype, device=x.device)
+        sums = [self.all_reduce_rms_norm(half, weight, 1e-6, None)[1] for half in rows.chunk(2)]
+        return torch.cat(sums).flatten()[: x.numel()].view_as(x)
 
     def all_reduce_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None

@@ -170,7 +170,7 @@ class BlockManager:
             return []
         matched: list[Block] = []
         identity = _ROOT_IDENTITY
-        for i in range(len(seq.token_ids) // self.block_size):
+        for i in range(seq.max_cached_tokens // self.block_size):
             block = self._cached.get((identity, self._block_tokens(seq, i)))
             if block is None:
                 break

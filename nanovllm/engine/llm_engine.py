@@ -15,17 +15,21 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import count
+
+import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request_output import request_output
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RequestFeatures, RequestGroup, Sequence, TokenConstraint
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
-from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
+from nanovllm.runner.messages import Handle, Runner, ScheduledBatch, TokenMasks
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -42,7 +46,7 @@ class LLMEngine:
         vocab_size: token ids of prompts must be below it.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end a request.
-        decode: returns the text of a finished request's tokens; called with signals deferred.
+        make_output: makes a finished request's output; called with signals deferred.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class LLMEngine:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        decode: Callable[[list[int]], str] = lambda token_ids: "",
+        make_output: Callable[[RequestGroup], RequestOutput] = request_output,
     ) -> None:
         self.config = config
         self._runner: Runner | None = runner
@@ -72,30 +76,43 @@ class LLMEngine:
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
+        # Of requests with several outputs, while they are unfinished.
+        self._groups: dict[int, RequestGroup] = {}
         # New requests, and the ids of aborted ones, in the order in which they came.
         self._inbox: deque[Sequence | list[int]] = deque()
         # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
-        self._unclaimed = Unclaimed(decode)
+        self._unclaimed = Unclaimed(make_output)
         self._guard = CallGuard()
         exit_with_interpreter(self)
 
-    def add_request(self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None) -> int:
-        """Queue a request and return its id.
+    def add_request(
+        self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None, priority: int = 0
+    ) -> int:
+        """Queue a request and return its id; requests of lower `priority` run first.
 
         Raises:
-            ValueError: the prompt or the request's size is out of bounds.
+            ValueError: the prompt, a parameter or the request's size is out of bounds.
             RuntimeError: the engine is closed.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        return self.enqueue(self.limits.check(prompt, params), params)
+        params = self.limits.check_params(SamplingParams() if sampling_params is None else sampling_params)
+        features = RequestFeatures(priority=check_int("priority", priority))
+        return self.enqueue(self.limits.check_prompt(prompt, params), params, [features] * params.n)
 
-    def enqueue(self, token_ids: array[int], params: SamplingParams) -> int:
-        """Queue a request that `limits` has passed, and return its id."""
+    def enqueue(self, token_ids: array[int], params: SamplingParams, features: list[RequestFeatures]) -> int:
+        """Queue a request that `limits` has passed, with features for each of its outputs, and return its id."""
         self.require_open()
-        request_id = next(self._request_ids)
+        group = RequestGroup([next(self._request_ids) for _ in features])
+        request_id = group.seq_ids[0]
         seed = (self._seed + (request_id + 1) * _GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
-        self._inbox.append(Sequence(request_id, token_ids, params, seed))
+        if len(features) > 1:
+            self._groups[request_id] = group
+        for i, (seq_id, item) in enumerate(zip(group.seq_ids, features, strict=True)):
+            # Outputs of one request have seeds as far apart as requests without seeds.
+            seq = Sequence(seq_id, token_ids, params, (seed + i * _GOLDEN_RATIO_64) % 2**64, item)
+            seq.group = group
+            seq.max_tokens = self.limits.max_tokens(len(token_ids), params)
+            self._inbox.append(seq)
         return request_id
 
     def step(self) -> StepResult:
@@ -126,7 +143,7 @@ class LLMEngine:
         Raises:
             ValueError: an id that is none.
         """
-        self._inbox.append([check_int("request id", request_id, 0) for request_id in request_ids])
+        self._inbox.append(self._all_of([check_int("request id", request_id, 0) for request_id in request_ids]))
         call = Call(brief=True)
         try:
             with deferred_signals():
@@ -143,6 +160,8 @@ class LLMEngine:
         """Counters since the engine began, and the blocks in use now."""
         return {
             **asdict(self.scheduler.stats),
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
             "num_used_blocks": self.block_manager.num_used_blocks,
             "num_free_blocks": self.block_manager.num_free_blocks,
         }
@@ -181,7 +200,8 @@ class LLMEngine:
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:
-                    self._in_flight.append((batch, runner.execute(batch)))
+                    masks = [partial(self._make_masks, batch)] if batch.masked else []
+                    self._in_flight.append((batch, runner.execute(batch, *masks)))
             except BaseException as error:
                 # The steps before the one that failed are good.
                 self._collect(0)
@@ -218,7 +238,7 @@ class LLMEngine:
     def drop(self, request_ids: set[int]) -> None:
         """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
         with deferred_signals():
-            self._inbox.append(list(request_ids))
+            self._inbox.append(self._all_of(request_ids))
             self._empty_inbox()
             try:
                 self._collect(0)
@@ -227,6 +247,25 @@ class LLMEngine:
 
     def _is_idle(self) -> bool:
         return self.scheduler.is_finished() and not (self._in_flight or self._inbox)
+
+    def _all_of(self, request_ids: Iterable[int]) -> list[int]:
+        """Return the ids of all sequences of requests, whose other outputs need not come any more."""
+        groups = {request_id: self._groups.pop(request_id, None) for request_id in request_ids}
+        return [i for request_id, group in groups.items() for i in ([request_id] if group is None else group.seq_ids)]
+
+    def _make_masks(self, batch: ScheduledBatch) -> TokenMasks:
+        """Return the masks of a batch whose forward pass is running; waits for the tokens of the step before."""
+        self._collect(0)
+        words = np.full((len(batch.masked), -(-self.limits.vocab_size // 32)), -1, dtype=np.int32)
+        kinds: dict[type, list[tuple[TokenConstraint, int]]] = {}
+        for row, index in enumerate(batch.masked):
+            seq = self.scheduler.find(batch.sampled_seq_ids[index])
+            # One that has just ended may sample what it likes.
+            if seq is not None and seq.features.constraint is not None:
+                kinds.setdefault(type(seq.features.constraint), []).append((seq.features.constraint, row))
+        for constraints in kinds.values():
+            constraints[0][0].fill(constraints, words)
+        return TokenMasks(batch.masked, words)
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.
@@ -270,7 +309,12 @@ class LLMEngine:
             finished, dropped = self.scheduler.postprocess(batch, output)
             self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, dropped))
             for seq in finished:
-                self._unclaimed.add(seq)
+                group = seq.group
+                assert group is not None
+                group.finished[seq.seq_id] = seq
+                if len(group.finished) == len(group.seq_ids):
+                    self._groups.pop(group.seq_ids[0], None)
+                    self._unclaimed.add(group)
 
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
@@ -278,7 +322,10 @@ class LLMEngine:
         An error that is no `Exception`, such as `SystemExit`, is raised again.
         """
         self._in_flight.clear()
-        failed = self.scheduler.fail_in_flight()
+        # A request with several outputs fails with any of them.
+        failed_seqs = self.scheduler.fail_in_flight()
+        failed = list(dict.fromkeys(seq.group.seq_ids[0] for seq in failed_seqs if seq.group is not None))
+        self.scheduler.abort(self._all_of(failed))
         message = f"a step failed, and with it the requests {failed}: {error}"
         try:
             if self._runner is not None:

@@ -24,14 +24,36 @@ class RequestLimits:
     max_model_len: int
     num_kv_slots: int
 
-    def check(self, prompt: Any, params: Any) -> array[int]:
+    def check_params(self, params: Any) -> SamplingParams:
+        """Return a copy of sampling parameters that the engine can serve.
+
+        Raises:
+            ValueError: a value out of its range, a contradiction, or a token id outside the vocabulary.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
+        checked = params.checked()
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in getattr(checked, name) or ():
+                if token_id >= self.vocab_size:
+                    raise ValueError(
+                        f"{name}: token id {token_id} is outside the vocabulary, 0 ... {self.vocab_size - 1}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(checked, name) or 0) > self.vocab_size:
+                raise ValueError(f"{name}={getattr(checked, name)} is over the vocabulary's {self.vocab_size}")
+        return checked
+
+    def check_prompt(self, prompt: Any, params: SamplingParams) -> array[int]:
         """Return a prompt's token ids, if the request can be served.
+
+        Args:
+            prompt: a list of token ids.
+            params: from `check_params`.
 
         Raises:
             ValueError: it cannot; says what is out of bounds.
         """
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
         try:
             token_ids = check_token_ids(prompt, self.vocab_size)
         except TypeError as error:
@@ -39,11 +61,22 @@ class RequestLimits:
             raise ValueError(f"a prompt is a string or a list of token ids, not {kind}: {prompt!r:.80}") from error
         if len(token_ids) > self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}")
+        if params.prompt_logprobs_start > len(token_ids):
+            raise ValueError(
+                f"prompt_logprobs_start={params.prompt_logprobs_start} is over the prompt's {len(token_ids)} tokens"
+            )
         # The last token is returned and never computed, so its keys and values are not stored.
-        num_stored = max(len(token_ids), min(len(token_ids) + params.max_tokens, self.max_model_len) - 1)
+        num_stored = max(len(token_ids), len(token_ids) + self.max_tokens(len(token_ids), params) - 1)
         if num_stored > self.num_kv_slots:
             raise ValueError(
                 f"a prompt of {len(token_ids)} tokens and max_tokens={params.max_tokens} need {num_stored} KV slots, "
                 f"over the cache's {self.num_kv_slots} (num_kvcache_blocks * kvcache_block_size)"
             )
         return token_ids
+
+    def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Return the most tokens that a request can generate, at least 1."""
+        limit = self.max_model_len - num_prompt_tokens
+        if params.max_tokens is not None:
+            return max(1, min(params.max_tokens, limit))
+        return max(1, min(limit, self.num_kv_slots + 1 - num_prompt_tokens))

@@ -6,13 +6,14 @@ full, the newest sequence loses its blocks and is computed again later (preempti
 2023). Planning needs counts alone, never the values of tokens in flight, so a step can be planned while the one
 before it still runs.
 
-Running and waiting sequences are ordered by `Sequence.sort_key`, and all running ones come before all waiting ones. So
-the last running sequence is the one to preempt, which then heads the queue, and the first, which is never preempted,
-always gets on.
+Running and waiting sequences are ordered by `Sequence.sort_key`: by priority, then by arrival. The last running one is
+the one to preempt, and the first, which is never preempted, always gets on.
 """
 
 from __future__ import annotations
 
+import time
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +22,15 @@ from operator import attrgetter
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
-from nanovllm.runner.messages import NewBlock, NewRequest, PromptChunk, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import (
+    NewBlock,
+    NewRequest,
+    PromptChunk,
+    PromptScores,
+    SamplingOptions,
+    ScheduledBatch,
+    StepOutput,
+)
 
 _sort_key = attrgetter("sort_key")
 
@@ -62,6 +71,9 @@ class Scheduler:
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
         self._budget = 0
+        # The one that is part-way through its prompt: a new one is admitted when that is wholly scheduled.
+        self._partial: Sequence | None = None
+        self._num_asking = 0
 
     @property
     def sequences(self) -> Iterable[Sequence]:
@@ -75,6 +87,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[seq.seq_id] = seq
+        self._num_asking += seq.asks
         self.waiting.add(seq)
 
     def schedule(self) -> ScheduledBatch | None:
@@ -92,6 +105,9 @@ class Scheduler:
         if not batch.decode_slots and not batch.chunks:
             self.block_manager.cancel_step()
             return None
+        if self._num_asking:
+            batch.sample_apart = any(seq.asks for seq in planned)
+            batch.masked = [i for i, seq in enumerate(planned) if seq.features.constraint is not None]
         for seq in planned:
             self._plan_token(seq, batch)
         self.stats.num_steps += 1
@@ -100,6 +116,7 @@ class Scheduler:
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> tuple[list[Sequence], set[int]]:
         """Take in a step's tokens; returns the sequences that they finish, and the ids whose token was dropped."""
         finished, dropped = [], set()
+        self._take_in_extras(batch, output)
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
             # An EOS is seen one step late: the token sampled after it is dropped.
@@ -108,7 +125,9 @@ class Scheduler:
                 continue
             seq.token_ids.append(token_id)
             self.stats.num_output_tokens += 1
-            if token_id in self.eos_token_ids and not seq.params.ignore_eos:
+            if seq.metrics.time_to_first_token is None:
+                seq.metrics.time_to_first_token = time.monotonic() - seq.metrics.arrival_time
+            if self._ends(seq, token_id):
                 self._finish(seq, "stop")
                 finished.append(seq)
             elif seq.status is SequenceStatus.RUNNING:
@@ -119,6 +138,35 @@ class Scheduler:
         self.block_manager.confirm_step()
         return finished, dropped
 
+    def _ends(self, seq: Sequence, token_id: int) -> bool:
+        """Show a token to what the request brings for it; returns whether the output ends with it."""
+        params, features = seq.params, seq.features
+        is_end = token_id in self.eos_token_ids and not params.ignore_eos
+        if params.stop_token_ids and token_id in params.stop_token_ids:
+            is_end, seq.stop_reason = True, token_id
+        if features.constraint is not None and not is_end:
+            features.constraint.accept(token_id)
+        if features.sink is not None:
+            stop_string = features.sink.append(token_id, is_end)
+            if stop_string is not None and not is_end:
+                is_end, seq.stop_reason = True, stop_string
+        return is_end
+
+    def _take_in_extras(self, batch: ScheduledBatch, output: StepOutput) -> None:
+        """Take in log-probabilities, and what chunks of prompts were asked for."""
+        if output.logprobs is not None:
+            values, token_ids, ranks = output.logprobs.values, output.logprobs.token_ids, output.logprobs.ranks
+            for i, row in enumerate(output.logprob_rows):
+                seq = self._sequences.get(batch.sampled_seq_ids[row])
+                if seq is not None:
+                    end = 1 + (seq.params.logprobs or 0)
+                    seq.logprobs.append((values[i, :end], token_ids[i, :end], int(ranks[i])))
+        for (seq_id, num_admissions), item in zip(batch.scored_seq_ids, output.prompt_outputs, strict=True):
+            seq = self._sequences.get(seq_id)
+            # A preempted prompt is computed again from its start.
+            if seq is not None and seq.num_admissions == num_admissions:
+                seq.prompt_outputs.append(item)
+
     def abort(self, seq_ids: Iterable[int]) -> None:
         """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
         for seq_id in seq_ids:
@@ -126,10 +174,14 @@ class Scheduler:
             if seq is not None:
                 self._finish(seq, "abort")
 
-    def fail_in_flight(self) -> list[int]:
+    def find(self, seq_id: int) -> Sequence | None:
+        """Return an unfinished sequence."""
+        return self._sequences.get(seq_id)
+
+    def fail_in_flight(self) -> list[Sequence]:
         """A step failed: drop every sequence that was in a step, and all that such steps put into the prefix cache."""
-        failed = [seq.seq_id for seq in self.sequences if seq.status is not SequenceStatus.WAITING or seq.num_in_flight]
-        self.abort(failed)
+        failed = [seq for seq in self.sequences if seq.status is not SequenceStatus.WAITING or seq.num_in_flight]
+        self.abort([seq.seq_id for seq in failed])
         self.block_manager.rollback()
         return failed
 
@@ -162,12 +214,13 @@ class Scheduler:
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         planned = []
-        # Only the last can be part-way through its prompt: a new one is admitted when that is wholly scheduled.
-        last = self.running[-1] if self.running else None
-        seq = last if last is not None and last.is_prefill else self._admit(batch)
+        partial, self._partial = self._partial, None
+        is_partial = partial is not None and partial.status is SequenceStatus.RUNNING and partial.is_prefill
+        seq = partial if is_partial else self._admit(batch)
         while seq is not None:
             self._schedule_chunk(seq, batch)
             if seq.is_prefill:
+                self._partial = seq
                 break
             planned.append(seq)
             seq = self._admit(batch)
@@ -184,31 +237,66 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_prefill_tokens = seq.num_tokens
+        seq.num_admissions += 1
+        if seq.wants_prompt:
+            seq.prompt_outputs.clear()
         if seq.num_cached_tokens is None:
+            seq.metrics.queue_time = time.monotonic() - seq.metrics.arrival_time
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
+        options = self._sampling_options(seq) if seq.asks else None
         batch.new_requests.append(
-            NewRequest(seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed)
+            NewRequest(
+                seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed, options
+            )
         )
         return seq
+
+    def _sampling_options(self, seq: Sequence) -> SamplingOptions:
+        params = seq.params
+        end_token_ids = set() if params.ignore_eos else set(self.eos_token_ids)
+        end_token_ids |= set(params.stop_token_ids or ())
+        return SamplingOptions(
+            params,
+            seq.token_ids[:] if params.uses_penalties else array("i"),
+            tuple(end_token_ids) if params.min_tokens else (),
+            seq.features.bad_token_ids,
+        )
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         end = min(seq.num_prefill_tokens, start + self._budget)
         store = start >= seq.num_registered_blocks * self.block_manager.block_size
         ends_prompt = end == seq.num_prefill_tokens
-        batch.chunks.append(PromptChunk(seq.slot, start, seq.token_ids[start:end], store, ends_prompt))
+        scores, pooling = self._prompt_scores(seq, start, end), None
+        if seq.features.pooling == "mean" or (seq.features.pooling == "last" and ends_prompt):
+            pooling = seq.features.pooling
+        if scores is not None or pooling is not None:
+            batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
+        token_ids = seq.token_ids[start:end]
+        batch.chunks.append(PromptChunk(seq.slot, start, token_ids, store, ends_prompt, scores, pooling))
         self._budget -= end - start
         seq.num_computed_tokens = end
         self.block_manager.register(seq)
+
+    def _prompt_scores(self, seq: Sequence, start: int, end: int) -> PromptScores | None:
+        """Return which tokens of the prompt are scored by the chunk `start ... end - 1`."""
+        params = seq.params
+        if params.prompt_logprobs is None or not seq.wants_prompt:
+            return None
+        # The token at `first` is scored by the hidden state before it.
+        first, last = max(start + 1, params.prompt_logprobs_start), min(end, seq.num_prompt_tokens - 1)
+        if first > last:
+            return None
+        return PromptScores(first - 1 - start, seq.token_ids[first : last + 1], params.prompt_logprobs)
 
     def _plan_token(self, seq: Sequence, batch: ScheduledBatch) -> None:
         """Count the token that this step samples; a sequence that ends with it gives back all it holds."""
         batch.sampled_seq_ids.append(seq.seq_id)
         seq.num_tokens += 1
         num_completion_tokens = seq.num_tokens - seq.num_prompt_tokens
-        if num_completion_tokens == seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
+        if num_completion_tokens == seq.max_tokens or seq.num_tokens >= self.max_model_len:
             self.block_manager.register(seq)
             self._free(seq)
             seq.status = SequenceStatus.ENDING
@@ -228,6 +316,8 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
+        self._num_asking -= seq.asks
         del self._sequences[seq.seq_id]
 
     def _free(self, seq: Sequence) -> None:

@@ -2,11 +2,82 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any, Protocol
 
+import numpy as np
+
+from nanovllm.outputs import RequestMetrics
+from nanovllm.runner.messages import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+
+class TokenSink(Protocol):
+    """Sees an output's tokens as they come."""
+
+    def append(self, token_id: int, is_end: bool) -> str | None:
+        """Take a token; returns the stop string that it completes. `is_end`: it is EOS or a stop token."""
+
+
+class TokenConstraint(Protocol):
+    """Says which token may come next."""
+
+    def accept(self, token_id: int) -> None:
+        """Take a token of the output."""
+
+    def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
+        """Write the masks of constraints of this kind.
+
+        Args:
+            constraints: each with its row of words.
+            words: [_, ceil(vocab_size / 32)] int32; a bit for each token, all set before.
+        """
+
+
+@dataclass(frozen=True)
+class RequestFeatures:
+    """What a request brings besides its prompt and its sampling parameters.
+
+    Attributes:
+        priority: lower ones run first.
+        sink: sees the tokens as they come.
+        constraint: masks the tokens.
+        bad_token_ids: tokens that are never generated.
+        pooling: "last" or "mean" asks for the hidden states of the prompt.
+        prompt: its text, if it came as one.
+    """
+
+    priority: int = 0
+    sink: TokenSink | None = None
+    constraint: TokenConstraint | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    pooling: str | None = None
+    prompt: str | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether steps must know of it."""
+        return self.constraint is not None or bool(self.bad_token_ids)
+
+
+_NO_FEATURES = RequestFeatures()
+
+
+@dataclass
+class RequestGroup:
+    """The sequences of a request with several outputs.
+
+    Attributes:
+        seq_ids: of all; the first is the request's id.
+        finished: those that have finished, by id.
+    """
+
+    seq_ids: list[int]
+    finished: dict[int, Sequence] = field(default_factory=dict)
 
 
 class SequenceStatus(Enum):
@@ -30,7 +101,14 @@ class Sequence:
     device alone), and `num_computed_tokens` whose keys and values are stored or planned to be.
     """
 
-    def __init__(self, seq_id: int, token_ids: Iterable[int], params: SamplingParams, seed: int) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        token_ids: Iterable[int],
+        params: SamplingParams,
+        seed: int,
+        features: RequestFeatures | None = None,
+    ) -> None:
         self.seq_id = seq_id
         # Its slices go as they are to hashes, to numpy and to other processes.
         self.token_ids = array("i", token_ids)
@@ -39,6 +117,19 @@ class Sequence:
         self.seed = seed
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.features = features or _NO_FEATURES
+        self.group: RequestGroup | None = None
+        # The most tokens of its output; None has no limit but the model's length.
+        self.max_tokens = params.max_tokens
+        # Whether steps must know more of it than its temperature.
+        self.asks = self.features.asks or not params.samples_plainly
+        # For each token of the output: log-probabilities, token ids and rank.
+        self.logprobs: list[tuple[np.ndarray, np.ndarray, int]] = []
+        # What chunks have computed of the prompt; complete once the prompt has been computed.
+        self.prompt_outputs: list[TokenLogprobs | np.ndarray] = []
+        self.num_admissions = 0
+        self.metrics = RequestMetrics(time.monotonic())
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
         # Tokens to compute before the first one can be sampled after (re-)admission.
@@ -53,13 +144,27 @@ class Sequence:
         self.registered_identity = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.
         self.fits_from = 0
-        # Sequences run in the order of this key: their arrival.
-        self.sort_key = seq_id
+        # Sequences run in the order of this key: by priority, then by arrival.
+        self.sort_key = (self.features.priority, seq_id)
 
     @property
     def num_in_flight(self) -> int:
         """Tokens that were planned but whose values have not come back yet."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether chunks of the prompt are asked for more than a token, and have not all been computed."""
+        asked = self.params.prompt_logprobs is not None or self.features.pooling is not None
+        return asked and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens that the prefix cache may serve."""
+        if not self.wants_prompt or self.features.pooling == "last":
+            return len(self.token_ids)
+        # The first token that is scored follows from the one before it.
+        return 0 if self.features.pooling else max(0, self.params.prompt_logprobs_start - 1)
 
     @property
     def is_prefill(self) -> bool:

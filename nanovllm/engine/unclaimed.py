@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RequestGroup
 from nanovllm.outputs import RequestOutput, StepError
 
 
@@ -12,34 +12,28 @@ class Unclaimed:
     """What steps have finished or failed, and nobody has seen yet.
 
     Args:
-        decode: returns the text of a finished request's tokens.
+        make_output: makes a finished request's output.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, make_output: Callable[[RequestGroup], RequestOutput]) -> None:
+        self._make_output = make_output
         self.finished: list[tuple[int, RequestOutput]] = []
         self.failures: list[StepError] = []
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.failures)
 
-    def add(self, seq: Sequence) -> None:
-        """Keep the output of a finished sequence; one whose text cannot be decoded fails alone."""
-        token_ids = seq.completion_token_ids
+    def add(self, group: RequestGroup) -> None:
+        """Keep the output of a finished request; one whose text cannot be decoded fails alone."""
+        request_id = group.seq_ids[0]
         try:
-            text = self._decode(token_ids)
+            output = self._make_output(group)
         # A panic of the tokenizers library derives from BaseException.
         except BaseException as error:
-            message = f"the text of request {seq.seq_id} cannot be decoded: {error}"
-            self.failures.append(StepError(message, [seq.seq_id], error))
+            message = f"the text of request {request_id} cannot be decoded: {error}"
+            self.failures.append(StepError(message, [request_id], error))
             return
-        output = RequestOutput(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=str(seq.finish_reason),
-            num_cached_tokens=seq.num_cached_tokens or 0,
-        )
-        self.finished.append((seq.seq_id, output))
+        self.finished.append((request_id, output))
 
     def take(self) -> list[tuple[int, RequestOutput]]:
         """Return, once, everything that has finished, or raise the oldest failure, once."""

@@ -12,7 +12,7 @@ class WaitingQueue:
     """A heap by `Sequence.sort_key`: O(log n) to add, O(1) to remove, whose entry is dropped when it comes first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[tuple[int, int], int]] = []
         self._sequences: dict[int, Sequence] = {}
 
     def __len__(self) -> int:

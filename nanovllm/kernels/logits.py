@@ -85,14 +85,24 @@ def _edit_kernel(
     x = tl.where(x == x, x, -float("inf"))  # noqa: PLR0124
     if HAS_BIAS:
         bias_row = tl.load(bias_rows_ptr + row).to(tl.int64)
-        x += tl.load(bias_ptr + bias_row * vocab_size + columns, mask=columns < tl.where(bias_row >= 0, vocab_size, 0), other=0.0)
+        x += tl.load(
+            bias_ptr + bias_row * vocab_size + columns, mask=columns < tl.where(bias_row >= 0, vocab_size, 0), other=0.0
+        )
     if HAS_MASK:
         mask_row = tl.load(mask_rows_ptr + row).to(tl.int64)
-        words = tl.load(mask_ptr + mask_row * mask_stride + columns // 32, mask=columns < tl.where(mask_row >= 0, vocab_size, 0), other=-1)
+        words = tl.load(
+            mask_ptr + mask_row * mask_stride + columns // 32,
+            mask=columns < tl.where(mask_row >= 0, vocab_size, 0),
+            other=-1,
+        )
         x = tl.where((words >> (columns % 32)) & 1 != 0, x, -float("inf"))
     if HAS_COUNTS:
         counts_row = tl.load(counts_rows_ptr + row).to(tl.int64)
-        counts = tl.load(counts_ptr + counts_row * vocab_size + columns, mask=columns < tl.where(counts_row >= 0, vocab_size, 0), other=0)
+        counts = tl.load(
+            counts_ptr + counts_row * vocab_size + columns,
+            mask=columns < tl.where(counts_row >= 0, vocab_size, 0),
+            other=0,
+        )
         presence = tl.load(penalties_ptr + 3 * row)
         frequency = tl.load(penalties_ptr + 3 * row + 1)
         repetition = tl.load(penalties_ptr + 3 * row + 2)

@@ -76,12 +76,16 @@ class MergedColumnParallelLinear(LoadableLayer):
         """Compute a `Projection`; `gated`: followed by `silu_and_mul`."""
         norm = x.norm
         if norm.communicator.size > 1:
-            return norm_linear(x.compute(), self.weight, self.bias, gated=gated)[0]
+            return self.multiply(x.compute(), gated)
         # One kernel for small batches.
         norm_args, residual = (norm.weight, norm.eps), x.stream.residual
         out, total = norm_linear(x.branch, self.weight, self.bias, norm_args, residual, gated)
         x.stream.settle(total)
         return out
+
+    def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        """Return the projections of x, [num_rows, in_features]; `gated`: followed by `silu_and_mul`."""
+        return norm_linear(x, self.weight, self.bias, gated=gated)[0]
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

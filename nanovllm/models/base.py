@@ -59,6 +59,10 @@ class CausalLM(nn.Module):
         logits: torch.Tensor = self.lm_head(hidden).compute()
         return logits
 
+    def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], behind the last norm -> [num_rows, vocabulary entries of this rank]."""
+        return self.lm_head.multiply(hidden)
+
     def weight_target(self, name: str) -> WeightTarget | None:
         """Map the name of a checkpoint tensor to its target, which may not exist; None for one that is not needed."""
         # A tied head is the embedding; many checkpoints store it all the same.

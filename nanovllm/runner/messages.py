@@ -8,19 +8,42 @@ the way back.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What a request asks of sampling beyond its temperature.
+
+    Attributes:
+        params: the request's.
+        token_ids: prompt and output so far, if their tokens are penalised; else empty.
+        end_token_ids: tokens that are forbidden before `params.min_tokens`.
+        bad_token_ids: tokens that are always forbidden.
+    """
+
+    params: SamplingParams
+    token_ids: array[int]
+    end_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A sequence takes a slot: all that its slot must hold from now on."""
+    """A sequence takes a slot: all that its slot must hold from now on. `options` is None if it asks for no more."""
 
     slot: int
     block_table: list[int]
     num_prompt_tokens: int
     temperature: float
     seed: int
+    options: SamplingOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -33,11 +56,27 @@ class NewBlock:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities that are asked for of a chunk.
+
+    Attributes:
+        first: index within the chunk of the first token whose successor is scored.
+        token_ids: the successors of that token and of those behind it.
+        num_logprobs: most likely tokens to return with each.
+    """
+
+    first: int
+    token_ids: array[int]
+    num_logprobs: int
+
+
+@dataclass(frozen=True)
 class PromptChunk:
     """Tokens at positions `start ... start + len(token_ids) - 1` of the sequence in `slot`.
 
     `store` is false for the one token that a full prefix hit recomputes inside a shared block: its keys and values are
-    there already, and shared blocks are immutable. `samples` is true for the chunk that ends its prompt.
+    there already, and shared blocks are immutable. `samples` is true for the chunk that ends its prompt. `scores` and
+    `pooling` ("last" or "mean") ask for more of its hidden states than a token.
     """
 
     slot: int
@@ -45,6 +84,8 @@ class PromptChunk:
     token_ids: array[int]
     store: bool
     samples: bool
+    scores: PromptScores | None = None
+    pooling: str | None = None
 
 
 @dataclass
@@ -60,8 +101,12 @@ class ScheduledBatch:
     chunks: list[PromptChunk] = field(default_factory=list)
     # The sequences a token is sampled for: those of decode_slots, then those of the chunks that sample.
     sampled_seq_ids: list[int] = field(default_factory=list)
-    # Whether sampling waits for the host behind the forward pass, as for a mask that depends on the last token.
+    # Whether a row asks for more than a temperature: then sampling is launched apart from the forward pass.
     sample_apart: bool = False
+    # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the token before.
+    masked: list[int] = field(default_factory=list)
+    # Of each chunk with `scores` or `pooling`: its sequence, and how often that had been admitted.
+    scored_seq_ids: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,10 +115,52 @@ class ScheduledBatch:
 
 
 @dataclass(frozen=True)
+class TokenMasks:
+    """Tokens that the host allows.
+
+    Attributes:
+        rows: indices into `ScheduledBatch.sampled_seq_ids`.
+        words: [num_rows, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
+    """
+
+    rows: list[int]
+    words: np.ndarray
+
+
+MakeMasks = Callable[[], TokenMasks]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at n positions: of the token there, then of the k most likely ones.
+
+    Attributes:
+        values: [n, 1 + k] float32.
+        token_ids: [n, 1 + k] int64.
+        ranks: [n] int64; of the token there, from 1.
+    """
+
+    values: np.ndarray
+    token_ids: np.ndarray
+    ranks: np.ndarray
+
+
+@dataclass(frozen=True)
 class StepOutput:
-    """The sampled tokens, in the order of `ScheduledBatch.sampled_seq_ids`."""
+    """A step's results.
+
+    Attributes:
+        token_ids: sampled tokens, in the order of `ScheduledBatch.sampled_seq_ids`.
+        logprob_rows: which of these `logprobs` are of.
+        logprobs: None if no row asks for any.
+        prompt_outputs: of each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
+            [hidden_size] float32.
+    """
 
     token_ids: list[int]
+    logprob_rows: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
 
 
 class Handle(Protocol):
@@ -90,8 +177,8 @@ class Runner(Protocol):
     pipeline_depth: int
     num_kvcache_blocks: int
 
-    def execute(self, batch: ScheduledBatch) -> Handle:
-        """Queue one step; raises if it cannot be queued."""
+    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> Handle:
+        """Queue one step; raises if it cannot be queued. `make_masks` is called behind the launch of the forward."""
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the device is lost."""

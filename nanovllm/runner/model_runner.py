@@ -29,9 +29,11 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
+from nanovllm.runner.extended_step import prompt_outputs, sample_rows
 from nanovllm.runner.memory import free_memory, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import ScheduledBatch
-from nanovllm.runner.step_results import StepHandle, StepResults
+from nanovllm.runner.messages import MakeMasks, ScheduledBatch, TokenMasks
+from nanovllm.runner.sampling_state import SamplingRows, SamplingState
+from nanovllm.runner.step_results import StepExtras, StepHandle, StepResults
 from nanovllm.utils.device import resolve_device, resolve_dtype
 
 
@@ -87,6 +89,8 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
+        self.sampling = SamplingState(self.model_config.vocab_size, device)
+        self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
@@ -123,19 +127,20 @@ class ModelRunner:
             self.device,
         )
 
-    def execute(self, batch: ScheduledBatch) -> StepHandle:
+    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> StepHandle:
         """Queue one step and return without waiting for it."""
         with torch.inference_mode(), self._device_guard():
-            return self.collect(self._run(batch))
+            return self.collect(*self._run(batch, make_masks))
 
-    def run(self, batch: ScheduledBatch) -> None:
+    def run(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> None:
         """Queue one step on a rank whose tokens the host does not ask for."""
         with torch.inference_mode(), self._device_guard():
-            self._run(batch)
+            self._run(batch, make_masks)
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         builder = self.batch_builder
+        self.sampling.add(batch.new_requests)
         exact = builder.shape_of(batch, builder.plan_cascade(batch))
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, is_capture_size=padded is not None)
@@ -147,30 +152,63 @@ class ModelRunner:
             hidden = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
         return self.model.compute_logits(hidden)
 
-    def sample(self, inputs: DeviceBatch, logits: torch.Tensor) -> None:
+    def sample(self, inputs: DeviceBatch, logits: torch.Tensor, rows: SamplingRows | None = None) -> StepExtras | None:
         """Draw a token from each row of logits into its slot, and into `_sampled` for `collect`."""
-        token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
+        extras = None
+        if rows is None:
+            token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
+        else:
+            token_ids, extras = sample_rows(self.sampler, inputs, logits, rows, self.processed_logprobs)
+            self.sampling.count(rows, token_ids)
         slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
+        return extras
 
-    def collect(self, step: PreparedStep) -> StepHandle:
-        """Send the step's tokens on their way to the host."""
-        return self._results.copy(
-            step.num_real_decodes, step.shape.num_decodes, step.num_real_samples - step.num_real_decodes
-        )
+    def collect(self, step: PreparedStep, extras: StepExtras | None) -> StepHandle:
+        """Send the step's tokens, and what else it was asked for, on their way to the host."""
+        num_prompts = step.num_real_samples - step.num_real_decodes
+        return self._results.copy(step.num_real_decodes, step.shape.num_decodes, num_prompts, extras)
 
-    def _run(self, batch: ScheduledBatch) -> PreparedStep:
+    def _run(self, batch: ScheduledBatch, make_masks: MakeMasks | None) -> tuple[PreparedStep, StepExtras | None]:
         """Queue one step up to its tokens.
 
-        Forward and sampling are one CUDA graph where there is one for the step's size; sampling is launched behind the
-        forward's graph if the host comes between them.
+        Forward and sampling are one CUDA graph where there is one for the step's size. Sampling is launched behind the
+        forward's graph if rows ask for more than a temperature, perhaps of the host.
         """
         step = self.prepare(batch)
-        if batch.sample_apart:
-            self.sample(*self._run_or_replay(step, "forward", partial(self._gather_and_forward, step)))
-        else:
+        if batch.scored_seq_ids:
+            return step, self._run_scored(batch, step, make_masks)
+        if not batch.sample_apart:
             self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
-        return step
+            return step, None
+        inputs, logits = self._run_or_replay(step, "forward", partial(self._gather_and_forward, step))
+        return step, self.sample(inputs, logits, self._sampling_rows(batch, step, make_masks))
+
+    def _run_scored(self, batch: ScheduledBatch, step: PreparedStep, make_masks: MakeMasks | None) -> StepExtras | None:
+        """Queue a step that needs the hidden states of whole chunks."""
+        self.communicator.begin_step()
+        inputs = self.batch_builder.gather(step)
+        inputs.metadata.plan = self.backend.plan(inputs.metadata)
+        with set_attention_metadata(inputs.metadata):
+            hidden = self.model(inputs.token_ids, inputs.positions).compute()
+        logits = self.model.project_logits(hidden[inputs.sample_indices])
+        extras = self.sample(inputs, logits, self._sampling_rows(batch, step, make_masks)) or StepExtras()
+        extras.prompt_outputs = prompt_outputs(self.model, self.sampler, batch, hidden[step.shape.num_decodes :])
+        return extras
+
+    def _sampling_rows(
+        self, batch: ScheduledBatch, step: PreparedStep, make_masks: MakeMasks | None
+    ) -> SamplingRows | None:
+        """Return the rows of a step that ask for more than a temperature; waits for the host's masks."""
+        slots, num_padding = self.batch_builder.slots, step.shape.num_decodes - step.num_real_decodes
+        sampled = batch.decode_slots + [slots.padding_slot] * num_padding
+        sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
+        masks = make_masks() if make_masks is not None else None
+        if masks is not None:
+            padded = [row if row < step.num_real_decodes else row + num_padding for row in masks.rows]
+            masks = TokenMasks(padded, masks.words)
+        self.communicator.begin_sampling()
+        return self.sampling.rows_of(sampled, slots.num_computed, masks)
 
     def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
         """Run a part of a step, as a graph if the step has a capture size; returns what it returns."""
@@ -214,6 +252,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.close()
         del self.graphs, self.model, self.batch_builder, self._sampled, self._results, self.k_cache, self.v_cache
+        del self.sampling
         with self._device_guard():
             if self.is_cuda:
                 torch.cuda.empty_cache()

@@ -36,14 +36,18 @@ class SamplingRows:
         edits: of the logits, before the temperature.
         cutoffs: None if no row has top-k, top-p or min-p.
         counted: [num_counted] int64; indices among these rows of those whose tokens are counted.
-        num_logprobs: most log-probabilities that a row asks for; None if none does.
+        logprob_rows: of the step's logits, those that log-probabilities are asked for.
+        logprobs: [num_logprob_rows] int64; indices among these rows of the same.
+        num_logprobs: most likely tokens to return with each.
     """
 
     rows: torch.Tensor
     edits: LogitsEdits
     cutoffs: CutoffParams | None
     counted: torch.Tensor | None
-    num_logprobs: int | None
+    logprob_rows: list[int]
+    logprobs: torch.Tensor
+    num_logprobs: int
 
 
 class _Pool:
@@ -97,13 +101,13 @@ class SamplingState:
             if request.options is not None:
                 self._slots[request.slot] = self._new_slot(request.options, request.num_prompt_tokens)
 
-    def rows(self, slots: list[int], num_tokens: np.ndarray, masks: TokenMasks | None) -> SamplingRows | None:
+    def rows_of(self, slots: list[int], num_tokens: np.ndarray, masks: TokenMasks | None) -> SamplingRows | None:
         """Return the rows that ask for something, or None.
 
         Args:
             slots: those that tokens are sampled for, in the order of the logits.
             num_tokens: [num_slots]; tokens that each slot's sequence has, without the one to be sampled.
-            masks: the host's, for rows among these.
+            masks: the host's; their rows are among these.
         """
         asking = [row for row, slot in enumerate(slots) if slot in self._slots]
         if not asking:
@@ -157,13 +161,15 @@ class SamplingState:
             edits.counts_rows = self._tensor([slot.counts_row for slot in slots], torch.int32)
             penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
             edits.penalties = self._tensor(penalties, torch.float32)
-        logprobs = [p.logprobs for p in params if p.logprobs is not None]
+        logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         return SamplingRows(
             rows=self._tensor(rows, torch.int64),
             edits=edits,
             cutoffs=self._make_cutoffs(slots),
             counted=self._tensor(counted, torch.int64) if counted else None,
-            num_logprobs=max(logprobs) if logprobs else None,
+            logprob_rows=[rows[i] for i in logprobs],
+            logprobs=self._tensor(list(logprobs), torch.int64),
+            num_logprobs=max(logprobs.values(), default=0),
         )
 
     def _make_cutoffs(self, slots: list[_Slot]) -> CutoffParams | None:

@@ -1,12 +1,56 @@
-"""A step's tokens on their way to the host."""
+"""A step's results on their way to the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from nanovllm.runner.messages import StepOutput
+from nanovllm.runner.messages import StepOutput, TokenLogprobs
+
+DeviceLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The fields of `TokenLogprobs` as tensors."""
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Queue a copy to the host; on the CPU return the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass
+class StepExtras:
+    """What some rows of a step ask for besides their tokens, on the device and then on the host.
+
+    Attributes:
+        rows: the rows of logits that `logprobs` are of.
+        logprobs: None if there are no such rows.
+        prompt_outputs: see `StepOutput`.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    logprobs: DeviceLogprobs | None = None
+    prompt_outputs: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
+
+    def to_host(self) -> StepExtras:
+        """Queue the copies of all tensors."""
+        logprobs = None if self.logprobs is None else _copy(self.logprobs)
+        prompts = [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in self.prompt_outputs]
+        return StepExtras(self.rows, logprobs, prompts)
+
+
+def _copy(tensors: DeviceLogprobs) -> DeviceLogprobs:
+    values, token_ids, ranks = tensors
+    return to_host(values), to_host(token_ids), to_host(ranks)
+
+
+def _numpy(item: DeviceLogprobs | torch.Tensor) -> TokenLogprobs | np.ndarray:
+    if isinstance(item, torch.Tensor):
+        array: np.ndarray = item.numpy()
+        return array
+    return TokenLogprobs(*(tensor.numpy() for tensor in item))
 
 
 @dataclass
@@ -16,19 +60,27 @@ class StepHandle:
     Attributes:
         token_ids: on the host once `copied` has happened, or at once if that is None; `num_decodes` decoded ones,
             padding up to `num_padded_decodes`, then those of the prompts that ended.
+        extras: what else the step was asked for, likewise.
     """
 
     token_ids: torch.Tensor
     num_decodes: int
     num_padded_decodes: int
     copied: torch.cuda.Event | None
+    extras: StepExtras | None = None
 
     def result(self) -> StepOutput:
-        """Wait for the step and return its tokens."""
+        """Wait for the step and return its results."""
         if self.copied is not None:
             self.copied.synchronize()
-        token_ids = self.token_ids.tolist()
-        return StepOutput(token_ids[: self.num_decodes] + token_ids[self.num_padded_decodes :])
+        values = self.token_ids.tolist()
+        token_ids = values[: self.num_decodes] + values[self.num_padded_decodes :]
+        if self.extras is None:
+            return StepOutput(token_ids)
+        num_padding = self.num_padded_decodes - self.num_decodes
+        rows = [row if row < self.num_decodes else row - num_padding for row in self.extras.rows]
+        logprobs = None if self.extras.logprobs is None else TokenLogprobs(*(t.numpy() for t in self.extras.logprobs))
+        return StepOutput(token_ids, rows, logprobs, [_numpy(item) for item in self.extras.prompt_outputs])
 
 
 class StepResults:
@@ -45,14 +97,17 @@ class StepResults:
         self._buffers = [torch.empty_like(sampled, device="cpu", pin_memory=sampled.is_cuda) for _ in range(2)]
         self._turn = 0
 
-    def copy(self, num_decodes: int, num_padded_decodes: int, num_prompts: int) -> StepHandle:
+    def copy(
+        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, extras: StepExtras | None = None
+    ) -> StepHandle:
         """Queue the copy of the step queued last, which samples for so many decode rows and ended prompts."""
         sampled = self._sampled[: num_padded_decodes + num_prompts]
         if not sampled.is_cuda:
-            return StepHandle(sampled.clone(), num_decodes, num_padded_decodes, None)
+            return StepHandle(sampled.clone(), num_decodes, num_padded_decodes, None, extras)
         self._turn ^= 1
         result = self._buffers[self._turn][: len(sampled)]
         result.copy_(sampled, non_blocking=True)
+        host_extras = None if extras is None else extras.to_host()
         copied = torch.cuda.Event()
         copied.record()
-        return StepHandle(result, num_decodes, num_padded_decodes, copied)
+        return StepHandle(result, num_decodes, num_padded_decodes, copied, host_extras)

@@ -4,45 +4,55 @@ from __future__ import annotations
 
 from typing import Any
 
-_REPLACEMENT = "\ufffd"
-"""A decoded character that is not complete yet: some of its bytes are in tokens to come."""
+from nanovllm.engine.request_output import request_output
+from nanovllm.engine.sequence import RequestGroup, Sequence
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer, OutputText
 
 
-class Detokenizer:
-    """Decodes one request's tokens as they come; the texts of all calls joined are the text of all tokens.
-
-    A token's text may depend on the token before it, so the tokens of the last call are decoded again together with the
-    new ones, and what they gave before is cut off (as in Hugging Face's text-generation-inference and in vLLM).
+class OutputState:
+    """One output's tokens and text as they come: a `TokenSink` of the engine.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a transformers tokenizer; None makes no text.
+        params: the request's.
+
+    Attributes:
+        text: the output's text; None without a tokenizer.
+        new_token_ids: tokens that `take_tokens` has not returned yet.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        # Tokens whose text has been returned, as far as the next ones may depend on them, and tokens that wait.
-        self._context: list[int] = []
-        self._waiting: list[int] = []
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        makes_text = tokenizer is not None and params.detokenize
+        self.text = OutputText(tokenizer, params) if makes_text else None
+        self._include_stop = params.include_stop_str_in_output
+        self.new_token_ids: list[int] = []
 
-    def append(self, token_ids: list[int], final: bool = False) -> str:
-        """Return the text that these tokens add; a character that is not complete waits, unless these are the last."""
-        self._waiting += token_ids
-        before = self._decode(self._context) if self._context else ""
-        text = self._decode(self._context + self._waiting)
-        if (text.endswith(_REPLACEMENT) or len(text) < len(before)) and not final:
+    def append(self, token_id: int, is_end: bool) -> str | None:
+        """Take a token; returns the stop string that it completes. `is_end`: it is EOS or a stop token."""
+        self.new_token_ids.append(token_id)
+        if self.text is None:
+            return None
+        self.text.append([] if is_end and not self._include_stop else [token_id], final=is_end)
+        return self.text.stop_string
+
+    def finish(self) -> str:
+        """Return the whole text, of which no token follows."""
+        if self.text is None:
             return ""
-        # Tokens without text, such as skipped special ones, do not replace the context of the next one.
-        self._context = self._waiting if len(text) > len(before) else self._context + self._waiting
-        self._waiting = []
-        return text[len(before) :]
+        if self.text.stop_string is None:
+            self.text.append([], final=True)
+        return self.text.text
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+    def take(self, final: bool) -> tuple[str, list[int]]:
+        """Return text and tokens that no call has returned yet."""
+        tokens, self.new_token_ids = self.new_token_ids, []
+        return "" if self.text is None else self.text.take(final), tokens
 
 
 class OutputProcessor:
-    """Decodes the tokens of finished requests.
+    """Makes the outputs of finished requests.
 
     Args:
         tokenizer: a transformers tokenizer; None leaves texts empty.
@@ -50,7 +60,31 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._tokens: dict[int, str] = {}
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of all of a request's tokens."""
-        return "" if self.tokenizer is None else Detokenizer(self.tokenizer).append(token_ids, final=True)
+    def make_output(self, group: RequestGroup) -> RequestOutput:
+        """Return the output of a request whose sequences have all finished."""
+        return request_output(group, self._text, self.decode_token)
+
+    def decode_token(self, token_id: int) -> str | None:
+        """Return the text of one token."""
+        if self.tokenizer is None:
+            return None
+        if token_id not in self._tokens:
+            self._tokens[token_id] = self.tokenizer.decode([token_id])
+        return self._tokens[token_id]
+
+    def _text(self, seq: Sequence) -> str:
+        params, sink = seq.params, seq.features.sink
+        if isinstance(sink, OutputState):
+            return sink.finish()
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        token_ids = seq.completion_token_ids
+        # The text of a stop token is left out, as that of a stop string is.
+        if seq.stop_reason is not None and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        options = {"skip_special_tokens": params.skip_special_tokens}
+        if not params.skip_special_tokens:
+            options["spaces_between_special_tokens"] = params.spaces_between_special_tokens
+        return Detokenizer(self.tokenizer, **options).append(token_ids, final=True)

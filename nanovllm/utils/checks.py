@@ -34,14 +34,14 @@ def strict_keywords(cls: type[T]) -> type[T]:
     return cls
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+def check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Return `value`, of any integral type except bool, as an int in `low ... high`."""
-    limit = f">= {low}" if high is None else f"in {low} ... {high}"
+    limit = "" if low is None else f" >= {low}" if high is None else f" in {low} ... {high}"
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be an integer {limit}, not {value!r}")
+        raise ValueError(f"{name} must be an integer{limit}, not {value!r}")
     number = int(value)
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {limit}, not {number}")
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(f"{name} must be{limit}, not {number}")
     return number
 
 
@@ -59,7 +59,8 @@ def check_number(
             number = math.inf
     too_low = low is not None and (number < low or (above and number == low))
     if not math.isfinite(number) or too_low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {' '.join(['a finite number', ' and '.join(limits)]).strip()}, not {value!r:.40}")
+        bounds = f" {' and '.join(limits)}" if limits else ""
+        raise ValueError(f"{name} must be a finite number{bounds}, not {value!r:.40}")
     return number
 
 

@@ -19,7 +19,7 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import MakeMasks, ScheduledBatch, StepOutput, TokenMasks
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.utils.device import resolve_device
@@ -109,12 +109,19 @@ class ParallelRunner:
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
 
-    def execute(self, batch: ScheduledBatch) -> ParallelHandle:
+    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> ParallelHandle:
         """Queue one step on every rank and return without waiting for it."""
         runner = self._require_open()
+
+        def broadcast_masks() -> TokenMasks:
+            assert make_masks is not None
+            masks = make_masks()
+            self._ranks.broadcast_masks(masks)
+            return masks
+
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
-            return ParallelHandle(runner.execute(batch), self)
+            return ParallelHandle(runner.execute(batch, broadcast_masks if make_masks is not None else None), self)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's `ModelRunner`; returns the results in rank order.

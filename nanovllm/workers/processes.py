@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 from typing import Any
 
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import ScheduledBatch, TokenMasks
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.workers.channel import Channel
 from nanovllm.workers.orders import CallOrder, Reply, StepOrder
@@ -134,6 +134,14 @@ class WorkerProcesses:
         self._decode_slots = batch.decode_slots
         sent = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
         self._send(StepOrder(sent, again))
+
+    def broadcast_masks(self, masks: TokenMasks) -> None:
+        """Send every rank the masks of the batch sent last, which waits for them behind its forward pass.
+
+        Raises:
+            WorkerError: a rank has ended.
+        """
+        self._send(masks)
 
     def begin_call(self, method: str, args: tuple[Any, ...]) -> None:
         """Have every rank call a method of its runner; `replies` must follow.

@@ -13,6 +13,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -106,7 +107,7 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
         if order.same_decode_slots:
             batch.decode_slots = decode_slots
         decode_slots = batch.decode_slots
-        runner.run(batch)
+        runner.run(batch, partial(channel.receive, rank - 1, runner.check) if batch.masked else None)
     runner.exit()
     communicator.close()
 

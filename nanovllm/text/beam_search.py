@@ -1,0 +1,120 @@
+"""Beam search: the most likely outputs instead of sampled ones, with the stopping rule of transformers.
+
+A step asks for the most likely next tokens of every beam, each a request of one token whose prompt is the beam: the
+prefix cache serves the blocks that beams share.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import RequestFeatures
+from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.text.input_processor import Request
+from nanovllm.text.run_requests import run_requests
+
+
+@dataclass
+class Beam:
+    """A hypothesis: the tokens behind the prompt, and the sum of their log-probabilities."""
+
+    token_ids: list[int]
+    logprob: float
+
+
+@dataclass
+class BeamSearch:
+    """The search for one prompt.
+
+    Args:
+        prompt_token_ids: the prompt.
+        params: the search's.
+        eos_token_ids: tokens that end a beam.
+        max_tokens: the most tokens of a beam, at most `params.max_tokens`.
+
+    Attributes:
+        running: beams to extend, most likely first.
+        finished: ended beams with their scores, best first; at most `beam_width`.
+        done: whether no step can improve `finished`.
+    """
+
+    prompt_token_ids: list[int]
+    params: BeamSearchParams
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    running: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
+    finished: list[tuple[float, Beam]] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """Most likely tokens that a step needs of each beam: enough running ones are left if all others end."""
+        return max(2, 1 + len(self.eos_token_ids)) * self.params.beam_width
+
+    def extend(self, continuations: list[list[tuple[int, float]]]) -> None:
+        """Do one step.
+
+        Args:
+            continuations: for each running beam the most likely next tokens and their log-probabilities.
+        """
+        width = self.params.beam_width
+        candidates = [
+            Beam([*beam.token_ids, token_id], beam.logprob + logprob)
+            for beam, tokens in zip(self.running, continuations, strict=True)
+            for token_id, logprob in tokens
+        ]
+        candidates.sort(key=lambda beam: -beam.logprob)
+        candidates = candidates[: self.num_candidates]
+        self.running = [beam for beam in candidates if not self._ends(beam)][:width]
+        # The candidates beyond the width are there to be run on, not to be answers.
+        self.finished += [(self.score(beam), beam) for beam in candidates[:width] if self._ends(beam)]
+        self.finished = sorted(self.finished, key=lambda item: -item[0])[:width]
+        # The best running beam is judged by its present length.
+        improves = bool(self.running) and (
+            len(self.finished) < width or self.score(self.running[0]) > self.finished[-1][0]
+        )
+        self.done = not improves
+
+    def score(self, beam: Beam) -> float:
+        """Return the log-probability of a beam with length penalty (Wu et al. 2016, arXiv:1609.08144, simplified)."""
+        return float(beam.logprob / len(beam.token_ids) ** self.params.length_penalty)
+
+    def _ends(self, beam: Beam) -> bool:
+        is_eos = not self.params.ignore_eos and beam.token_ids[-1] in self.eos_token_ids
+        return is_eos or len(beam.token_ids) >= self.max_tokens
+
+
+def run_beam_searches(engine: LLMEngine, searches: list[BeamSearch], use_tqdm: bool) -> None:
+    """Run searches to their ends; each step is a batch of the beams of all searches."""
+    while running := [search for search in searches if not search.done]:
+        requests = []
+        for search in running:
+            params = SamplingParams(0, 1, detokenize=False, ignore_eos=True)
+            # More than users may ask for.
+            params.logprobs = search.num_candidates
+            prompts = [array("i", search.prompt_token_ids + beam.token_ids) for beam in search.running]
+            requests += [Request(prompt, params, [RequestFeatures()]) for prompt in prompts]
+        outputs = iter(run_requests(engine, requests, use_tqdm))
+        for search in running:
+            search.extend([_continuations(next(outputs)) for _ in search.running])
+
+
+def _continuations(output: RequestOutput) -> list[tuple[int, float]]:
+    """Return the most likely next tokens of a beam, and their log-probabilities."""
+    (logprobs,) = output.outputs[0].logprobs or [{}]
+    return [(token_id, item.logprob) for token_id, item in logprobs.items()]
+
+
+def beam_search_output(search: BeamSearch, tokenizer: Any) -> BeamSearchOutput:
+    """Return the best beams of a search that is done."""
+    sequences = []
+    for score, beam in search.finished:
+        is_eos = not search.params.ignore_eos and beam.token_ids[-1] in search.eos_token_ids
+        text = "" if tokenizer is None else tokenizer.decode(beam.token_ids, skip_special_tokens=True)
+        reason = "stop" if is_eos else "length"
+        sequences.append(BeamSearchSequence(beam.token_ids, text, beam.logprob, score, reason))
+    return BeamSearchOutput(sequences)

@@ -1,0 +1,154 @@
+"""Drive an engine until requests are done, all at once or as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.input_processor import Request
+from nanovllm.text.output_processor import OutputState
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.interrupt import deferred_signals
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """Return prompts as a list; a single text or dict is a list of one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
+    return list(prompts)
+
+
+def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return sampling parameters for `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)):
+        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, not {params!r}")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
+    return list(params)
+
+
+def check_priorities(priority: list[int] | None, count: int) -> list[int]:
+    """Return priorities for `count` prompts."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, (list, tuple)) or len(priority) != count:
+        raise ValueError(f"priority must be a list of {count} integers, one for each prompt, not {priority!r:.80}")
+    return [check_int("priority", value) for value in priority]
+
+
+def run_requests(
+    engine: LLMEngine,
+    requests: list[Request],
+    use_tqdm: bool,
+    on_output: Callable[[RequestOutput], None] | None = None,
+) -> list[RequestOutput]:
+    """Queue requests, step until they are done, and return their outputs in order; on any exception drop them."""
+    ids: list[int] = []
+    try:
+        _enqueue(engine, requests, ids)
+        outputs = _step_until_done(engine, set(ids), use_tqdm, on_output)
+    except BaseException:
+        engine.drop(set(ids))
+        raise
+    return [outputs[request_id] for request_id in ids]
+
+
+def stream_requests(engine: LLMEngine, requests: list[Request]) -> Iterator[RequestOutput]:
+    """Queue requests and yield what is new of them after each step; aborts what is left when it is closed.
+
+    All outputs of the requests have an `OutputState` as their sink.
+    """
+    ids: list[int] = []
+    try:
+        _enqueue(engine, requests, ids)
+        running = dict(zip(ids, requests, strict=True))
+        while running:
+            engine.run_step()
+            done = engine.claim(set(running))
+            news = [_news(request_id, request, done.get(request_id)) for request_id, request in running.items()]
+            running = {request_id: request for request_id, request in running.items() if request_id not in done}
+            yield from (output for output in news if output.outputs or output.finished)
+    finally:
+        engine.drop(set(ids))
+
+
+def _enqueue(engine: LLMEngine, requests: list[Request], ids: list[int]) -> None:
+    # Deferred, so that the id of every queued request is known.
+    with deferred_signals():
+        for request in requests:
+            ids.append(engine.enqueue(request.token_ids, request.params, request.features))
+
+
+def _news(request_id: int, request: Request, final: RequestOutput | None) -> RequestOutput:
+    """Return what is new of a request's outputs; `final` is its whole output, once it has finished."""
+    outputs = []
+    for i, item in enumerate(request.features):
+        assert isinstance(item.sink, OutputState)
+        text, token_ids = item.sink.take(final is not None)
+        if final is not None:
+            whole = final.outputs[i]
+            logprobs = whole.cumulative_logprob, whole.logprobs
+            outputs.append(CompletionOutput(i, text, token_ids, *logprobs, whole.finish_reason, whole.stop_reason))
+        elif text or token_ids:
+            outputs.append(CompletionOutput(i, text, token_ids))
+    if final is None:
+        return RequestOutput(request_id, request.features[0].prompt, request.token_ids.tolist(), outputs, False)
+    final.outputs = outputs
+    return final
+
+
+def _step_until_done(
+    engine: LLMEngine, ids: set[int], use_tqdm: bool, on_output: Callable[[RequestOutput], None] | None
+) -> dict[int, RequestOutput]:
+    """Return the outputs of requests `ids`; other requests' results stay for their callers."""
+    outputs = dict[int, RequestOutput]()
+    with _Progress(engine, len(ids), use_tqdm) as progress:
+        while len(outputs) < len(ids):
+            engine.run_step()
+            done = engine.claim(ids)
+            outputs.update(done)
+            if done:
+                progress.update(len(done))
+            if on_output is not None:
+                for output in done.values():
+                    on_output(output)
+    return outputs
+
+
+class _Progress:
+    """A progress bar over requests, with rates and the engine's state."""
+
+    def __init__(self, engine: LLMEngine, total: int, enabled: bool) -> None:
+        self._engine = engine
+        self._bar: Any = tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True, disable=not enabled)
+        self._started, self._before = time.perf_counter(), engine.stats()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def update(self, num_done: int) -> None:
+        """Show that so many more requests are done."""
+        if not self._bar.disable:
+            stats, seconds = self._engine.stats(), time.perf_counter() - self._started
+            names = "num_prompt_tokens", "num_output_tokens"
+            rates = [(stats[name] - self._before[name]) / seconds for name in names]
+            cache = stats["num_used_blocks"] / max(1, stats["num_used_blocks"] + stats["num_free_blocks"])
+            self._bar.set_postfix_str(
+                f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out, {stats['num_running']} running, "
+                f"{stats['num_waiting']} waiting, cache {cache:.0%}",
+                refresh=False,
+            )
+        self._bar.update(num_done)

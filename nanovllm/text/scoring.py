@@ -1,0 +1,51 @@
+"""Log-probabilities of continuations: what `LLM.score` asks for, and what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.outputs import RequestOutput, ScoreOutput
+from nanovllm.text.input_processor import InputProcessor
+
+
+def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> list[tuple[list[int], int]]:
+    """Return for each pair the token ids of prompt and continuation, and the number of those of the prompt.
+
+    Raises:
+        ValueError: there are not as many of both, a pair is of different kinds, or one has no tokens.
+    """
+    if not isinstance(prompts, (list, tuple)) or not isinstance(continuations, (list, tuple)):
+        raise ValueError("prompts and continuations must be lists")
+    if len(prompts) != len(continuations):
+        raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts: give one each")
+    texts: list[str] = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            # Tokens begin with their space, so it belongs to what follows it.
+            stripped = prompt.rstrip()
+            texts += [stripped, prompt + continuation]
+        elif isinstance(prompt, str) or isinstance(continuation, str):
+            raise ValueError("a prompt and its continuation must both be strings, or both be token ids")
+    encoded = iter(processor.tokenize(texts))
+    pairs = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        if isinstance(prompt, str):
+            num_prompt_tokens, token_ids = len(next(encoded)), next(encoded)
+        else:
+            num_prompt_tokens, token_ids = len(prompt), [*prompt, *continuation]
+        if num_prompt_tokens == 0:
+            raise ValueError("a prompt to score behind has no tokens: at least one is needed")
+        if len(token_ids) <= num_prompt_tokens:
+            raise ValueError(f"continuation {continuation!r:.40} has no tokens behind its prompt")
+        pairs.append((token_ids, num_prompt_tokens))
+    return pairs
+
+
+def score_output(output: RequestOutput, num_prompt_tokens: int) -> ScoreOutput:
+    """Return the scores of the tokens behind a prompt, from a request with `prompt_logprobs=0`."""
+    assert output.prompt_logprobs is not None
+    token_ids = output.prompt_token_ids[num_prompt_tokens:]
+    found = output.prompt_logprobs[num_prompt_tokens:]
+    scored = [at[token_id] for at, token_id in zip(found, token_ids, strict=True) if at is not None]
+    logprobs = [item.logprob for item in scored]
+    return ScoreOutput(token_ids, logprobs, sum(logprobs), all(item.rank == 1 for item in scored))

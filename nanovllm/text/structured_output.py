@@ -1,0 +1,161 @@
+"""Outputs that match a grammar, by llguidance (an extra): masks of the tokens that may come next.
+
+llguidance computes a mask in the time of a step without compiling the grammar first, takes JSON schemas, regular
+expressions and Lark grammars, and needs no torch. xgrammar, the alternative, compiles each schema ahead, has no Lark
+grammars and no regular expressions of its own, and brings a second tensor library.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from nanovllm.sampling_params import StructuredOutputsParams
+
+_INSTALL = "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
+
+
+class GrammarConstraint:
+    """A `TokenConstraint` of the engine: one output's state in its grammar.
+
+    Args:
+        compiler: what made it.
+        grammar: in llguidance's form.
+
+    Raises:
+        ValueError: the grammar cannot be used.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
+        self._compiler = compiler
+        self._matcher = compiler.library.LLMatcher(compiler.tokenizer, grammar)
+        if self._matcher.is_error():
+            raise ValueError(f"structured_outputs cannot be used: {self._matcher.get_error()}")
+
+    def accept(self, token_id: int) -> None:
+        """Take a token of the output."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+    def fill(self, constraints: list[tuple[GrammarConstraint, int]], words: np.ndarray) -> None:
+        """Write the masks of several constraints; each has its row of words, [_, ceil(vocab_size / 32)] int32."""
+        from llguidance.numpy import fill_next_token_bitmask_par  # noqa: PLC0415
+
+        pairs = [(constraint._matcher, row) for constraint, row in constraints]
+        fill_next_token_bitmask_par(self._compiler.executor, pairs, words)
+
+
+class GrammarCompiler:
+    """Makes constraints for one tokenizer.
+
+    Args:
+        tokenizer: a fast transformers tokenizer.
+        vocab_size: token ids of the model are below it.
+        eos_token_ids: tokens that end an output.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._hf_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+
+    @cached_property
+    def library(self) -> Any:
+        """The module llguidance."""
+        try:
+            import llguidance  # noqa: PLC0415
+        except ImportError as error:
+            raise ValueError(_INSTALL) from error
+        return llguidance
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer in llguidance's form."""
+        if self._hf_tokenizer is None or not getattr(self._hf_tokenizer, "is_fast", False):
+            raise ValueError("structured_outputs needs a model with a fast tokenizer")
+        assert self.library is not None
+        from llguidance.hf import from_tokenizer  # noqa: PLC0415
+
+        eos = sorted(self._eos_token_ids)
+        return from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos or None)
+
+    @cached_property
+    def executor(self) -> Any:
+        """Threads that compute masks."""
+        return self.library.LLExecutor()
+
+    def make(self, params: StructuredOutputsParams) -> GrammarConstraint:
+        """Return a constraint at the start of its grammar.
+
+        Raises:
+            ValueError: the grammar cannot be used, or the library is not installed.
+        """
+        try:
+            return GrammarConstraint(self, self._grammar(params))
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"structured_outputs cannot be used: {error}") from error
+
+    def _grammar(self, params: StructuredOutputsParams) -> str:
+        matcher = self.library.LLMatcher
+        if params.json is not None:
+            schema = params.json if isinstance(params.json, str) else json.dumps(params.json)
+            grammar: str = matcher.grammar_from_json_schema(schema)
+        elif params.json_object:
+            grammar = matcher.grammar_from_json_schema('{"type": "object"}')
+        elif params.regex is not None:
+            grammar = matcher.grammar_from_regex(params.regex)
+        elif params.choice is not None:
+            grammar = matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
+        else:
+            grammar = matcher.grammar_from_lark(params.grammar)
+        error = matcher.validate_grammar(grammar, self.tokenizer)
+        if error:
+            raise ValueError(f"structured_outputs cannot be used: {error}")
+        return grammar
+
+
+class BadWordsConstraint:
+    """A `TokenConstraint` that forbids sequences of several tokens, alone or on top of another constraint.
+
+    Args:
+        sequences: token ids of each.
+        inner: what else masks the output.
+    """
+
+    def __init__(self, sequences: list[list[int]], inner: GrammarConstraint | None) -> None:
+        self._sequences = sequences
+        self._inner = inner
+        self._token_ids: list[int] = []
+
+    def accept(self, token_id: int) -> None:
+        """Take a token of the output."""
+        self._token_ids.append(token_id)
+        if self._inner is not None:
+            self._inner.accept(token_id)
+
+    def fill(self, constraints: list[tuple[BadWordsConstraint, int]], words: np.ndarray) -> None:
+        """Write the masks of several constraints; see `GrammarConstraint`."""
+        inner = [(constraint._inner, row) for constraint, row in constraints if constraint._inner is not None]
+        if inner:
+            inner[0][0].fill(inner, words)
+        for constraint, row in constraints:
+            for sequence in constraint._sequences:
+                before = sequence[:-1]
+                if constraint._token_ids[len(constraint._token_ids) - len(before) :] == before:
+                    words[row].view(np.uint32)[sequence[-1] // 32] &= np.uint32(~(1 << sequence[-1] % 32) & 0xFFFFFFFF)
+
+
+def encode_bad_words(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
+    """Return the token sequences that a text may have at the start of the output and behind a space."""
+    sequences: list[list[int]] = []
+    for word in bad_words:
+        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        sequences.append(alone)
+        # A space of its own would be forbidden with everything that follows it.
+        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+            sequences.append(spaced)
+    return sequences

@@ -99,12 +99,14 @@ class RequestOutput:
     metrics: RequestMetrics | None = field(default=None, compare=False)
     hidden_states: list[np.ndarray] = field(default_factory=list, repr=False, compare=False)
 
+    def keys(self) -> tuple[str, ...]:
+        """Return nano-vLLM's keys."""
+        return "text", "token_ids", "finish_reason", "num_cached_tokens"
+
     def __getitem__(self, key: str) -> Any:
-        if key == "num_cached_tokens":
-            return self.num_cached_tokens
-        if key in ("text", "token_ids", "finish_reason"):
-            return getattr(self.outputs[0], key)
-        raise KeyError(key)
+        if key not in self.keys():
+            raise KeyError(key)
+        return self.num_cached_tokens if key == "num_cached_tokens" else getattr(self.outputs[0], key)
 
 
 @dataclass

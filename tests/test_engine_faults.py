@@ -65,7 +65,7 @@ def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
             raise RuntimeError("launch failed")
         return launch(batch)
 
-    runner.execute = failing_launch  # type: ignore[method-assign]
+    runner.execute = failing_launch  # type: ignore[method-assign, assignment]
     with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
         for _ in range(3):
             engine.step()
@@ -167,7 +167,7 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
     prompts = [[1, 2], [3, 4], [5, 6]]
     want = [complete(prompt, 4, frozenset(), 128) for prompt in prompts]
     llm = LLM.__new__(LLM)
-    llm.llm_engine, _ = make_engine(pipeline_depth=depth, decode=OutputProcessor(Tokenizer(want[1])).decode)
+    llm.llm_engine, _ = make_engine(pipeline_depth=depth, make_output=OutputProcessor(Tokenizer(want[1])).make_output)
     ids = [llm.llm_engine.add_request(prompt, greedy(4)) for prompt in prompts]
     outputs: dict[int, RequestOutput] = {}
     failures: list[StepError] = []
@@ -196,7 +196,7 @@ def test_a_system_exit_within_a_step_loses_no_request(depth: int, where: str) ->
         handle.error = SystemExit(7)
         return handle
 
-    runner.execute = leaving  # type: ignore[method-assign]
+    runner.execute = leaving  # type: ignore[method-assign, assignment]
     with pytest.raises(SystemExit):
         for _ in range(2):
             engine.step()

@@ -70,7 +70,7 @@ def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
 
 def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:
     (output,) = bundled.generate("introduce yourself", GREEDY, use_tqdm=False)
-    assert set(output) == {"text", "token_ids", "finish_reason", "num_cached_tokens"}
+    assert set(dict(output)) == {"text", "token_ids", "finish_reason", "num_cached_tokens"}
     assert isinstance(output["text"], str) and len(output["token_ids"]) == 8
     assert bundled.generate([], use_tqdm=False) == []
 
@@ -157,7 +157,7 @@ def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
         ([7, None, 2**40], "list of token ids"),
         ([5, True], "list of token ids"),
         ([False, 600], "list of token ids"),
-        ({"prompt": "x"}, "dict"),
+        ({"text": "x"}, "a prompt as a dict has the key"),
         ("\ud800", "cannot be tokenized"),
     ],
 )
@@ -220,7 +220,7 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
         llm.generate([[1]], 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be SamplingParams"):
         llm.add_request([1], {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prompts must be a string or a list, not dict"):
+    with pytest.raises(ValueError, match="a prompt as a dict has the key"):
         llm.generate({"a": 1})  # type: ignore[arg-type]
     assert llm.is_finished()
 
@@ -406,13 +406,13 @@ def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM,
             signal.raise_signal(signal.SIGINT)
             return "text"
 
-    before = llm._output_processor.tokenizer
-    llm._output_processor.tokenizer = Interrupted()
+    processor: Any = llm.llm_engine._unclaimed._make_output.__self__  # type: ignore[attr-defined]
+    before, processor.tokenizer = processor.tokenizer, Interrupted()
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
     finally:
-        llm._output_processor.tokenizer = before
+        processor.tokenizer = before
     assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
 
 

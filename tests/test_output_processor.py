@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.text.output_processor import Detokenizer
+from nanovllm.text.detokenizer import Detokenizer
 
 TEXTS = [
     "plain words, and more",

@@ -285,6 +285,8 @@ def test_stats_count_what_happened() -> None:
         "num_output_tokens": 10,
         "num_cached_tokens": 16,
         "num_preemptions": 0,
+        "num_running": 0,
+        "num_waiting": 0,
         "num_used_blocks": 0,
         "num_free_blocks": 16,
     }
@@ -297,7 +299,7 @@ def test_sequences_run_and_are_preempted_by_their_key(depth: int) -> None:
     # The last come first, as if they had a higher priority.
     for seq in list(engine._inbox):
         assert isinstance(seq, Sequence)
-        seq.sort_key = -seq.seq_id
+        seq.sort_key = -seq.seq_id, 0
     finished: list[int] = []
     while not engine.is_finished():
         result = engine.step()

@@ -14,19 +14,17 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from itertools import count
-
-import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.request_output import request_output
+from nanovllm.engine.request_output import new_token_ids, request_output
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import RequestFeatures, RequestGroup, Sequence, TokenConstraint
+from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_sequences
+from nanovllm.engine.token_masks import make_masks
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.runner.messages import Handle, Runner, ScheduledBatch, TokenMasks
@@ -34,17 +32,13 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
-_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
-
 
 class LLMEngine:
     """Requests, their scheduling, and the runner that computes them.
 
     Args:
-        config: the engine's settings.
-        runner: runs the batches.
-        vocab_size: token ids of prompts must be below it.
-        max_model_len: most tokens of one request.
+        config, runner: the engine's settings, and what runs its batches.
+        vocab_size, max_model_len: token ids of prompts are below it; most tokens of one request.
         eos_token_ids: tokens that end a request.
         make_output: makes a finished request's output; called with signals deferred.
     """
@@ -102,18 +96,14 @@ class LLMEngine:
     def enqueue(self, token_ids: array[int], params: SamplingParams, features: list[RequestFeatures]) -> int:
         """Queue a request that `limits` has passed, with features for each of its outputs, and return its id."""
         self.require_open()
-        group = RequestGroup([next(self._request_ids) for _ in features])
-        request_id = group.seq_ids[0]
-        seed = (self._seed + (request_id + 1) * _GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
-        if len(features) > 1:
-            self._groups[request_id] = group
-        for i, (seq_id, item) in enumerate(zip(group.seq_ids, features, strict=True)):
-            # Outputs of one request have seeds as far apart as requests without seeds.
-            seq = Sequence(seq_id, token_ids, params, (seed + i * _GOLDEN_RATIO_64) % 2**64, item)
-            seq.group = group
-            seq.max_tokens = self.limits.max_tokens(len(token_ids), params)
-            self._inbox.append(seq)
-        return request_id
+        seq_ids = [next(self._request_ids) for _ in features]
+        seed = (self._seed + (seq_ids[0] + 1) * GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
+        max_tokens = self.limits.max_tokens(len(token_ids), params)
+        seqs = make_sequences(seq_ids, token_ids, params, features, seed, max_tokens)
+        if len(seqs) > 1:
+            self._groups[seq_ids[0]] = seqs[0].group
+        self._inbox.extend(seqs)
+        return seq_ids[0]
 
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
@@ -129,9 +119,8 @@ class LLMEngine:
                 # The device was lost with the step after the one that finished these.
                 return StepResult(self._unclaimed.take(), {}, 0, 0)
             num_prefill_tokens = self.run_step()
-            new_token_ids = self._new_token_ids()
-            num_output_tokens = sum(map(len, new_token_ids.values()))
-            return StepResult(self._unclaimed.take(), new_token_ids, num_prefill_tokens, num_output_tokens)
+            new = new_token_ids(self._new_tokens)
+            return StepResult(self._unclaimed.take(), new, num_prefill_tokens, sum(map(len, new.values())))
         finally:
             self.end(call)
 
@@ -158,13 +147,7 @@ class LLMEngine:
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
-        return {
-            **asdict(self.scheduler.stats),
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "num_used_blocks": self.block_manager.num_used_blocks,
-            "num_free_blocks": self.block_manager.num_free_blocks,
-        }
+        return self.scheduler.counters()
 
     def exit(self) -> None:
         """Free the device. The engine cannot be used afterwards; calling it again does nothing.
@@ -214,15 +197,6 @@ class LLMEngine:
                 self._collect(0)
             return batch.num_prompt_tokens if batch is not None else 0
 
-    def _new_token_ids(self) -> dict[int, list[int]]:
-        """Return the tokens that the last step added to each request."""
-        new: dict[int, list[int]] = {}
-        for request_ids, token_ids, dropped in self._new_tokens:
-            for request_id, token_id in zip(request_ids, token_ids, strict=True):
-                if request_id not in dropped:
-                    new.setdefault(request_id, []).append(token_id)
-        return new
-
     def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
         """Return, once, those of these requests that have finished.
 
@@ -256,16 +230,8 @@ class LLMEngine:
     def _make_masks(self, batch: ScheduledBatch) -> TokenMasks:
         """Return the masks of a batch whose forward pass is running; waits for the tokens of the step before."""
         self._collect(0)
-        words = np.full((len(batch.masked), -(-self.limits.vocab_size // 32)), -1, dtype=np.int32)
-        kinds: dict[type, list[tuple[TokenConstraint, int]]] = {}
-        for row, index in enumerate(batch.masked):
-            seq = self.scheduler.find(batch.sampled_seq_ids[index])
-            # One that has just ended may sample what it likes.
-            if seq is not None and seq.features.constraint is not None:
-                kinds.setdefault(type(seq.features.constraint), []).append((seq.features.constraint, row))
-        for constraints in kinds.values():
-            constraints[0][0].fill(constraints, words)
-        return TokenMasks(batch.masked, words)
+        seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
+        return TokenMasks(batch.masked, make_masks(seqs, self.limits.vocab_size))
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.
@@ -309,12 +275,9 @@ class LLMEngine:
             finished, dropped = self.scheduler.postprocess(batch, output)
             self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, dropped))
             for seq in finished:
-                group = seq.group
-                assert group is not None
-                group.finished[seq.seq_id] = seq
-                if len(group.finished) == len(group.seq_ids):
-                    self._groups.pop(group.seq_ids[0], None)
-                    self._unclaimed.add(group)
+                if seq.group.add(seq):
+                    self._groups.pop(seq.group.seq_ids[0], None)
+                    self._unclaimed.add(seq.group)
 
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
@@ -323,8 +286,7 @@ class LLMEngine:
         """
         self._in_flight.clear()
         # A request with several outputs fails with any of them.
-        failed_seqs = self.scheduler.fail_in_flight()
-        failed = list(dict.fromkeys(seq.group.seq_ids[0] for seq in failed_seqs if seq.group is not None))
+        failed = list(dict.fromkeys(seq.group.seq_ids[0] for seq in self.scheduler.fail_in_flight()))
         self.scheduler.abort(self._all_of(failed))
         message = f"a step failed, and with it the requests {failed}: {error}"
         try:
@@ -333,8 +295,6 @@ class LLMEngine:
         except Exception as lost:
             self._runner = None
             message += f"; the engine is closed: {lost}"
-        # The failure of a step before may have taken all of its requests along.
-        if failed or not self._unclaimed.failures:
-            self._unclaimed.failures.append(StepError(message, failed, error))
+        self._unclaimed.fail(StepError(message, failed, error))
         if not isinstance(error, Exception):
             raise error

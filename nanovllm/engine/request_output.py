@@ -83,3 +83,16 @@ def prompt_logprobs(seq: Sequence, decode_token: DecodeToken) -> list[dict[int, 
     rows = ((part.values[i], part.token_ids[i], int(part.ranks[i])) for part in parts for i in range(len(part.ranks)))
     scored: list[dict[int, Logprob] | None] = [*token_logprobs(rows, decode_token)]
     return [None] * (seq.num_prompt_tokens - len(scored)) + scored
+
+
+def new_token_ids(steps: Iterable[tuple[list[int], list[int], set[int]]]) -> dict[int, list[int]]:
+    """Return the tokens that steps have added to each sequence.
+
+    steps: of each, sequence ids, a token of each, and ids whose token was dropped.
+    """
+    new: dict[int, list[int]] = {}
+    for seq_ids, token_ids, dropped in steps:
+        for seq_id, token_id in zip(seq_ids, token_ids, strict=True):
+            if seq_id not in dropped:
+                new.setdefault(seq_id, []).append(token_id)
+    return new

@@ -13,21 +13,19 @@ the one to preempt, and the first, which is never preempted, always gets on.
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request_options import prompt_scores, sampling_options, take_in_extras
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.runner.messages import (
     NewBlock,
     NewRequest,
     PromptChunk,
-    PromptScores,
-    SamplingOptions,
     ScheduledBatch,
     StepOutput,
 )
@@ -80,6 +78,16 @@ class Scheduler:
         """Every unfinished sequence."""
         return self._sequences.values()
 
+    def counters(self) -> dict[str, int]:
+        """Return the stats, and how many sequences and blocks are in use now."""
+        return {
+            **asdict(self.stats),
+            "num_running": len(self.running),
+            "num_waiting": len(self.waiting),
+            "num_used_blocks": self.block_manager.num_used_blocks,
+            "num_free_blocks": self.block_manager.num_free_blocks,
+        }
+
     def is_finished(self) -> bool:
         """Whether no sequence is left, waiting, running or with a token in flight."""
         return not self._sequences
@@ -116,7 +124,7 @@ class Scheduler:
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> tuple[list[Sequence], set[int]]:
         """Take in a step's tokens; returns the sequences that they finish, and the ids whose token was dropped."""
         finished, dropped = [], set()
-        self._take_in_extras(batch, output)
+        take_in_extras(batch, output, self._sequences)
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
             # An EOS is seen one step late: the token sampled after it is dropped.
@@ -151,21 +159,6 @@ class Scheduler:
             if stop_string is not None and not is_end:
                 is_end, seq.stop_reason = True, stop_string
         return is_end
-
-    def _take_in_extras(self, batch: ScheduledBatch, output: StepOutput) -> None:
-        """Take in log-probabilities, and what chunks of prompts were asked for."""
-        if output.logprobs is not None:
-            values, token_ids, ranks = output.logprobs.values, output.logprobs.token_ids, output.logprobs.ranks
-            for i, row in enumerate(output.logprob_rows):
-                seq = self._sequences.get(batch.sampled_seq_ids[row])
-                if seq is not None:
-                    end = 1 + (seq.params.logprobs or 0)
-                    seq.logprobs.append((values[i, :end], token_ids[i, :end], int(ranks[i])))
-        for (seq_id, num_admissions), item in zip(batch.scored_seq_ids, output.prompt_outputs, strict=True):
-            seq = self._sequences.get(seq_id)
-            # A preempted prompt is computed again from its start.
-            if seq is not None and seq.num_admissions == num_admissions:
-                seq.prompt_outputs.append(item)
 
     def abort(self, seq_ids: Iterable[int]) -> None:
         """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
@@ -245,7 +238,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
-        options = self._sampling_options(seq) if seq.asks else None
+        options = sampling_options(seq, self.eos_token_ids) if seq.asks else None
         batch.new_requests.append(
             NewRequest(
                 seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed, options
@@ -253,23 +246,12 @@ class Scheduler:
         )
         return seq
 
-    def _sampling_options(self, seq: Sequence) -> SamplingOptions:
-        params = seq.params
-        end_token_ids = set() if params.ignore_eos else set(self.eos_token_ids)
-        end_token_ids |= set(params.stop_token_ids or ())
-        return SamplingOptions(
-            params,
-            seq.token_ids[:] if params.uses_penalties else array("i"),
-            tuple(end_token_ids) if params.min_tokens else (),
-            seq.features.bad_token_ids,
-        )
-
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         end = min(seq.num_prefill_tokens, start + self._budget)
         store = start >= seq.num_registered_blocks * self.block_manager.block_size
         ends_prompt = end == seq.num_prefill_tokens
-        scores, pooling = self._prompt_scores(seq, start, end), None
+        scores, pooling = prompt_scores(seq, start, end), None
         if seq.features.pooling == "mean" or (seq.features.pooling == "last" and ends_prompt):
             pooling = seq.features.pooling
         if scores is not None or pooling is not None:
@@ -279,17 +261,6 @@ class Scheduler:
         self._budget -= end - start
         seq.num_computed_tokens = end
         self.block_manager.register(seq)
-
-    def _prompt_scores(self, seq: Sequence, start: int, end: int) -> PromptScores | None:
-        """Return which tokens of the prompt are scored by the chunk `start ... end - 1`."""
-        params = seq.params
-        if params.prompt_logprobs is None or not seq.wants_prompt:
-            return None
-        # The token at `first` is scored by the hidden state before it.
-        first, last = max(start + 1, params.prompt_logprobs_start), min(end, seq.num_prompt_tokens - 1)
-        if first > last:
-            return None
-        return PromptScores(first - 1 - start, seq.token_ids[first : last + 1], params.prompt_logprobs)
 
     def _plan_token(self, seq: Sequence, batch: ScheduledBatch) -> None:
         """Count the token that this step samples; a sequence that ends with it gives back all it holds."""

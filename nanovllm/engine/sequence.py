@@ -65,6 +65,8 @@ class RequestFeatures:
 
 
 _NO_FEATURES = RequestFeatures()
+GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+"""Multiples of it, modulo 2**64, are far apart."""
 
 
 @dataclass
@@ -78,6 +80,11 @@ class RequestGroup:
 
     seq_ids: list[int]
     finished: dict[int, Sequence] = field(default_factory=dict)
+
+    def add(self, seq: Sequence) -> bool:
+        """Add a sequence that has finished; returns whether all have."""
+        self.finished[seq.seq_id] = seq
+        return len(self.finished) == len(self.seq_ids)
 
 
 class SequenceStatus(Enum):
@@ -119,7 +126,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.features = features or _NO_FEATURES
-        self.group: RequestGroup | None = None
+        self.group = RequestGroup([seq_id])
         # The most tokens of its output; None has no limit but the model's length.
         self.max_tokens = params.max_tokens
         # Whether steps must know more of it than its temperature.
@@ -181,3 +188,20 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.status.name}, known={len(self.token_ids)}, exist={self.num_tokens}, "
             f"computed={self.num_computed_tokens}, blocks={len(self.block_table)})"
         )
+
+
+def make_sequences(
+    seq_ids: list[int],
+    token_ids: array[int],
+    params: SamplingParams,
+    features: list[RequestFeatures],
+    seed: int,
+    max_tokens: int,
+) -> list[Sequence]:
+    """Return the sequences of a request, one for each of its outputs; their seeds follow from the request's."""
+    group, seqs = RequestGroup(seq_ids), []
+    for i, (seq_id, item) in enumerate(zip(seq_ids, features, strict=True)):
+        seq = Sequence(seq_id, token_ids, params, (seed + i * GOLDEN_RATIO_64) % 2**64, item)
+        seq.group, seq.max_tokens = group, max_tokens
+        seqs.append(seq)
+    return seqs

@@ -35,6 +35,11 @@ class Unclaimed:
             return
         self.finished.append((request_id, output))
 
+    def fail(self, error: StepError) -> None:
+        """Keep a step's failure, unless one before it has taken all of its requests along."""
+        if error.request_ids or not self.failures:
+            self.failures.append(error)
+
     def take(self) -> list[tuple[int, RequestOutput]]:
         """Return, once, everything that has finished, or raise the oldest failure, once."""
         if self.failures:

@@ -49,7 +49,7 @@ class LogitsEdits:
 
 
 def edit_logits_ref(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits: LogitsEdits) -> torch.Tensor:
-    """Plain torch form of `edit_logits`, without `edits.forbidden`."""
+    """Plain torch form of `edit_logits`."""
     width = -(-vocab_size // WIDTH_UNIT) * WIDTH_UNIT
     out = torch.full((len(rows), width), -math.inf, device=logits.device)
     x = out[:, :vocab_size]
@@ -68,6 +68,8 @@ def edit_logits_ref(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, e
         x.copy_(torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x))
         in_output = counts >> 1
         x -= frequency * in_output + presence * (in_output > 0)
+    if edits.forbidden is not None:
+        out[edits.forbidden[0], edits.forbidden[1]] = -math.inf
     return out
 
 
@@ -112,20 +114,6 @@ def _edit_kernel(
     tl.store(out_ptr + row.to(tl.int64) * width + columns, x, mask=columns < width)
 
 
-def edit_logits_triton(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits: LogitsEdits) -> torch.Tensor:
-    """Triton form of `edit_logits`, without `edits.forbidden`."""
-    width = -(-vocab_size // WIDTH_UNIT) * WIDTH_UNIT
-    out = torch.empty(len(rows), width, dtype=torch.float32, device=logits.device)
-    _edit_kernel[(len(rows), triton.cdiv(width, _BLOCK))](
-        logits, rows, out, edits.bias, edits.bias_rows, edits.counts, edits.counts_rows, edits.penalties,
-        edits.bitmask, edits.bitmask_rows, vocab_size, width, logits.stride(0),
-        0 if edits.bitmask is None else edits.bitmask.stride(0),
-        HAS_BIAS=edits.bias is not None, HAS_COUNTS=edits.counts is not None, HAS_MASK=edits.bitmask is not None,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
-    return out
-
-
 def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits: LogitsEdits) -> torch.Tensor:
     """Return rows of logits after biases, masks and penalties, in vLLM's order, in float32.
 
@@ -138,8 +126,17 @@ def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits
     Returns:
         [num_rows, width] float32; see the module.
     """
-    form = edit_logits_triton if uses_triton(logits.device) else edit_logits_ref
-    out = form(logits, rows, vocab_size, edits)
+    if not uses_triton(logits.device):
+        return edit_logits_ref(logits, rows, vocab_size, edits)
+    width = -(-vocab_size // WIDTH_UNIT) * WIDTH_UNIT
+    out = torch.empty(len(rows), width, dtype=torch.float32, device=logits.device)
+    _edit_kernel[(len(rows), triton.cdiv(width, _BLOCK))](
+        logits, rows, out, edits.bias, edits.bias_rows, edits.counts, edits.counts_rows, edits.penalties,
+        edits.bitmask, edits.bitmask_rows, vocab_size, width, logits.stride(0),
+        0 if edits.bitmask is None else edits.bitmask.stride(0),
+        HAS_BIAS=edits.bias is not None, HAS_COUNTS=edits.counts is not None, HAS_MASK=edits.bitmask is not None,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
     if edits.forbidden is not None:
         out[edits.forbidden[0], edits.forbidden[1]] = -math.inf
     return out
@@ -177,21 +174,6 @@ def _stats_kernel(
     tl.store(sums_ptr + place, tl.sum(tl.where(x == -float("inf"), 0.0, tl.exp(x - top)), axis=0))
 
 
-def row_stats_triton(
-    x: torch.Tensor, temperatures: torch.Tensor | None = None, token_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton form of `row_stats`: a kernel over blocks of columns, whose results torch adds up."""
-    num_rows, width = x.shape
-    parts = triton.cdiv(width, _BLOCK)
-    maxima, sums = x.new_empty(2, num_rows, parts)
-    greater = torch.zeros(num_rows, parts, dtype=torch.int32, device=x.device)
-    _stats_kernel[(num_rows, parts)](
-        x, temperatures, token_ids, maxima, sums, greater, width, _LEAST_TEMPERATURE,
-        HAS_TEMPERATURES=temperatures is not None, HAS_TOKENS=token_ids is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
-    return torch.logsumexp(maxima + sums.log(), 1), greater.sum(1)
-
-
 def row_stats(
     x: torch.Tensor, temperatures: torch.Tensor | None = None, token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +184,17 @@ def row_stats(
         temperatures: [num_rows] float32; divide the logits, for the log-sum-exp. None for 1.
         token_ids: [num_rows] int64; None gives zeros.
     """
-    return (row_stats_triton if uses_triton(x.device) else row_stats_ref)(x, temperatures, token_ids)
+    if not uses_triton(x.device):
+        return row_stats_ref(x, temperatures, token_ids)
+    num_rows, width = x.shape
+    parts = triton.cdiv(width, _BLOCK)
+    maxima, sums = x.new_empty(2, num_rows, parts)
+    greater = torch.zeros(num_rows, parts, dtype=torch.int32, device=x.device)
+    _stats_kernel[(num_rows, parts)](
+        x, temperatures, token_ids, maxima, sums, greater, width, _LEAST_TEMPERATURE,
+        HAS_TEMPERATURES=temperatures is not None, HAS_TOKENS=token_ids is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return torch.logsumexp(maxima + sums.log(), 1), greater.sum(1)
 
 
 def top_values(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

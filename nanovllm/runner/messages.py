@@ -126,6 +126,10 @@ class TokenMasks:
     rows: list[int]
     words: np.ndarray
 
+    def padded(self, num_decodes: int, num_padding: int) -> TokenMasks:
+        """Return the masks by row of the logits, of which `num_padding` lie behind the first `num_decodes`."""
+        return TokenMasks([row if row < num_decodes else row + num_padding for row in self.rows], self.words)
+
 
 MakeMasks = Callable[[], TokenMasks]
 

@@ -31,7 +31,7 @@ from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepS
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.extended_step import prompt_outputs, sample_rows
 from nanovllm.runner.memory import free_memory, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import MakeMasks, ScheduledBatch, TokenMasks
+from nanovllm.runner.messages import MakeMasks, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows, SamplingState
 from nanovllm.runner.step_results import StepExtras, StepHandle, StepResults
 from nanovllm.utils.device import resolve_device, resolve_dtype
@@ -128,7 +128,7 @@ class ModelRunner:
         )
 
     def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> StepHandle:
-        """Queue one step and return without waiting for it."""
+        """Queue one step and return; waits for nothing but the host's masks."""
         with torch.inference_mode(), self._device_guard():
             return self.collect(*self._run(batch, make_masks))
 
@@ -203,10 +203,7 @@ class ModelRunner:
         slots, num_padding = self.batch_builder.slots, step.shape.num_decodes - step.num_real_decodes
         sampled = batch.decode_slots + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
-        masks = make_masks() if make_masks is not None else None
-        if masks is not None:
-            padded = [row if row < step.num_real_decodes else row + num_padding for row in masks.rows]
-            masks = TokenMasks(padded, masks.words)
+        masks = None if make_masks is None else make_masks().padded(step.num_real_decodes, num_padding)
         self.communicator.begin_sampling()
         return self.sampling.rows_of(sampled, slots.num_computed, masks)
 
@@ -251,8 +248,8 @@ class ModelRunner:
         """The same without waiting for the device."""
         if self.graphs is not None:
             self.graphs.close()
-        del self.graphs, self.model, self.batch_builder, self._sampled, self._results, self.k_cache, self.v_cache
-        del self.sampling
+        del self.graphs, self.model, self.batch_builder, self._sampled, self._results, self.sampling
+        del self.k_cache, self.v_cache
         with self._device_guard():
             if self.is_cuda:
                 torch.cuda.empty_cache()

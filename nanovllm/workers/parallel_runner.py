@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from nanovllm.config import Config
@@ -113,15 +114,15 @@ class ParallelRunner:
         """Queue one step on every rank and return without waiting for it."""
         runner = self._require_open()
 
-        def broadcast_masks() -> TokenMasks:
-            assert make_masks is not None
-            masks = make_masks()
-            self._ranks.broadcast_masks(masks)
-            return masks
-
+        masks = [] if make_masks is None else [partial(self._broadcast_masks, make_masks)]
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
-            return ParallelHandle(runner.execute(batch, broadcast_masks if make_masks is not None else None), self)
+            return ParallelHandle(runner.execute(batch, *masks), self)
+
+    def _broadcast_masks(self, make_masks: MakeMasks) -> TokenMasks:
+        masks = make_masks()
+        self._ranks.broadcast_masks(masks)
+        return masks
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's `ModelRunner`; returns the results in rank order.

@@ -1,0 +1,53 @@
+"""What a runner must know of a request beside its tokens, and what it returns beside them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.runner.messages import PromptScores, SamplingOptions, ScheduledBatch, StepOutput
+
+
+def sampling_options(seq: Sequence, eos_token_ids: frozenset[int]) -> SamplingOptions:
+    """Return what a sequence asks of sampling beyond its temperature, as it is admitted."""
+    params = seq.params
+    end_token_ids = set() if params.ignore_eos else set(eos_token_ids)
+    end_token_ids |= set(params.stop_token_ids or ())
+    return SamplingOptions(
+        params,
+        seq.token_ids[:] if params.uses_penalties else array("i"),
+        tuple(end_token_ids) if params.min_tokens else (),
+        seq.features.bad_token_ids,
+    )
+
+
+def prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
+    """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
+    params = seq.params
+    if params.prompt_logprobs is None or not seq.wants_prompt:
+        return None
+    # A token is scored by the hidden state before it.
+    first, last = max(start + 1, params.prompt_logprobs_start), min(end, seq.num_prompt_tokens - 1)
+    if first > last:
+        return None
+    return PromptScores(first - 1 - start, seq.token_ids[first : last + 1], params.prompt_logprobs)
+
+
+def take_in_extras(batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]) -> None:
+    """Give sequences their log-probabilities, and what chunks of their prompts were asked for.
+
+    sequences: the unfinished ones by id.
+    """
+    if output.logprobs is not None:
+        values, token_ids, ranks = output.logprobs.values, output.logprobs.token_ids, output.logprobs.ranks
+        for i, row in enumerate(output.logprob_rows):
+            seq = sequences.get(batch.sampled_seq_ids[row])
+            if seq is not None:
+                end = 1 + (seq.params.logprobs or 0)
+                seq.logprobs.append((values[i, :end], token_ids[i, :end], int(ranks[i])))
+    for (seq_id, num_admissions), item in zip(batch.scored_seq_ids, output.prompt_outputs, strict=True):
+        seq = sequences.get(seq_id)
+        # A preempted prompt is computed again from its start.
+        if seq is not None and seq.num_admissions == num_admissions:
+            seq.prompt_outputs.append(item)

@@ -15,9 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nanovllm.kernels import cutoffs as cutoff_ops
 from nanovllm.kernels import logits as ops
 from nanovllm.kernels._triton import uses_triton
-from nanovllm.kernels.logits import CutoffParams, LogitsEdits, cutoffs, edit_logits, token_logprobs, top_values
+from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
+from nanovllm.kernels.logits import LogitsEdits, edit_logits, token_logprobs, top_values
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -29,7 +31,8 @@ EMPTY = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
 def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms of each op: on the CPU, Triton's kernels run in its interpreter."""
     if request.param == "torch" or not GPU:
-        monkeypatch.setattr(ops, "uses_triton", lambda device: request.param == "triton")
+        for module in (ops, cutoff_ops):
+            monkeypatch.setattr(module, "uses_triton", lambda device: request.param == "triton")
 
 
 def random_logits(rows: int, scale: float, seed: int = 0) -> torch.Tensor:

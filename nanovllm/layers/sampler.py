@@ -10,7 +10,8 @@ from torch import nn
 
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
-from nanovllm.kernels.logits import CutoffParams, LogitsEdits, cutoffs, edit_logits
+from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
+from nanovllm.kernels.logits import LogitsEdits, edit_logits
 from nanovllm.kernels.sampling import sample
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanovllm.kernels.logits import CutoffParams, LogitsEdits
+from nanovllm.kernels.cutoffs import CutoffParams
+from nanovllm.kernels.logits import LogitsEdits
 from nanovllm.runner.messages import NewRequest, SamplingOptions, TokenMasks
 
 _LEAST_ROWS = 8

@@ -19,7 +19,7 @@ from nanovllm.kernels import cutoffs as cutoff_ops
 from nanovllm.kernels import logits as ops
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
-from nanovllm.kernels.logits import LogitsEdits, edit_logits, token_logprobs, top_values
+from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, token_logprobs, top_values
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -40,7 +40,7 @@ def random_logits(rows: int, scale: float, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, VOCAB, generator=generator) * scale).to(DEVICE)
 
 
-def padded(x: torch.Tensor) -> torch.Tensor:
+def padded(x: torch.Tensor) -> EditedRows:
     return edit_logits(x, torch.arange(len(x), device=DEVICE), VOCAB, LogitsEdits())
 
 
@@ -80,7 +80,7 @@ def test_cutoffs_keep_what_transformers_keeps(
     for processor in processors:
         want = processor(EMPTY, want)
     found = padded(x)
-    kept = found >= cutoffs(found, params(3, temperature, **given)).unsqueeze(1)
+    kept = found.x >= cutoffs(found, params(3, temperature, **given)).unsqueeze(1)
     differing = (kept[:, :VOCAB] != (want > -math.inf)).sum(1)
     # Where probabilities add up to top_p within rounding, one token more or less is right.
     assert differing.max() <= (1 if "top_p" in given else 0)
@@ -94,9 +94,9 @@ def test_greedy_rows_keep_all_and_rows_keep_their_own() -> None:
     mixed.top_k[1], mixed.max_top_k = 7, 7
     mixed.top_p[2], mixed.any_nucleus = 0.5, True
     mixed.min_p[3] = 0.1
-    kept = (x >= cutoffs(x, mixed).unsqueeze(1))[:, :VOCAB]
+    kept = (x.x >= cutoffs(x, mixed).unsqueeze(1))[:, :VOCAB]
     assert kept[0].all() and kept[1].sum() == 7
-    probs = x.softmax(1)
+    probs = x.x.softmax(1)
     assert probs[2][:VOCAB][kept[2]].sum() >= 0.5 > probs[2][:VOCAB][kept[2]].sum() - probs[2][:VOCAB][kept[2]].min()
     assert torch.equal(kept[3], (probs[3] >= 0.1 * probs[3].max())[:VOCAB])
 
@@ -116,7 +116,8 @@ def test_edits_against_their_definitions() -> None:
 
     forbidden = torch.tensor([[0, 2], [11, 12]], device=DEVICE)
     edits = LogitsEdits(bias, index(1, -1, 0), counts, index(0, -1, 1), penalties, words, index(-1, 0, -1), forbidden)
-    got = edit_logits(x.half(), rows, VOCAB, edits)
+    edited = edit_logits(x.half(), rows, VOCAB, edits)
+    got = edited.x
     assert got.shape == (3, 5120) and (got[:, VOCAB:] == -math.inf).all()
     want = x.half()[rows].float()
     want[2, 7] = -math.inf
@@ -150,8 +151,8 @@ def test_log_probabilities(k: int) -> None:
 def test_the_largest_logits_of_each_row(k: int) -> None:
     x = padded(random_logits(3, 1.0))
     values, ids = top_values(x, k)
-    want = x.topk(k)
-    assert torch.equal(values, want.values) and torch.equal(x.gather(1, ids), values)
+    want = x.x.topk(k)
+    assert torch.equal(values, want.values) and torch.equal(x.x.gather(1, ids), values)
     assert all(len(set(row)) == k for row in ids.tolist())
 
 

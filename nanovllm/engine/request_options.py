@@ -19,6 +19,7 @@ def sampling_options(seq: Sequence, eos_token_ids: frozenset[int]) -> SamplingOp
         seq.token_ids[:] if params.uses_penalties else array("i"),
         tuple(end_token_ids) if params.min_tokens else (),
         seq.features.bad_token_ids,
+        seq.features.constraint is not None,
     )
 
 

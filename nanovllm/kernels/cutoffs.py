@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, tl, uses_triton
-from nanovllm.kernels.logits import LEAST_TEMPERATURE, row_stats, top_values
+from nanovllm.kernels.logits import LEAST_TEMPERATURE, EditedRows, row_stats, top_values
 
 _BLOCK = 4096
 _LEAST_CANDIDATES = 256
@@ -66,20 +66,21 @@ class CutoffParams:
     any_nucleus: bool
 
 
-def cutoffs(x: torch.Tensor, params: CutoffParams) -> torch.Tensor:
+def cutoffs(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
     """Return the least logit that each row keeps by min-p, then top-k, then top-p, [num_rows] float32.
 
     Top-p adds up the probabilities of what min-p and top-k have left, as in vLLM. Ties with the least logit are kept.
 
     Args:
-        x: [num_rows, width] float32, contiguous; width a multiple of `WIDTH_UNIT`.
+        rows: the logits.
         params: see the class.
     """
+    x = rows.x
     width, has_kernels = x.shape[1], uses_triton(x.device)
     num_candidates = max(params.max_top_k, _LEAST_CANDIDATES if params.any_nucleus else 1)
     # Powers of two, so that few sizes occur.
     num_candidates = min(width, 1 << (num_candidates - 1).bit_length()) if has_kernels else width
-    values, _ = top_values(x, num_candidates)
+    values, _ = top_values(rows, num_candidates)
     temperatures = params.temperatures.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
     top = values[:, :1]
     below = torch.where(values == top, 0.0, (values - top) / temperatures)

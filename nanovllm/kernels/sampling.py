@@ -96,6 +96,7 @@ def sample_ref(
     output_index: torch.Tensor,
     first_token: int = 0,
     num_tokens: int | None = None,
+    cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `sample`."""
     num_rows, num_columns = logits.shape
@@ -104,7 +105,10 @@ def sample_ref(
     num_groups, first_group = -(-num_columns // GROUP), first_token // GROUP
     scores = torch.full((num_rows, num_groups * GROUP), float("-inf"), device=logits.device)
     scores[:, :num_tokens] = logits[:, :num_tokens]
-    scores = scores.masked_fill_(scores.isnan(), float("-inf")).view(num_rows, num_groups, GROUP)
+    scores = scores.masked_fill_(scores.isnan(), float("-inf"))
+    if cutoffs is not None:
+        scores.masked_fill_(scores < cutoffs.unsqueeze(1), float("-inf"))
+    scores = scores.view(num_rows, num_groups, GROUP)
     group_scores = scores.amax(dim=2)
     hot = (temperatures > 0).nonzero().flatten()
     # Greedy rows skip the noise, which on a CPU would be a fifth of a small model's step.
@@ -144,8 +148,8 @@ def _words_triton(seeds_ptr, output_index_ptr, row, seed_stride, counter0, COUNT
 
 @jit(do_not_specialize=["temperature_stride"])
 def _group_kernel(
-    logits_ptr, temperatures_ptr, group_score_ptr, num_tokens, num_groups, least_temperature,
-    logits_stride, temperature_stride, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperatures_ptr, cutoffs_ptr, group_score_ptr, num_tokens, num_groups, least_temperature,
+    logits_stride, temperature_stride, GROUPS: tl.constexpr, HAS_CUTOFFS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -156,6 +160,8 @@ def _group_kernel(
     logits = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     # NaN becomes -inf, so that the argmax is always a valid token.
     logits = tl.where(logits == logits, logits, -float("inf"))  # noqa: PLR0124
+    if HAS_CUTOFFS:
+        logits = tl.where(logits >= tl.load(cutoffs_ptr + row), logits, -float("inf"))
     scores = tl.max(logits, axis=1)
     if temperature > 0:
         # An infinite maximum minus itself would be NaN.
@@ -167,9 +173,9 @@ def _group_kernel(
 
 @jit(do_not_specialize=["temperature_stride", "seed_stride"])
 def _draw_kernel(
-    logits_ptr, temperatures_ptr, seeds_ptr, output_index_ptr, group_score_ptr, score_ptr, sampled_ptr,
+    logits_ptr, temperatures_ptr, cutoffs_ptr, seeds_ptr, output_index_ptr, group_score_ptr, score_ptr, sampled_ptr,
     num_tokens, num_groups, first_token, logits_stride, temperature_stride, seed_stride,
-    GROUPS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_CUTOFFS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
@@ -185,6 +191,8 @@ def _draw_kernel(
     columns = start + tl.arange(0, _GROUP)
     logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     logits = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
+    if HAS_CUTOFFS:
+        logits = tl.where(logits >= tl.load(cutoffs_ptr + row), logits, -float("inf"))
     counter0 = (first_token + start) // 4 + tl.arange(0, _GROUP // 4)
     r0, r1, r2, r3 = _words_triton(seeds_ptr, output_index_ptr, row, seed_stride, counter0, 0)
     token_noise = _gumbel_triton(tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [_GROUP]))
@@ -201,10 +209,11 @@ def sample(
     output_index: torch.Tensor,
     first_token: int = 0,
     num_tokens: int | None = None,
+    cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row; ties take the lowest id.
 
-    All inputs but the logits must be written before the kernel queued last (see `pdl_options`).
+    All inputs but logits and cutoffs must be written before the kernel queued last (see `pdl_options`).
 
     Args:
         logits: [num_rows, num_columns], any float dtype; NaN counts as -inf.
@@ -213,13 +222,14 @@ def sample(
         output_index: [num_rows] int32; tokens that the request has generated before this one.
         first_token: token id of the first column, a multiple of GROUP.
         num_tokens: number of columns that are tokens; the rest is padding and never drawn. None for all.
+        cutoffs: [num_rows] float32; logits below count as -inf. None for none.
 
     Returns:
         The scores of the drawn tokens' groups, [num_rows] float32, and the token ids, [num_rows] int64. Ranks that
         hold shards of the vocabulary compare the scores.
     """
     if not uses_triton(logits.device):
-        return sample_ref(logits, temperatures, seeds, output_index, first_token, num_tokens)
+        return sample_ref(logits, temperatures, seeds, output_index, first_token, num_tokens, cutoffs)
     num_rows, num_columns = logits.shape
     num_tokens = num_columns if num_tokens is None else num_tokens
     num_groups, device = triton.cdiv(num_columns, GROUP), logits.device
@@ -231,12 +241,12 @@ def sample(
     padded = triton.next_power_of_2(num_groups)
     groups = min(32, padded)
     _group_kernel[(num_rows, triton.cdiv(num_groups, groups))](
-        logits, temperatures, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE, *strides,
-        GROUPS=groups, **pdl_options(device),
+        logits, temperatures, cutoffs, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE, *strides,
+        GROUPS=groups, HAS_CUTOFFS=cutoffs is not None, **pdl_options(device),
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
-        logits, temperatures, seeds, output_index, group_scores, scores, sampled,
+        logits, temperatures, cutoffs, seeds, output_index, group_scores, scores, sampled,
         num_tokens, num_groups, first_token, *strides, seeds.stride(0),
-        GROUPS=padded, num_warps=8, **pdl_options(device),
+        GROUPS=padded, HAS_CUTOFFS=cutoffs is not None, num_warps=8, **pdl_options(device),
     )  # fmt: skip
     return scores, sampled

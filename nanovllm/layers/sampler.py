@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
-from nanovllm.kernels.logits import LogitsEdits, edit_logits
+from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits
 from nanovllm.kernels.sampling import sample
 
 
@@ -20,13 +19,15 @@ class EditedLogits:
     """Rows whose requests ask for more than a temperature.
 
     Attributes:
-        rows: [num_rows] int64; of the step's logits.
-        logits: [num_rows, width] float32; see `kernels/logits.py`.
+        indices: [num_rows] int64; of the step's logits.
+        rows: the whole vocabulary's logits.
+        cutoffs: [num_rows] float32; the least logits that are kept. None if all are.
         temperatures, seeds, output_index: of these rows; see `Sampler`.
     """
 
-    rows: torch.Tensor
-    logits: torch.Tensor
+    indices: torch.Tensor
+    rows: EditedRows
+    cutoffs: torch.Tensor | None
     temperatures: torch.Tensor
     seeds: torch.Tensor
     output_index: torch.Tensor
@@ -63,34 +64,36 @@ class Sampler(nn.Module):
             edited: logits that replace some rows'.
         """
         vocab = self.vocab
-        scores, token_ids = sample(logits, temperatures, seeds, output_index, vocab.start, vocab.num_present)
+        if edited is not None and len(edited.indices) == len(logits):
+            scores, token_ids = temperatures.new_empty(len(logits)), logits.new_empty(len(logits), dtype=torch.int64)
+        else:
+            scores, token_ids = sample(logits, temperatures, seeds, output_index, vocab.start, vocab.num_present)
         if edited is not None:
-            scores[edited.rows], token_ids[edited.rows] = sample(
-                edited.logits, edited.temperatures, edited.seeds, edited.output_index, 0, vocab.total
-            )
+            sampling = edited.temperatures, edited.seeds, edited.output_index
+            drawn = sample(edited.rows.x, *sampling, 0, vocab.total, edited.cutoffs)
+            scores[edited.indices], token_ids[edited.indices] = drawn
         return self.communicator.all_reduce_argmax(scores, token_ids)
 
     def edit(
         self,
         logits: torch.Tensor,
-        rows: torch.Tensor,
+        indices: torch.Tensor,
         sampling: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         edits: LogitsEdits,
         cutoff_params: CutoffParams | None,
     ) -> EditedLogits:
-        """Return rows of logits with edits, and without what the cutoffs remove; the whole vocabulary on every rank.
+        """Return rows of logits with edits; the whole vocabulary on every rank.
 
         Args:
             logits: [_, vocabulary entries of this rank].
-            rows: [num_rows] int64.
+            indices: [num_rows] int64; which rows.
             sampling: temperatures, seeds and output_index of all rows of logits.
             edits, cutoff_params: of these rows.
         """
-        temperatures, seeds, output_index = (tensor[rows] for tensor in sampling)
-        x = edit_logits(*self.gather(logits, rows), self.vocab.total, edits)
-        if cutoff_params is not None:
-            x.masked_fill_(x < cutoffs(x, cutoff_params).unsqueeze(1), -math.inf)
-        return EditedLogits(rows, x, temperatures, seeds, output_index)
+        temperatures, seeds, output_index = (tensor[indices] for tensor in sampling)
+        rows = edit_logits(*self.gather(logits, indices), self.vocab.total, edits)
+        least = None if cutoff_params is None else cutoffs(rows, cutoff_params)
+        return EditedLogits(indices, rows, least, temperatures, seeds, output_index)
 
     def gather(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits of the whole vocabulary, and which of their rows are the given ones."""

@@ -6,6 +6,7 @@ as its requests ask for it.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from nanovllm.kernels.logits import LogitsEdits, edit_logits, token_logprobs
@@ -36,16 +37,19 @@ def sample_rows(
         Token ids, [num_samples] int64, and the log-probabilities that are asked for.
     """
     sampling = inputs.temperatures, inputs.seeds, inputs.output_index
-    edited = sampler.edit(logits, rows.rows, sampling, rows.edits, rows.cutoffs)
+    edited = None
+    if rows.indices is not None:
+        edited = sampler.edit(logits, rows.indices, sampling, rows.edits, rows.cutoffs)
     token_ids = sampler(logits, *sampling, edited)
-    if not rows.logprob_rows:
+    if rows.logprob_indices is None:
         return token_ids, StepExtras()
-    asked = rows.rows[rows.logprobs]
-    if processed_logprobs:
-        x, temperatures = edited.logits[rows.logprobs], edited.temperatures[rows.logprobs]
+    asked, temperatures = rows.logprob_indices, None
+    if processed_logprobs and edited is not None and rows.logprobs is not None:
+        kept = edited.rows if edited.cutoffs is None else edited.rows.above(edited.cutoffs)
+        found, temperatures = kept[rows.logprobs], edited.temperatures[rows.logprobs]
     else:
-        x, temperatures = edit_logits(*sampler.gather(logits, asked), sampler.vocab.total, LogitsEdits()), None
-    logprobs = token_logprobs(x, token_ids[asked], rows.num_logprobs, temperatures)
+        found = edit_logits(*sampler.gather(logits, asked), sampler.vocab.total, LogitsEdits())
+    logprobs = token_logprobs(found, token_ids[asked], rows.num_logprobs, temperatures)
     return token_ids, StepExtras(rows.logprob_rows, logprobs)
 
 
@@ -53,31 +57,43 @@ def prompt_outputs(
     model: CausalLM, sampler: Sampler, batch: ScheduledBatch, hidden: torch.Tensor
 ) -> list[DeviceLogprobs | torch.Tensor]:
     """Return what the chunks of a step ask for besides a token; hidden: [num_prompt_tokens, hidden_size]."""
+    ends = np.cumsum([len(chunk.token_ids) for chunk in batch.chunks])
+    starts = [0, *ends[:-1].tolist()]
+    scored = [(start, chunk.scores) for start, chunk in zip(starts, batch.chunks, strict=True) if chunk.scores]
+    logprobs = iter(_score(model, sampler, hidden, scored))
     outputs: list[DeviceLogprobs | torch.Tensor] = []
-    start = 0
-    for chunk in batch.chunks:
+    for start, chunk in zip(starts, batch.chunks, strict=True):
         states = hidden[start : start + len(chunk.token_ids)]
         if chunk.scores is not None:
-            outputs.append(_score(model, sampler, states, chunk.scores))
-        elif chunk.pooling == "mean":
-            outputs.append(states.sum(0, dtype=torch.float32))
-        elif chunk.pooling == "last":
-            outputs.append(states[-1].float())
-        start += len(chunk.token_ids)
+            outputs.append(next(logprobs))
+        elif chunk.pooling is not None:
+            outputs.append(states.sum(0, dtype=torch.float32) if chunk.pooling == "mean" else states[-1].float())
     return outputs
 
 
-def _score(model: CausalLM, sampler: Sampler, states: torch.Tensor, scores: PromptScores) -> DeviceLogprobs:
-    """Compute log-probabilities in slices of rows, whose logits fit into `_LOGITS_BYTES`."""
-    targets = torch.tensor(scores.token_ids, dtype=torch.int64).to(states.device)
+def _score(
+    model: CausalLM, sampler: Sampler, hidden: torch.Tensor, scored: list[tuple[int, PromptScores]]
+) -> list[DeviceLogprobs]:
+    """Compute the log-probabilities of all chunks, in slices of rows whose logits fit into `_LOGITS_BYTES`.
+
+    scored: each chunk's first row of the hidden states, and what is asked for.
+    """
+    if not scored:
+        return []
+    indices = [range(start + scores.first, start + scores.first + len(scores.token_ids)) for start, scores in scored]
+    rows = torch.tensor([index for part in indices for index in part]).to(hidden.device)
+    targets = torch.tensor([token_id for _, scores in scored for token_id in scores.token_ids]).to(hidden.device)
+    num_logprobs = max(scores.num_logprobs for _, scores in scored)
     slice_rows = max(1, _LOGITS_BYTES // (4 * sampler.vocab.total))
     found = []
-    for first in range(0, len(targets), slice_rows):
-        rows = targets[first : first + slice_rows]
-        asked = states[scores.first + first : scores.first + first + len(rows)]
-        indices = torch.arange(len(rows), device=rows.device)
-        gathered = sampler.gather(model.project_logits(asked), indices)
-        x = edit_logits(*gathered, sampler.vocab.total, LogitsEdits())
-        found.append(token_logprobs(x, rows, scores.num_logprobs))
-    values, token_ids, ranks = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return values, token_ids, ranks
+    for first in range(0, len(rows), slice_rows):
+        part = rows[first : first + slice_rows]
+        gathered = sampler.gather(model.project_logits(hidden[part]), torch.arange(len(part), device=hidden.device))
+        edited = edit_logits(*gathered, sampler.vocab.total, LogitsEdits())
+        found.append(token_logprobs(edited, targets[first : first + slice_rows], num_logprobs))
+    sizes = [len(part) for part in indices]
+    values, token_ids, ranks = (torch.cat(parts).split(sizes) for parts in zip(*found, strict=True))
+    return [
+        (v[:, : 1 + scores.num_logprobs], t[:, : 1 + scores.num_logprobs], r)
+        for v, t, r, (_, scores) in zip(values, token_ids, ranks, scored, strict=True)
+    ]

@@ -26,12 +26,14 @@ class SamplingOptions:
         token_ids: prompt and output so far, if their tokens are penalised; else empty.
         end_token_ids: tokens that are forbidden before `params.min_tokens`.
         bad_token_ids: tokens that are always forbidden.
+        is_masked: whether the host masks its tokens.
     """
 
     params: SamplingParams
     token_ids: array[int]
     end_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[int, ...] = ()
+    is_masked: bool = False
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
-        self.sampling = SamplingState(self.model_config.vocab_size, device)
         self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        self.sampling = SamplingState(self.model_config.vocab_size, device, self.processed_logprobs)
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)

@@ -6,7 +6,7 @@ are rows of pools on the device, which grow when they are full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,27 +27,36 @@ class _Slot:
     bias_row: int
     counts_row: int
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything but log-probabilities is asked for."""
+        params = self.options.params
+        plain = self.bias_row < 0 and self.counts_row < 0 and not self.options.end_token_ids
+        return not plain or self.options.is_masked or bool(params.top_k or params.top_p < 1 or params.min_p)
+
 
 @dataclass
 class SamplingRows:
     """The rows of a step that ask for more than a temperature.
 
     Attributes:
-        rows: [num_rows] int64; which of the step's logits.
-        edits: of the logits, before the temperature.
-        cutoffs: None if no row has top-k, top-p or min-p.
-        counted: [num_counted] int64; indices among these rows of those whose tokens are counted.
+        indices: [num_rows] int64; of the step's logits, those that are edited or cut off. None if none is.
+        edits: of these rows, before the temperature.
+        cutoffs: of these rows; None if none has top-k, top-p or min-p.
+        counted: [num_counted] int64; which of these rows' tokens are counted. None if none is.
         logprob_rows: of the step's logits, those that log-probabilities are asked for.
-        logprobs: [num_logprob_rows] int64; indices among these rows of the same.
+        logprob_indices: [num_logprob_rows] int64; the same on the device. None if there are none.
+        logprobs: [num_logprob_rows] int64; which of the edited rows they are, if all of them are edited.
         num_logprobs: most likely tokens to return with each.
     """
 
-    rows: torch.Tensor
+    indices: torch.Tensor | None
     edits: LogitsEdits
     cutoffs: CutoffParams | None
     counted: torch.Tensor | None
     logprob_rows: list[int]
-    logprobs: torch.Tensor
+    logprob_indices: torch.Tensor | None
+    logprobs: torch.Tensor | None
     num_logprobs: int
 
 
@@ -72,23 +81,24 @@ class _Pool:
             self._free.append(row)
 
 
-@dataclass
 class SamplingState:
     """The options of the running requests that have any.
 
     Args:
         vocab_size: token ids are below it.
         device: where the pools live.
+        processed_logprobs: whether log-probabilities are of edited logits.
     """
 
-    vocab_size: int
-    device: torch.device
-    _slots: dict[int, _Slot] = field(default_factory=dict)
-    _cached: tuple[list[int], SamplingRows] | None = None
-
-    def __post_init__(self) -> None:
-        self._bias = _Pool(self.vocab_size, torch.float32, self.device)
-        self._counts = _Pool(self.vocab_size, torch.int32, self.device)
+    def __init__(self, vocab_size: int, device: torch.device, processed_logprobs: bool) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._processed_logprobs = processed_logprobs
+        self._slots: dict[int, _Slot] = {}
+        # Slots and rows that ask, those that are edited, and what they ask for: mostly that of the step before.
+        self._cached: tuple[list[int], list[int], SamplingRows] | None = None
+        self._bias = _Pool(vocab_size, torch.float32, device)
+        self._counts = _Pool(vocab_size, torch.int32, device)
 
     def add(self, requests: list[NewRequest]) -> None:
         """Take over the options of requests, whose slots other requests had before."""
@@ -115,21 +125,21 @@ class SamplingState:
             return None
         key = [item for row in asking for item in (row, slots[row])]
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._make_rows(asking, [self._slots[slots[row]] for row in asking])
-        found = self._cached[1]
-        found.edits.forbidden = self._forbidden([slots[row] for row in asking], num_tokens)
+            self._cached = key, *self._make_rows({row: self._slots[slots[row]] for row in asking})
+        _, edited, found = self._cached
+        found.edits.forbidden = self._forbidden([slots[row] for row in edited], num_tokens)
         found.edits.bitmask = found.edits.bitmask_rows = None
         if masks is not None:
             index = {row: i for i, row in enumerate(masks.rows)}
-            found.edits.bitmask = torch.from_numpy(masks.words).to(self.device, non_blocking=True)
-            found.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in asking], torch.int32)
+            found.edits.bitmask = self._to_device(torch.from_numpy(masks.words))
+            found.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in edited], torch.int32)
         return found
 
     def count(self, rows: SamplingRows, token_ids: torch.Tensor) -> None:
         """Count the tokens that a step has sampled; token_ids: [num_samples], of all rows of the step."""
         counts_rows = rows.edits.counts_rows
-        if rows.counted is not None and counts_rows is not None:
-            tokens = token_ids[rows.rows[rows.counted]]
+        if rows.counted is not None and counts_rows is not None and rows.indices is not None:
+            tokens = token_ids[rows.indices[rows.counted]]
             self._counts.tensor[counts_rows[rows.counted].long(), tokens] += 2
 
     def _new_slot(self, options: SamplingOptions, num_prompt_tokens: int) -> _Slot:
@@ -150,8 +160,11 @@ class SamplingState:
             self._counts.tensor[counts_row] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
         return _Slot(options, num_prompt_tokens, bias_row, counts_row)
 
-    def _make_rows(self, rows: list[int], slots: list[_Slot]) -> SamplingRows:
-        params = [slot.options.params for slot in slots]
+    def _make_rows(self, asking: dict[int, _Slot]) -> tuple[list[int], SamplingRows]:
+        """Return the rows that are edited, and what all rows ask for."""
+        logprobs = {row: p for row, slot in asking.items() if (p := slot.options.params.logprobs) is not None}
+        edited = [row for row, slot in asking.items() if self._processed_logprobs or slot.is_edited]
+        slots = [asking[row] for row in edited]
         edits = LogitsEdits()
         if any(slot.bias_row >= 0 for slot in slots):
             edits.bias = self._bias.tensor
@@ -160,16 +173,19 @@ class SamplingState:
         if counted:
             edits.counts = self._counts.tensor
             edits.counts_rows = self._tensor([slot.counts_row for slot in slots], torch.int32)
+            params = [slot.options.params for slot in slots]
             penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
             edits.penalties = self._tensor(penalties, torch.float32)
-        logprobs = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        return SamplingRows(
-            rows=self._tensor(rows, torch.int64),
+        places = {row: i for i, row in enumerate(edited)}
+        edited_logprobs = [places.get(row) for row in logprobs]
+        return edited, SamplingRows(
+            indices=self._tensor(edited, torch.int64) if edited else None,
             edits=edits,
             cutoffs=self._make_cutoffs(slots),
             counted=self._tensor(counted, torch.int64) if counted else None,
-            logprob_rows=[rows[i] for i in logprobs],
-            logprobs=self._tensor(list(logprobs), torch.int64),
+            logprob_rows=list(logprobs),
+            logprob_indices=self._tensor(list(logprobs), torch.int64) if logprobs else None,
+            logprobs=self._tensor(edited_logprobs, torch.int64) if None not in edited_logprobs else None,
             num_logprobs=max(logprobs.values(), default=0),
         )
 
@@ -198,5 +214,7 @@ class SamplingState:
         return self._tensor(list(zip(*pairs, strict=True)), torch.int64) if pairs else None
 
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.tensor(values, dtype=dtype)
+        return self._to_device(torch.tensor(values, dtype=dtype))
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

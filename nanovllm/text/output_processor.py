@@ -51,6 +51,10 @@ class OutputState:
         return "" if self.text is None else self.text.take(final), tokens
 
 
+def _no_text(token_id: int) -> None:
+    return None
+
+
 class OutputProcessor:
     """Makes the outputs of finished requests.
 
@@ -64,7 +68,8 @@ class OutputProcessor:
 
     def make_output(self, group: RequestGroup) -> RequestOutput:
         """Return the output of a request whose sequences have all finished."""
-        return request_output(group, self._text, self.decode_token)
+        makes_text = next(iter(group.finished.values())).params.detokenize
+        return request_output(group, self._text, self.decode_token if makes_text else _no_text)
 
     def decode_token(self, token_id: int) -> str | None:
         """Return the text of one token."""

@@ -32,18 +32,24 @@ class GrammarConstraint:
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
         self._compiler = compiler
         self._matcher = compiler.library.LLMatcher(compiler.tokenizer, grammar)
+        # Tokens are consumed with the next mask, those of all outputs at once.
+        self._pending: list[int] = []
         if self._matcher.is_error():
             raise ValueError(f"structured_outputs cannot be used: {self._matcher.get_error()}")
 
     def accept(self, token_id: int) -> None:
         """Take a token of the output."""
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token_id)
+        self._pending.append(token_id)
 
     def fill(self, constraints: list[tuple[GrammarConstraint, int]], words: np.ndarray) -> None:
         """Write the masks of several constraints; each has its row of words, [_, ceil(vocab_size / 32)] int32."""
-        from llguidance.numpy import fill_next_token_bitmask_par  # noqa: PLC0415
+        from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par  # noqa: PLC0415
 
+        behind = [constraint for constraint, _ in constraints if constraint._pending]
+        while behind:
+            tokens = [(constraint._matcher, constraint._pending.pop(0)) for constraint in behind]
+            consume_token_par(self._compiler.executor, [pair for pair in tokens if not pair[0].is_stopped()])
+            behind = [constraint for constraint in behind if constraint._pending]
         pairs = [(constraint._matcher, row) for constraint, row in constraints]
         fill_next_token_bitmask_par(self._compiler.executor, pairs, words)
 

@@ -15,7 +15,7 @@ from nanovllm.kernels._triton import jit, tl, triton, uses_triton
 
 WIDTH_UNIT = 1024
 CHUNK = 64
-"""Columns of which the maximum is kept: of 151,936 tokens the 64 largest are found among 2,374 maxima and 4,096 logits."""
+"""Columns of which the maximum is kept: the 64 largest of 151,936 are found in 2,374 maxima and 4,096 logits."""
 _BLOCK = 4096
 LEAST_TEMPERATURE = 1e-30
 

@@ -70,9 +70,17 @@ class MockRunner:
         self.batches.append(batch)
         for request in batch.new_requests:
             self.tables[request.slot] = list(request.block_table)
+        contents = [list(self.cache[source]) for source, _ in batch.block_copies]
+        for (_, copy), content in zip(batch.block_copies, contents, strict=True):
+            self.cache[copy] = content
         for new in batch.new_blocks:
-            assert new.index == len(self.tables[new.slot])
-            self.tables[new.slot].append(new.block_id)
+            table = self.tables[new.slot]
+            if new.index < len(table):
+                assert (table[new.index], new.block_id) in batch.block_copies
+                table[new.index] = new.block_id
+            else:
+                assert new.index == len(table)
+                table.append(new.block_id)
         # All keys of a step are stored before any is read.
         for slot in batch.decode_slots:
             self._store(slot, self.num_computed[slot], self.last_token[slot])

@@ -67,7 +67,7 @@ EVENT = st.one_of(ADD, ADD, ADD, STEP, STEP, ABORT, FAIL)
 EVENTS = st.lists(EVENT, min_size=8, max_size=25)
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SIZES, EVENTS)
 def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[Any, ...]]) -> None:
     engine, runner = make_engine(**sizes)
@@ -308,3 +308,43 @@ def test_sequences_run_and_are_preempted_by_their_key(depth: int) -> None:
         finished += [request_id for request_id, _ in result.finished]
         check_engine(engine)
     assert finished == ids[::-1] and engine.stats()["num_preemptions"] > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(data: st.DataObject) -> None:
+    depth = data.draw(st.sampled_from([0, 1]))
+    engine, _ = make_engine(
+        pipeline_depth=depth,
+        num_blocks=data.draw(st.integers(10, 30)),
+        block_size=data.draw(st.sampled_from([3, 4, 16])),
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        max_num_batched_tokens=data.draw(st.sampled_from([6, 8, 32])),
+        max_model_len=30,
+        enable_prefix_caching=data.draw(st.booleans()),
+    )
+    wanted: dict[int, tuple[list[int], int, int]] = {}
+    for _ in range(data.draw(st.integers(1, 4))):
+        prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=14))
+        n, max_tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+        params = SamplingParams(temperature=0.5, max_tokens=max_tokens, ignore_eos=True, n=n)
+        wanted[engine.add_request(prompt, params)] = prompt, n, max_tokens
+    while not engine.is_finished():
+        result = engine.step()
+        check_engine(engine)
+        for request_id, output in result.finished:
+            prompt, n, max_tokens = wanted.pop(request_id)
+            want = complete(prompt, max_tokens, frozenset(), 30)
+            assert [item.token_ids for item in output.outputs] == [want] * n
+    assert not wanted and engine.block_manager.num_used_blocks == 0
+
+
+def test_a_prompt_of_several_outputs_is_computed_once_and_copied_only_where_it_is_written() -> None:
+    engine, runner = make_engine(pipeline_depth=0, enable_prefix_caching=False)
+    engine.add_request(list(range(20)), SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, n=3))
+    run(engine)
+    assert [(chunk.start, len(chunk.token_ids), chunk.store) for chunk in runner.batches[0].chunks] == [
+        (0, 20, True), (19, 1, False), (19, 1, False),
+    ]  # fmt: skip
+    # The last one to write keeps the block.
+    assert [len(batch.block_copies) for batch in runner.batches] == [0, 2, 0]

@@ -3,7 +3,7 @@
 Promises: a block is free, or in the tables of as many sequences as its reference count says; only blocks of the
 prefix cache are in more than one table, and nobody writes to those; a freed block keeps its content, and can be found
 again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its
-head. All of it is O(1) a block.
+head. All of it is O(1) a block. Outputs of one request also share the last block of its prompt, until they write to it.
 
 Knows nothing of the device: block ids are all that it deals in.
 """
@@ -74,6 +74,10 @@ class BlockManager:
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
         """
+        source = seq.group.source_for(seq)
+        if source is not None:
+            self._fork(source, seq)
+            return True
         if self._num_gained < seq.fits_from:
             return False
         matched = self._match_prefix(seq)
@@ -90,7 +94,38 @@ class BlockManager:
         seq.num_registered_blocks = len(matched)
         seq.registered_identity = matched[-1].identity if matched else _ROOT_IDENTITY
         seq.num_computed_tokens = min(len(matched) * self.block_size, seq.num_tokens - 1)
+        seq.num_shared_tokens = 0
         return True
+
+    def _fork(self, source: Sequence, seq: Sequence) -> None:
+        """Share all blocks of a prompt; whoever writes to the last one, if it is not full, copies it first."""
+        seq.block_table = source.block_table[: self.num_blocks_for(seq.num_tokens)]
+        for block_id in seq.block_table:
+            self.blocks[block_id].ref_count += 1
+        seq.num_registered_blocks, seq.registered_identity = 0, _ROOT_IDENTITY
+        seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
+
+    def must_copy(self, seq: Sequence) -> bool:
+        """Whether the sequence's next token to compute lies in a block that it may not write to.
+
+        Another output of its request has the block, too, or has filled and registered it.
+        """
+        index = seq.num_computed_tokens // self.block_size
+        if index >= len(seq.block_table):
+            return False
+        block = self.blocks[seq.block_table[index]]
+        return block.ref_count > 1 or block.key is not None
+
+    def copy_block(self, seq: Sequence) -> tuple[int, int]:
+        """Give the sequence its own copy, in a free block, of the block that it is about to write to.
+
+        Returns the ids of the block and of the copy.
+        """
+        index = seq.num_computed_tokens // self.block_size
+        source, copy = seq.block_table[index], self._take_free_block()
+        self._release(source)
+        seq.block_table[index] = copy
+        return source, copy
 
     def needs_block(self, seq: Sequence) -> bool:
         """Whether the sequence's next token to compute lies past its last block."""
@@ -105,16 +140,19 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
         for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block_id] = None
-                # What can never be found again is reused before anything that can.
-                self._free.move_to_end(block_id, last=block.key is not None)
-                self._num_gained += 1
+            self._release(block_id)
         seq.block_table = []
         seq.num_registered_blocks = 0
         seq.num_computed_tokens = 0
+
+    def _release(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self._free[block_id] = None
+            # What can never be found again is reused before anything that can.
+            self._free.move_to_end(block_id, last=block.key is not None)
+            self._num_gained += 1
 
     def begin_step(self) -> None:
         """Open the books of a step: what is registered from now on stands or falls with its result."""
@@ -155,7 +193,9 @@ class BlockManager:
         for block in self.blocks:
             assert block.ref_count == uses[block.block_id], f"block {block.block_id}: wrong reference count"
             assert (block.ref_count == 0) == (block.block_id in self._free), f"block {block.block_id} lost or leaked"
-            assert block.ref_count <= 1 or block.key is not None, f"block {block.block_id} shared unregistered"
+            if block.ref_count > 1 and block.key is None:
+                groups = {id(seq.group) for seq in sequences if block.block_id in seq.block_table}
+                assert len(groups) == 1, f"block {block.block_id} shared unregistered"
             if block.key is not None:
                 assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
                 assert block.identity > block.key[0], f"block {block.block_id} is older than its parent"
@@ -163,7 +203,8 @@ class BlockManager:
         for seq in sequences:
             assert len(seq.block_table) == len(set(seq.block_table)), f"{seq} holds a block twice"
             for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
-                assert self.blocks[block_id].key is None, f"{seq} will write to cached block {block_id}"
+                is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
+                assert is_own or len(seq.group.seqs) > 1, f"{seq} will write to cached block {block_id}"
 
     def _match_prefix(self, seq: Sequence) -> list[Block]:
         if not self.enable_prefix_caching:

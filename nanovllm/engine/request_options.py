@@ -35,6 +35,12 @@ def prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
     return PromptScores(first - 1 - start, seq.token_ids[first : last + 1], params.prompt_logprobs)
 
 
+def pooling_of(seq: Sequence, end: int) -> str | None:
+    """Return which hidden states are asked for of a chunk that ends at `end`: "last", or "mean" of all."""
+    pooling = seq.features.pooling
+    return pooling if pooling == "mean" or end == seq.num_prompt_tokens else None
+
+
 def take_in_extras(batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]) -> None:
     """Give sequences their log-probabilities, and what chunks of their prompts were asked for.
 

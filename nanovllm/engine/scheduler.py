@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.request_options import prompt_scores, sampling_options, take_in_extras
+from nanovllm.engine.request_options import pooling_of, prompt_scores, sampling_options, take_in_extras
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.runner.messages import (
@@ -190,19 +190,24 @@ class Scheduler:
         return planned
 
     def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> bool:
-        """Give a running sequence the block that its next token needs, if need be from the newest one."""
+        """Give a running sequence the block its next token needs, if need be from the newest one."""
         if seq.status is not SequenceStatus.RUNNING:
             return False
-        if not self.block_manager.needs_block(seq):
-            return True
-        while not self.block_manager.num_free_blocks:
-            # Those already in the batch come before this one, so the last is never one of them.
-            last = self.running[-1]
-            self._preempt(last)
-            if last is seq:
-                return False
-        block_id = self.block_manager.append_block(seq)
-        batch.new_blocks.append(NewBlock(seq.slot, len(seq.block_table) - 1, block_id))
+        manager = self.block_manager
+        while manager.needs_block(seq) or manager.must_copy(seq):
+            if not manager.num_free_blocks:
+                # Those already in the batch come before this one, so the last is never one of them.
+                last = self.running[-1]
+                self._preempt(last)
+                if last is seq:
+                    return False
+            elif manager.must_copy(seq):
+                batch.block_copies.append(manager.copy_block(seq))
+                index = seq.num_computed_tokens // manager.block_size
+                batch.new_blocks.append(NewBlock(seq.slot, index, seq.block_table[index]))
+            else:
+                block_id = manager.append_block(seq)
+                batch.new_blocks.append(NewBlock(seq.slot, len(seq.block_table) - 1, block_id))
         return True
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -249,11 +254,9 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         end = min(seq.num_prefill_tokens, start + self._budget)
-        store = start >= seq.num_registered_blocks * self.block_manager.block_size
+        store = start >= max(seq.num_registered_blocks * self.block_manager.block_size, seq.num_shared_tokens)
         ends_prompt = end == seq.num_prefill_tokens
-        scores, pooling = prompt_scores(seq, start, end), None
-        if seq.features.pooling == "mean" or (seq.features.pooling == "last" and ends_prompt):
-            pooling = seq.features.pooling
+        scores, pooling = prompt_scores(seq, start, end), pooling_of(seq, end)
         if scores is not None or pooling is not None:
             batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
         token_ids = seq.token_ids[start:end]

@@ -75,11 +75,20 @@ class RequestGroup:
 
     Attributes:
         seq_ids: of all; the first is the request's id.
+        seqs: the same.
         finished: those that have finished, by id.
     """
 
     seq_ids: list[int]
+    seqs: list[Sequence] = field(default_factory=list)
     finished: dict[int, Sequence] = field(default_factory=dict)
+
+    def source_for(self, seq: Sequence) -> Sequence | None:
+        """Return a sequence that has the whole prompt in blocks which a waiting one can share, if there is one."""
+        if len(self.seqs) < 2 or seq.num_tokens > seq.num_prompt_tokens or seq.wants_prompt:
+            return None
+        others = (other for other in self.seqs if other.status is SequenceStatus.RUNNING and not other.is_prefill)
+        return next(others, None)
 
     def add(self, seq: Sequence) -> bool:
         """Add a sequence that has finished; returns whether all have."""
@@ -149,6 +158,8 @@ class Sequence:
         self.num_registered_blocks = 0
         # The identity, in the prefix cache, of the last of them.
         self.registered_identity = 0
+        # Leading tokens that were another sequence's of its request, and are stored.
+        self.num_shared_tokens = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.
         self.fits_from = 0
         # Sequences run in the order of this key: by priority, then by arrival.
@@ -163,6 +174,7 @@ class Sequence:
     def wants_prompt(self) -> bool:
         """Whether chunks of the prompt are asked for more than a token, and have not all been computed."""
         asked = self.params.prompt_logprobs is not None or self.features.pooling is not None
+        asked = asked and self.seq_id == self.group.seq_ids[0]
         return asked and len(self.token_ids) == self.num_prompt_tokens
 
     @property
@@ -204,4 +216,5 @@ def make_sequences(
         seq = Sequence(seq_id, token_ids, params, (seed + i * GOLDEN_RATIO_64) % 2**64, item)
         seq.group, seq.max_tokens = group, max_tokens
         seqs.append(seq)
+    group.seqs = seqs
     return seqs

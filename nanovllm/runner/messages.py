@@ -99,6 +99,8 @@ class ScheduledBatch:
 
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
+    # (block, its copy), to be copied before the step writes anything.
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     decode_slots: list[int] = field(default_factory=list)
     chunks: list[PromptChunk] = field(default_factory=list)
     # The sequences a token is sampled for: those of decode_slots, then those of the chunks that sample.

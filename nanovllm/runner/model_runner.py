@@ -141,6 +141,10 @@ class ModelRunner:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         builder = self.batch_builder
         self.sampling.add(batch.new_requests)
+        if batch.block_copies:
+            sources, copies = torch.tensor(batch.block_copies, device=self.device).unbind(1)
+            for cache in (self.k_cache, self.v_cache):
+                cache[:, copies] = cache[:, sources]
         exact = builder.shape_of(batch, builder.plan_cascade(batch))
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, is_capture_size=padded is not None)

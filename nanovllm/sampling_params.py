@@ -221,7 +221,6 @@ class BeamSearchParams:
         beam_width: number of beams, and of outputs.
         max_tokens: the most tokens to generate.
         ignore_eos: go on past end-of-sequence tokens.
-        temperature: divides the logits before the log-softmax; 0 counts as 1.
         length_penalty: a beam's score is its log-probability over its number of tokens to this power.
 
     Raises:
@@ -231,12 +230,10 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
         self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
-        self.temperature = check_number("temperature", self.temperature, 0)
         self.length_penalty = check_number("length_penalty", self.length_penalty)

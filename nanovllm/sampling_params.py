@@ -46,6 +46,8 @@ class StructuredOutputsParams:
         given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(f"structured_outputs takes exactly one of its fields, not {given or 'none'}")
+        if self.choice is not None and not check_strings("choice", self.choice):
+            raise ValueError("choice is empty: nothing could be generated")
 
 
 @strict_keywords
@@ -74,7 +76,8 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids, -100 ... 100.
         bad_words: texts that the output must not contain as tokens.
         allowed_token_ids: the only tokens that may be generated.
-        min_tokens: no EOS and no token of `stop_token_ids` before so many tokens.
+        min_tokens: no EOS, no token of `stop_token_ids` and no end at `stop` before so many tokens, unless nothing
+            else is allowed, as at the end of a structured output.
         stop: texts that end the output.
         include_stop_str_in_output: leave the text that ended the output at its end.
         stop_token_ids: tokens that end the output, as EOS does.

@@ -35,7 +35,7 @@ class LogitsEdits:
         penalties: [num_rows, 3] float32; presence, frequency and repetition penalty.
         bitmask: [_, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
         bitmask_rows: [num_rows] int32; each row's row of `bitmask`, -1 for none.
-        forbidden: [2, _] int64; row and token id of single tokens that are forbidden.
+        forbidden: [2, _] int64; row and token id of single tokens that are forbidden, unless nothing else is left.
     """
 
     bias: torch.Tensor | None = None
@@ -141,7 +141,11 @@ def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits
     form = edit_logits_triton if uses_triton(logits.device) else edit_logits_ref
     out = form(logits, rows, vocab_size, edits)
     if edits.forbidden is not None:
-        out[edits.forbidden[0], edits.forbidden[1]] = -math.inf
+        rows_of, token_ids = edits.forbidden
+        before = out[rows_of, token_ids]
+        out[rows_of, token_ids] = -math.inf
+        # Where nothing else is left, they may come.
+        out[rows_of, token_ids] = torch.where(out.amax(1)[rows_of] == -math.inf, before, -math.inf)
     return out
 
 

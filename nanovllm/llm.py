@@ -212,8 +212,9 @@ class LLM:
             pooled = [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in processed]
             outputs = run_requests(self.llm_engine, pooled, use_tqdm)
         # Parts of a sum, whose length does not matter to a direction.
-        states = [torch.from_numpy(np.sum(output.hidden_states, axis=0)) for output in outputs]
-        return functional.normalize(torch.stack(states), dim=1)
+        states = [np.sum(output.hidden_states, axis=0) for output in outputs]
+        stacked = np.array(states, dtype=np.float32).reshape(len(states), self.model_config.hidden_size)
+        return functional.normalize(torch.from_numpy(stacked), dim=1)
 
     def beam_search(
         self, prompts: Prompt | list[Any], params: BeamSearchParams, use_tqdm: bool = False

@@ -42,7 +42,8 @@ class CompletionOutput:
         text: without special tokens, unless asked for; empty without a tokenizer.
         token_ids: the generated tokens, with the EOS or stop token that ended them.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was asked for.
-        logprobs: for each token those of the most likely ones and its own, by token id; None unless asked for.
+        logprobs: for each token those of the most likely ones and its own, by token id, fewer if fewer are possible;
+            None unless asked for.
         finish_reason: "stop", "length" or "abort"; None while it goes on.
         stop_reason: the text or the token id that ended it; None at an EOS and at the full length.
     """

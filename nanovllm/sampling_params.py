@@ -46,6 +46,8 @@ class StructuredOutputsParams:
         given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(f"structured_outputs takes exactly one of its fields, not {given or 'none'}")
+        if self.choice is not None and not check_strings("choice", self.choice):
+            raise ValueError("choice is empty: nothing could be generated")
 
 
 @strict_keywords
@@ -74,7 +76,8 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids, -100 ... 100.
         bad_words: texts that the output must not contain as tokens.
         allowed_token_ids: the only tokens that may be generated.
-        min_tokens: no EOS and no token of `stop_token_ids` before so many tokens.
+        min_tokens: no EOS, no token of `stop_token_ids` and no end at `stop` before so many tokens, unless nothing
+            else is allowed, as at the end of a structured output.
         stop: texts that end the output.
         include_stop_str_in_output: leave the text that ended the output at its end.
         stop_token_ids: tokens that end the output, as EOS does.
@@ -221,7 +224,6 @@ class BeamSearchParams:
         beam_width: number of beams, and of outputs.
         max_tokens: the most tokens to generate.
         ignore_eos: go on past end-of-sequence tokens.
-        temperature: divides the logits before the log-softmax; 0 counts as 1.
         length_penalty: a beam's score is its log-probability over its number of tokens to this power.
 
     Raises:
@@ -231,12 +233,10 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
         self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
-        self.temperature = check_number("temperature", self.temperature, 0)
         self.length_penalty = check_number("length_penalty", self.length_penalty)

@@ -61,13 +61,14 @@ def token_logprobs(
 ) -> list[dict[int, Logprob]]:
     """Return for each position the log-probabilities of its token and of the most likely ones, by token id.
 
-    rows: values, token ids and the rank of the position's token, whose value comes first.
+    rows: values, token ids and the rank of the position's token, whose value comes first. Tokens that cannot come are
+        left out of the most likely ones: there may be fewer possible ones, and the rest need not even be tokens.
     """
     result = []
     for values, token_ids, rank in rows:
         ids = token_ids.tolist()
         # The most likely tokens are in order; the position's own may be one of them.
-        found = {token_id: i for i, token_id in enumerate(ids[1:], 1)}
+        found = {token_id: i for i, token_id in enumerate(ids[1:], 1) if values[i] > -np.inf}
         at = {ids[0]: Logprob(float(values[0]), rank, decode_token(ids[0]))}
         for token_id, place in found.items():
             at.setdefault(token_id, Logprob(float(values[place]), place, decode_token(token_id)))

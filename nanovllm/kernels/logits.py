@@ -32,7 +32,7 @@ class LogitsEdits:
         penalties: [num_rows, 3] float32; presence, frequency and repetition penalty.
         bitmask: [_, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
         bitmask_rows: [num_rows] int32; each row's row of `bitmask`, -1 for none.
-        forbidden: [2, _] int64; row and token id of single tokens that are forbidden.
+        forbidden: [2, _] int64; row and token id of single tokens that are forbidden, unless nothing else is left.
     """
 
     bias: torch.Tensor | None = None
@@ -85,9 +85,17 @@ def edit_logits_ref(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, e
         x.copy_(torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x))
         in_output = counts >> 1
         x -= frequency * in_output + presence * (in_output > 0)
-    if edits.forbidden is not None:
-        out[edits.forbidden[0], edits.forbidden[1]] = -math.inf
+    _forbid(out, edits.forbidden)
     return EditedRows(out, out.view(len(out), -1, CHUNK).amax(2))
+
+
+def _forbid(x: torch.Tensor, forbidden: torch.Tensor | None) -> None:
+    """Set forbidden tokens to -inf, except in rows in which nothing else is left."""
+    if forbidden is not None:
+        rows, token_ids = forbidden
+        before = x[rows, token_ids]
+        x[rows, token_ids] = -math.inf
+        x[rows, token_ids] = torch.where(x.amax(1)[rows] == -math.inf, before, -math.inf)
 
 
 @jit(do_not_specialize=["vocab_size", "width", "mask_stride"])
@@ -156,8 +164,7 @@ def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits
         BLOCK=_BLOCK, CHUNK=CHUNK,
     )  # fmt: skip
     # A maximum that is forbidden now only adds its chunk to the candidates.
-    if edits.forbidden is not None:
-        out[edits.forbidden[0], edits.forbidden[1]] = -math.inf
+    _forbid(out, edits.forbidden)
     return EditedRows(out, maxima)
 
 

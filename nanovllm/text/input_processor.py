@@ -116,6 +116,8 @@ def _plain_prompt(prompt: Any) -> Any:
         return prompt
     if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
-    if set(prompt) == {"prompt_token_ids"}:
+    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
         return prompt["prompt_token_ids"]
-    raise ValueError(f"a prompt as a dict has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)!r:.80}")
+    raise ValueError(
+        "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
+    )

@@ -86,8 +86,8 @@ class OutputProcessor:
         if self.tokenizer is None or not params.detokenize:
             return ""
         token_ids = seq.completion_token_ids
-        # The text of a stop token is left out, as that of a stop string is.
-        if seq.stop_reason is not None and not params.include_stop_str_in_output:
+        # The text of an EOS or stop token is left out, as that of a stop string is.
+        if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
         options = {"skip_special_tokens": params.skip_special_tokens}
         if not params.skip_special_tokens:

@@ -24,8 +24,11 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
             # Tokens begin with their space, so it belongs to what follows it.
             stripped = prompt.rstrip()
             texts += [stripped, prompt + continuation]
-        elif isinstance(prompt, str) or isinstance(continuation, str):
-            raise ValueError("a prompt and its continuation must both be strings, or both be token ids")
+        elif not isinstance(prompt, list) or not isinstance(continuation, list):
+            raise ValueError(
+                "a prompt and its continuation must both be strings, or both be a list of token ids, not "
+                f"{prompt!r:.40} and {continuation!r:.40}"
+            )
     encoded = iter(processor.tokenize(texts))
     pairs = []
     for prompt, continuation in zip(prompts, continuations, strict=True):

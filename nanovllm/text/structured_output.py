@@ -48,7 +48,10 @@ class GrammarConstraint:
         behind = [constraint for constraint, _ in constraints if constraint._pending]
         while behind:
             tokens = [(constraint._matcher, constraint._pending.pop(0)) for constraint in behind]
-            consume_token_par(self._compiler.executor, [pair for pair in tokens if not pair[0].is_stopped()])
+            running = [(matcher, token_id) for matcher, token_id in tokens if not matcher.is_stopped()]
+            # It refuses an empty list.
+            if running:
+                consume_token_par(self._compiler.executor, running)
             behind = [constraint for constraint in behind if constraint._pending]
         pairs = [(constraint._matcher, row) for constraint, row in constraints]
         fill_next_token_bitmask_par(self._compiler.executor, pairs, words)
@@ -155,13 +158,19 @@ class BadWordsConstraint:
 
 
 def encode_bad_words(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
-    """Return the token sequences that a text may have at the start of the output and behind a space."""
+    """Return the token sequences that a text may have at the start of the output and behind a space.
+
+    Raises:
+        ValueError: a text has no tokens.
+    """
     sequences: list[list[int]] = []
     for word in bad_words:
         alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not alone:
+            raise ValueError(f"bad_words has {word!r}, which is space alone and has no tokens of its own")
         sequences.append(alone)
-        # A space of its own would be forbidden with everything that follows it.
-        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+        # Behind a space of its own the word is forbidden already.
+        if alone not in (spaced, spaced[1:]):
             sequences.append(spaced)
     return sequences

@@ -1,0 +1,159 @@
+"""Sampling parameters through the engine, against transformers' processors on the same logits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+from tests.reference import check_logprobs, processed, reference_logits
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "seed": 0}
+# Chunks of prompts beside decodes, and too few blocks for all.
+TIGHT = SETTINGS | {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_kvcache_blocks": 17}
+EOS = 3
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.7, "frequency_penalty": -0.4}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: Any) -> Path:
+    path: Path = make_checkpoint(eos_token_id=EOS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, num_kvcache_blocks=200, **SETTINGS)
+
+
+# Few tokens are likely, so that penalties, biases and EOS matter; three of them are.
+FEW = list(range(3, 12))
+GREEDY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition below 1": {"repetition_penalty": 0.6},
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 1.5},
+    "negative": {"presence_penalty": -1.0, "frequency_penalty": -2.0},
+    "bias": {"logit_bias": {17: 6.5, 200: 6.0, 5: -3.0}},
+    "allowed": {"allowed_token_ids": FEW},
+    "min_tokens": {"allowed_token_ids": FEW, "logit_bias": {EOS: 50, 7: 40}, "min_tokens": 3, "stop_token_ids": [7]},
+    "all": {**PENALTIES, "logit_bias": {9: 4.0, 300: 3.0}, "allowed_token_ids": [*FEW, 300], "min_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("given", GREEDY.values(), ids=GREEDY)
+def test_greedy_tokens_are_the_argmax_of_transformers_processors(llm: LLM, folder: Path, given: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, **given)
+    tokens = prompt(30, seed=1)
+    (output,) = llm.generate([tokens], params, use_tqdm=False)
+    got = output.outputs[0].token_ids
+    want = processed(folder, params, len(tokens), tokens + got, [EOS]).argmax(1).tolist()
+    assert got == want
+    ends = {EOS, *(params.stop_token_ids or [])} & set(got)
+    assert len(got) == 20 if not ends else got.index(min(ends, key=got.index)) == len(got) - 1
+    plain = llm.generate([tokens], SamplingParams(0, 20), use_tqdm=False)[0].outputs[0].token_ids
+    # The parameters matter here.
+    assert (got != plain) == bool(given)
+    if params.min_tokens == 3:
+        assert len(got) == 4 and output.outputs[0].finish_reason == "stop"
+
+
+SAMPLED: list[SamplingParams] = [
+    SamplingParams(0.8, 20, seed=1, top_k=20, ignore_eos=True, logprobs=5),
+    SamplingParams(1.2, 20, seed=2, top_p=0.7, logprobs=0, ignore_eos=True, **PENALTIES),
+    SamplingParams(0.5, 20, seed=3, min_p=0.1, logprobs=3, logit_bias={8: 5.0, 9: 5.0}, ignore_eos=True),
+    SamplingParams(1.0, 20, seed=4, ignore_eos=True),
+    SamplingParams(0, 20, logprobs=2, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(1.5, 20, seed=5, logprobs=20, allowed_token_ids=FEW, min_tokens=8),
+    SamplingParams(0.9, 20, seed=6, logprobs=1, top_k=30, top_p=0.8, min_p=0.01, frequency_penalty=2, ignore_eos=True),
+    SamplingParams(0, 20, ignore_eos=True),
+    SamplingParams(1.0, 20, seed=7, presence_penalty=-2, stop_token_ids=[*range(50, 60)], min_tokens=4),
+]
+PROMPTS = [prompt(25 + i, seed=i) for i in range(len(SAMPLED))]
+
+
+def closely(one: list[RequestOutput], other: list[RequestOutput]) -> None:
+    """Check that outputs have the same tokens and reasons, and the same log-probabilities up to rounding."""
+    for a, b in zip(one, other, strict=True):
+        x, y = a.outputs[0], b.outputs[0]
+        assert (x.token_ids, x.finish_reason, x.stop_reason) == (y.token_ids, y.finish_reason, y.stop_reason)
+        assert (x.logprobs is None) == (y.logprobs is None)
+        for at, other_at in zip(x.logprobs or [], y.logprobs or [], strict=True):
+            assert {k: v.rank for k, v in at.items()} == {k: v.rank for k, v in other_at.items()}
+            assert all(abs(at[k].logprob - other_at[k].logprob) < 1e-4 for k in at)
+
+
+def test_rows_keep_their_own_parameters_also_when_preempted(llm: LLM, folder: Path) -> None:
+    alone = [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(PROMPTS, SAMPLED, strict=True)]
+    closely(llm.generate(PROMPTS, SAMPLED, use_tqdm=False), alone)
+    with LLM(folder, **TIGHT) as tight:
+        closely(tight.generate(PROMPTS, SAMPLED, use_tqdm=False), alone)
+        assert tight.stats()["num_preemptions"] > 0 == tight.stats()["num_used_blocks"]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: str) -> None:
+    params = [*SAMPLED, SamplingParams(0, 2, prompt_logprobs=3)]
+    prompts = [*PROMPTS, prompt(70, seed=30)]
+    with LLM(folder, logprobs_mode=mode, tensor_parallel_size=2, **TIGHT) as two:
+        got = two.generate(prompts, params, use_tqdm=False)
+        vectors = two.embed(PROMPTS[:2], use_tqdm=False)
+    with LLM(folder, logprobs_mode=mode, **TIGHT) as one:
+        want = one.generate(prompts, params, use_tqdm=False)
+        torch.testing.assert_close(vectors, one.embed(PROMPTS[:2], use_tqdm=False), rtol=1e-4, atol=1e-5)
+    closely(got, want)
+    for at, other in zip(got[-1].prompt_logprobs or [], want[-1].prompt_logprobs or [], strict=True):
+        assert list(at or {}) == list(other or {})
+        assert all(abs((at or {})[k].logprob - (other or {})[k].logprob) < 1e-4 for k in at or {})
+
+
+def test_log_probabilities_are_of_raw_or_of_processed_logits(llm: LLM, folder: Path) -> None:
+    asked = [(p, s) for p, s in zip(PROMPTS, SAMPLED, strict=True) if s.logprobs is not None]
+    prompts, params = [p for p, _ in asked], [s for _, s in asked]
+    with LLM(folder, logprobs_mode="processed_logprobs", **TIGHT) as tight:
+        found = tight.generate(prompts, params, use_tqdm=False)
+    for output, raw, param in zip(found, llm.generate(prompts, params, use_tqdm=False), params, strict=True):
+        token_ids, start = output.outputs[0].token_ids, len(output.prompt_token_ids)
+        whole = output.prompt_token_ids + token_ids
+        assert raw.outputs[0].token_ids == token_ids
+        check_logprobs(raw, reference_logits(folder, whole)[start - 1 : -1], param.logprobs or 0)
+        check_logprobs(output, processed(folder, param, start, whole, [EOS]), param.logprobs or 0)
+
+
+CUTOFFS: list[dict[str, Any]] = [
+    {}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_p": 0.02, "top_k": 15, "top_p": 0.8},
+    {"top_k": 12, "logit_bias": {11: 8.0}, **PENALTIES},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", CUTOFFS, ids=lambda given: "-".join(given) or "temperature")
+def test_draws_have_the_distribution_of_transformers_warpers(llm: LLM, folder: Path, given: dict[str, Any]) -> None:
+    num_draws, tokens = 2000, prompt(4, seed=2)
+    params = SamplingParams(1.3, 1, seed=5, n=num_draws // 2, **given)
+    other = SamplingParams(1.3, 1, seed=77, n=num_draws // 2, **given)
+    outputs = llm.generate([tokens, tokens], [params, other], use_tqdm=False)
+    counts = Counter(item.token_ids[0] for output in outputs for item in output.outputs)
+    probs = processed(folder, params, len(tokens), [*tokens, 0], [EOS])[0].softmax(0)
+    expected = {token: num_draws * p for token, p in enumerate(probs.tolist()) if p > 0}
+    assert set(counts) <= set(expected) and sum(counts.values()) == num_draws
+    # Cells of fewer than five expected draws are one cell.
+    cells = [(counts[token], value) for token, value in expected.items() if value >= 5]
+    rest = (num_draws - sum(c for c, _ in cells), num_draws - sum(e for _, e in cells))
+    cells += [rest] if rest[1] >= 5 else []
+    statistic, freedom = sum((count - value) ** 2 / value for count, value in cells), len(cells) - 1
+    assert freedom >= 2
+    # Chi-square's cube root is nearly normal (Wilson and Hilferty 1931).
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert z < 4

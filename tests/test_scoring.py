@@ -1,0 +1,171 @@
+"""Log-probabilities of prompts, scores, hidden states and beam search, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import BeamSearchParams
+from tests.reference import check_position, reference_logits, reference_model
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
+EOS = 3
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: Any) -> Path:
+    path: Path = make_checkpoint(eos_token_id=EOS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, num_kvcache_blocks=200, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> LLM:
+    return LLM(BUNDLED_MODEL, num_kvcache_blocks=200, **SETTINGS)
+
+
+def check_prompt(folder: Path, output: RequestOutput, num_logprobs: int, start: int = 0) -> None:
+    found, tokens = output.prompt_logprobs, output.prompt_token_ids
+    want = reference_logits(folder, tokens).log_softmax(1)
+    assert found is not None and len(found) == len(tokens)
+    assert [at is None for at in found] == [i < max(1, start) for i in range(len(tokens))]
+    for i, at in enumerate(found):
+        if at is not None:
+            check_position(at, tokens[i], want[i - 1], num_logprobs)
+
+
+def test_prompt_logprobs_in_chunks_and_with_a_hot_cache(folder: Path) -> None:
+    tokens = prompt(100, seed=1)
+    with LLM(folder, num_kvcache_blocks=40, max_num_batched_tokens=24, **SETTINGS) as small:
+        for k, start in ((0, 0), (4, 0), (3, 1), (2, 16), (2, 17), (2, 50), (20, 99), (1, 100)):
+            params = SamplingParams(0, 2, prompt_logprobs=k, prompt_logprobs_start=start)
+            (output,) = small.generate([tokens], params, use_tqdm=False)
+            check_prompt(folder, output, k, start)
+            # Whole blocks before the token that the first scored one follows from, of a prompt that is cached.
+            assert output.num_cached_tokens == max(0, min(start - 1, 96)) // 16 * 16
+        (one,) = small.generate([[5]], SamplingParams(0, 1, prompt_logprobs=1), use_tqdm=False)
+        assert one.prompt_logprobs == [None]
+
+
+def test_prompt_logprobs_of_preempted_prompts(folder: Path) -> None:
+    prompts = [prompt(40 + 3 * i, seed=i) for i in range(6)]
+    params = [SamplingParams(0, 30, prompt_logprobs=i, logprobs=1, ignore_eos=True) for i in range(6)]
+    with LLM(folder, num_kvcache_blocks=9, max_num_batched_tokens=32, max_num_seqs=4, **SETTINGS) as tight:
+        outputs = tight.generate(prompts, params, use_tqdm=False)
+        assert tight.stats()["num_preemptions"] > 0 == tight.stats()["num_used_blocks"]
+    for i, output in enumerate(outputs):
+        check_prompt(folder, output, i)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_preempted_part_way_is_scored_once(folder: Path, depth: int) -> None:
+    tokens = prompt(90, seed=3)
+    with LLM(folder, num_kvcache_blocks=9, max_num_batched_tokens=17, **SETTINGS) as tight:
+        runner: Any = tight.llm_engine._runner
+        runner.pipeline_depth = depth
+        decoding = [prompt(15, seed=i) for i in range(20, 23)]
+        free = SamplingParams(0, 40, ignore_eos=True)
+        params = [*[free] * 3, SamplingParams(0, 4, prompt_logprobs=2, logprobs=1)]
+        *_, output = tight.generate([*decoding, tokens], params, use_tqdm=False)
+        assert tight.stats()["num_preemptions"] > 0
+    check_prompt(folder, output, 2)
+
+
+def test_scores_of_texts_and_tokens(bundled: LLM) -> None:
+    prompts = ["The capital of", "The capital of ", "one two three"]
+    continuations = [" France is", "France is", " four"]
+    scores = bundled.score(prompts, continuations, use_tqdm=False)
+    assert scores[0] == scores[1]
+    for text, more, score in zip(prompts, continuations, scores, strict=True):
+        start = len(bundled.tokenizer(text.rstrip())["input_ids"])
+        tokens = bundled.tokenizer(text + more)["input_ids"]
+        want = reference_logits(BUNDLED_MODEL, tokens).log_softmax(1)[start - 1 : -1]
+        assert score.token_ids == tokens[start:]
+        expected = want[range(len(want)), tokens[start:]]
+        torch.testing.assert_close(torch.tensor(score.token_logprobs), expected, rtol=1e-4, atol=1e-4)
+        assert abs(score.logprob - expected.sum().item()) < 1e-3
+        assert score.is_greedy == (want.argmax(1).tolist() == tokens[start:])
+    tokens = bundled.tokenizer("introduce yourself")["input_ids"]
+    (output,) = bundled.generate([tokens], SamplingParams(0, 5, ignore_eos=True), use_tqdm=False)
+    greedy, *_ = bundled.score([tokens], [output.outputs[0].token_ids], use_tqdm=False)
+    other, *_ = bundled.score([tokens], [[*output.outputs[0].token_ids[:4], 9]], use_tqdm=False)
+    assert greedy.is_greedy and not other.is_greedy
+    assert bundled.score([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "continuations", "message"),
+    [
+        (["a"], [""], "continuation '' has no tokens"),
+        ([[1]], [[]], r"continuation \[\] has no tokens"),
+        ([""], ["a"], "has no tokens: at least one"),
+        (["a"], ["b", "c"], "2 continuations for 1 prompts"),
+        (["a"], [[1]], "both be strings, or both be a list of token ids"),
+        ("a", "b", "must be lists"),
+        ([1], [2], "list of token ids"),
+        ([[1]], [None], "list of token ids"),
+        ([[1]], [[600]], "token id 600 is outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_scored(bundled: LLM, prompts: Any, continuations: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bundled.score(prompts, continuations, use_tqdm=False)
+    assert bundled.is_finished()
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: str) -> None:
+    prompts = [prompt(n, seed=n) for n in (1, 40, 40, 70)]
+    with LLM(folder, num_kvcache_blocks=12, max_num_batched_tokens=24, **SETTINGS) as small:
+        found = [small.embed(prompts, pooling, use_tqdm=False) for _ in range(2)]
+        assert small.embed([], use_tqdm=False).shape == (0, 64)
+        with pytest.raises(ValueError, match="'last' or 'mean', not 'max'"):
+            small.embed(prompts, "max")
+    for row, tokens in enumerate(prompts):
+        with torch.inference_mode():
+            states = reference_model(folder).model(torch.tensor([tokens])).last_hidden_state[0]
+        want = torch.nn.functional.normalize(states[-1] if pooling == "last" else states.mean(0), dim=0)
+        # The second time with a hot cache.
+        for vectors in found:
+            torch.testing.assert_close(vectors[row], want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+def test_beam_search_equals_transformers(llm: LLM, folder: Path, width: int, length_penalty: float) -> None:
+    prompts = [prompt(n, seed=n) for n in (3, 20, 40)]
+    # With so many ends that searches are over at different lengths, with one, and without.
+    for ends in ([EOS, *range(100, 160)], [EOS], []):
+        params = BeamSearchParams(width, 8, ignore_eos=not ends, length_penalty=length_penalty)
+        llm.eos_token_ids = frozenset(ends)
+        found = llm.beam_search(prompts, params)
+        for tokens, output in zip(prompts, found, strict=True):
+            model = reference_model(folder)
+            model.generation_config.eos_token_id = ends or None
+            want = model.generate(
+                torch.tensor([tokens]), num_beams=width, num_return_sequences=width, do_sample=False, max_new_tokens=8,
+                length_penalty=length_penalty, pad_token_id=1, output_scores=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            beams = [sequence[len(tokens) :].tolist() for sequence in want.sequences]
+            for beam, sequence in zip(beams, output.sequences, strict=True):
+                assert beam[: len(sequence.token_ids)] == sequence.token_ids
+                assert set(beam[len(sequence.token_ids) :]) <= {1}
+                assert (sequence.finish_reason == "stop") == (sequence.token_ids[-1] in ends)
+            if width > 1:
+                scores = torch.tensor([sequence.score for sequence in output.sequences])
+                torch.testing.assert_close(scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
+    assert llm.stats()["num_used_blocks"] == 0

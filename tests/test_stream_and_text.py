@@ -1,0 +1,398 @@
+"""Text: stop strings, streams, chat, special tokens; and several outputs, priorities and aborts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.text.output_processor import OutputState
+from tests.reference import reference_model
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
+TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+EOS = TOKENIZER.eos_token_id
+PROMPT = "introduce yourself"
+CONVERSATION = [{"role": "user", "content": PROMPT}]
+OPEN = [*CONVERSATION, {"role": "assistant", "content": "I am"}]
+
+
+@pytest.fixture(scope="module")
+def module_llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=100, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(module_llm: LLM) -> Iterator[LLM]:
+    """An engine from which each test must take all that it has queued."""
+    yield module_llm
+    assert module_llm.is_finished() and module_llm.stats()["num_used_blocks"] == 0
+    module_llm.llm_engine.block_manager.check_integrity([])
+
+
+Script = Callable[[list[int]], None]
+
+
+@pytest.fixture
+def script(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Make the model say given tokens."""
+    runner: Any = llm.llm_engine._runner
+
+    def set_script(token_ids: list[int]) -> None:
+        tokens = torch.tensor([*token_ids, EOS])
+        monkeypatch.setattr(runner.sampler, "forward", lambda logits, temperatures, seeds, index, *_: tokens[index])
+
+    return set_script
+
+
+def encode(*pieces: str) -> list[int]:
+    """Tokens of texts, each encoded alone, so that tokens end where the texts do."""
+    return [token for piece in pieces for token in TOKENIZER.encode(piece, add_special_tokens=False)]
+
+
+def first_stop(token_ids: list[int], params: SamplingParams) -> tuple[int, str, str | None]:
+    """Return how many tokens come, the text, and the stop string, all by decoding every prefix as a whole."""
+    before = ""
+    for count in range(1, len(token_ids) + 1):
+        # A character that is not complete yet does not count, unless no token follows.
+        text = TOKENIZER.decode(token_ids[:count], skip_special_tokens=True)
+        if text.endswith("\ufffd") and text != TOKENIZER.decode(token_ids, skip_special_tokens=True):
+            continue
+        if count > params.min_tokens:
+            ends = range(len(before) + 1, len(text) + 1)
+            found = [(end, -len(stop), stop) for end in ends for stop in params.stop or [] if text[:end].endswith(stop)]
+            if found:
+                end, negative_len, stop = min(found)
+                return count, text[: end if params.include_stop_str_in_output else end + negative_len], stop
+        before = text
+    return len(token_ids), TOKENIZER.decode(token_ids, skip_special_tokens=True), None
+
+
+SMILE = TOKENIZER.encode("é😀", add_special_tokens=False)
+STOPS: list[tuple[list[int], list[str], dict[str, Any], int, str, str | None]] = [
+    # Tokens, stop strings, further parameters; number of tokens, text and stop string.
+    (encode("ab", "cd", "ef"), ["bcd"], {}, len(encode("ab", "cd")), "a", "bcd"),
+    (encode("ab", "cd", "ef"), ["bcd"], {"include_stop_str_in_output": True}, len(encode("ab", "cd")), "abcd", "bcd"),
+    (encode("x", "y"), ["x"], {}, 1, "", "x"),
+    (encode("x", "y", "x"), ["x"], {"min_tokens": 1}, 3, "xy", "x"),
+    (encode("x", "y", "z"), ["xy"], {"min_tokens": 1}, 2, "", "xy"),
+    (encode("x", "y", "z"), ["xy"], {"min_tokens": 2}, 4, "xyz", None),
+    # The one that is complete first, though another begins before it; of two that end together the longer.
+    (encode("a", "b", "c", "d"), ["abcd", "bc"], {}, 3, "a", "bc"),
+    (encode("a", "b", "c", "d"), ["c", "bc"], {}, 3, "a", "bc"),
+    (encode("a", "a", "b"), ["ab"], {}, 3, "a", "ab"),
+    (SMILE, ["😀"], {}, len(SMILE), "é", "😀"),
+    (SMILE, ["é"], {"include_stop_str_in_output": True}, len(encode("é")), "é", "é"),
+    (SMILE[:-1], ["😀"], {}, len(SMILE), "é\ufffd", None),
+    (encode("no stop"), ["stop!"], {}, len(encode("no stop")) + 1, "no stop", None),
+]
+
+
+@pytest.mark.parametrize(("token_ids", "stop", "given", "count", "text", "reason"), STOPS)
+def test_stop_strings(
+    llm: LLM, script: Script, token_ids: list[int], stop: list[str], given: dict[str, Any], count: int, text: str,
+    reason: str | None,
+) -> None:  # fmt: skip
+    script(token_ids)
+    params = SamplingParams(0, 30, stop=stop, **given)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    item = output.outputs[0]
+    assert (len(item.token_ids), item.text, item.stop_reason, item.finish_reason) == (count, text, reason, "stop")
+    assert item.token_ids == [*token_ids, EOS][:count]
+    shown = ""
+    for part in llm.stream(PROMPT, params):
+        shown += "".join(item.text for item in part.outputs)
+        # What becomes a stop string never shows.
+        assert text.startswith(shown)
+    assert shown == text
+
+
+@st.composite
+def texts_with_stops(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
+    """Tokens, many of them bytes of characters, and stop strings, of which some are in their text."""
+    pieces = st.sampled_from([*TOKENIZER.encode("aé😀 ab abba é", add_special_tokens=False), 100, 300, EOS])
+    token_ids = draw(st.lists(pieces | st.integers(0, 511), min_size=1, max_size=14))
+    text = TOKENIZER.decode(token_ids, skip_special_tokens=True) or "x"
+    parts = st.integers(0, len(text) - 1).flatmap(lambda i: st.integers(i + 1, i + 5).map(lambda j: text[i:j]))
+    # Bytes that are no character show when no other can complete them, which is not when they come.
+    parts = parts.filter(lambda part: "\ufffd" not in part)
+    stop = draw(st.lists(parts | st.text("ab ", min_size=1, max_size=3), min_size=1, max_size=3))
+    given: dict[str, Any] = {"min_tokens": draw(st.integers(0, 5)), "include_stop_str_in_output": draw(st.booleans())}
+    return token_ids, SamplingParams(0, 64, stop=stop, **given)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts_with_stops())
+def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[list[int], SamplingParams]) -> None:
+    token_ids, params = case
+    state, shown = OutputState(TOKENIZER, params), ""
+    count, want, stop = first_stop(token_ids, params)
+    taken, found = list[int](), None
+    while len(taken) < len(token_ids) and found is None:
+        taken.append(token_ids[len(taken)])
+        found = state.append(taken[-1], False)
+        shown += state.take(False)[0]
+        assert want.startswith(shown)
+    assert state.finish() == want and shown + state.take(True)[0] == want
+    assert state.text is not None and (len(taken), state.text.stop_string) == (count, stop)
+
+
+STREAMED: list[SamplingParams] = [
+    SamplingParams(0, 12, logprobs=2, prompt_logprobs=1),
+    SamplingParams(1.3, 20, seed=1, n=3, stop=["a", "e "], logprobs=0),
+    SamplingParams(1.0, 20, seed=2, stop=["e"], include_stop_str_in_output=True, ignore_eos=True),
+    SamplingParams(1.0, 20, seed=3, detokenize=False),
+    SamplingParams(2.0, 30, seed=4, n=2, skip_special_tokens=False, ignore_eos=True),
+    SamplingParams(1.0, 20, seed=5, stop_token_ids=list(range(200, 400))),
+    SamplingParams(0, 9, skip_special_tokens=False, logit_bias={EOS: 20}),
+    SamplingParams(0, 9, stop_token_ids=[EOS], logit_bias={EOS: 20}, skip_special_tokens=False, ignore_eos=True),
+]
+
+
+def test_a_stream_joined_is_what_generate_returns(llm: LLM) -> None:
+    prompts: Any = [PROMPT, "The sea", [5, 6, 7], PROMPT, "a", "b", "c", "d"]
+    whole = llm.generate(prompts, STREAMED, use_tqdm=False)
+    texts: dict[tuple[int, int], str] = {}
+    tokens: dict[tuple[int, int], list[int]] = {}
+    last: dict[int, RequestOutput] = {}
+    for part in llm.stream(prompts, STREAMED):
+        assert part.request_id not in last
+        for item in part.outputs:
+            key = part.request_id, item.index
+            texts[key] = texts.get(key, "") + item.text
+            tokens.setdefault(key, []).extend(item.token_ids)
+            assert part.finished == (item.finish_reason is not None)
+        if part.finished:
+            last[part.request_id] = part
+    assert len(last) == len(whole)
+    for output, (request_id, part) in zip(whole, sorted(last.items()), strict=True):
+        assert part.prompt_token_ids == output.prompt_token_ids and part.prompt_logprobs == output.prompt_logprobs
+        for item, final in zip(output.outputs, part.outputs, strict=True):
+            key = request_id, item.index
+            assert (texts[key], tokens[key]) == (item.text, item.token_ids)
+            assert replace(final, text=item.text, token_ids=item.token_ids) == item
+    assert whole[3].outputs[0].text == ""
+    # EOS and stop tokens do not show, though special tokens do.
+    assert [whole[i].outputs[0].text for i in (6, 7)] == ["", ""]
+    assert [whole[i].outputs[0].stop_reason for i in (6, 7)] == [None, EOS]
+    assert whole[5].outputs[0].stop_reason in range(200, 400)
+    assert {item.stop_reason for item in whole[1].outputs} <= {"a", "e ", None}
+
+
+def test_special_tokens_show_on_request(llm: LLM, script: Script) -> None:
+    token_ids = [*encode("a"), 1, *encode("b")]
+    script(token_ids)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "ab"),
+        ({"skip_special_tokens": False}, "a<|im_start|>b"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "a<|im_start|>b<|im_end|>"),
+    ]
+    for options, text in cases:
+        params = SamplingParams(0, 9, **options)
+        assert llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text == text
+        parts = list(llm.stream(PROMPT, params))
+        assert "".join(item.text for part in parts for item in part.outputs) == text
+
+
+def test_closing_a_stream_frees_all(llm: LLM) -> None:
+    stream = llm.stream([PROMPT] * 3, SamplingParams(1.0, 100, seed=1, n=2, ignore_eos=True))
+    # Nothing is queued before the first output is asked for.
+    assert llm.is_finished()
+    for _ in range(4):
+        next(stream)
+    assert llm.stats()["num_used_blocks"] > 0
+    with pytest.raises(RuntimeError, match="already running"):
+        llm.generate(PROMPT)
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
+    with pytest.raises(ValueError, match="priority"):
+        llm.stream([PROMPT], priority=[1, 2])
+
+
+def test_an_exception_in_on_output_drops_the_rest(llm: LLM) -> None:
+    seen: list[RequestOutput] = []
+
+    def fail(output: RequestOutput) -> None:
+        seen.append(output)
+        raise KeyError("mine")
+
+    params = [SamplingParams(0, n, ignore_eos=True) for n in (30, 2, 9)]
+    with pytest.raises(KeyError, match="mine"):
+        llm.generate([PROMPT] * 3, params, use_tqdm=False, on_output=fail)
+    assert [len(output.outputs[0].token_ids) for output in seen] == [2]
+    assert llm.step().finished == []
+
+
+def test_several_outputs(llm: LLM) -> None:
+    params = SamplingParams(1.5, 12, seed=3, n=5, ignore_eos=True)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert [item.index for item in output.outputs] == [*range(5)]
+    assert len({tuple(item.token_ids) for item in output.outputs}) == 5
+    (again, _) = llm.generate([PROMPT, "other"], params, use_tqdm=False)
+    assert again == output
+    (one,) = llm.generate(PROMPT, SamplingParams(1.5, 12, seed=3, ignore_eos=True), use_tqdm=False)
+    assert one.outputs[0] == output.outputs[0]
+    request_id = llm.add_request(PROMPT, params)
+    llm.step()
+    llm.abort([request_id])
+    assert llm.is_finished()
+
+
+def test_several_outputs_fail_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner: Any = llm.llm_engine._runner
+    execute = runner.execute
+
+    def failing(batch: Any, *args: Any) -> Any:
+        # The second output's first step, when the first output is under way.
+        if len(batch.decode_slots) == 1 and batch.chunks:
+            raise MemoryError("no room")
+        return execute(batch, *args)
+
+    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", len(TOKENIZER(PROMPT)["input_ids"]))
+    with pytest.raises(StepError, match="no room"):
+        llm.generate(PROMPT, SamplingParams(1.0, 5, n=3), use_tqdm=False)
+    assert not llm.llm_engine._groups
+
+
+def test_priorities_order_requests_and_choose_the_victim() -> None:
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=8, max_num_seqs=1, **SETTINGS) as single:
+        done: list[int] = []
+        prompts = [[10 + i] * 5 for i in range(5)]
+        outputs = single.generate(
+            prompts, SamplingParams(0, 2, ignore_eos=True), False, priority=[3, 0, 3, -1, 1],
+            on_output=lambda output: done.append(output.prompt_token_ids[0] - 10),
+        )  # fmt: skip
+        assert done == [3, 1, 4, 0, 2] and [o.prompt_token_ids for o in outputs] == prompts
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=8, **SETTINGS) as tight:
+        victims: list[int] = []
+        preempt = tight.llm_engine.scheduler._preempt
+
+        def recorded(seq: Sequence) -> None:
+            victims.append(seq.token_ids[0] - 10)
+            preempt(seq)
+
+        tight.llm_engine.scheduler._preempt = recorded  # type: ignore[method-assign]
+        prompts = [[10 + i] * 20 for i in range(3)]
+        tight.generate(prompts, SamplingParams(0, 40, ignore_eos=True), False, priority=[1, 5, 0])
+        assert set(victims) == {1}
+        for bad in ([1], "123", [1, 2, 1.5], 5):
+            with pytest.raises(ValueError, match="priority"):
+                tight.generate(prompts, priority=bad)  # type: ignore[arg-type]
+
+
+# One token behind a space and several elsewhere; several tokens in both cases; with others that do not come.
+@pytest.mark.parametrize("bad_words", [["tiny"], ["ships with"], ["Hello", "I can count", "zz"]])
+def test_bad_words_are_those_of_transformers(llm: LLM, bad_words: list[str]) -> None:
+    (free,) = llm.chat(CONVERSATION, SamplingParams(0, 30), use_tqdm=False)
+    tokens = free.prompt_token_ids
+    (output,) = llm.generate([tokens], SamplingParams(0, 30, bad_words=bad_words), use_tqdm=False)
+    model = reference_model(BUNDLED_MODEL)
+    ids = [encode(text) for word in bad_words for text in (word, " " + word)]
+    want = model.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=30, bad_words_ids=ids)
+    assert output.outputs[0].token_ids == want[0, len(tokens) :].tolist()
+    assert bad_words[0] in free.outputs[0].text and bad_words[0] not in output.outputs[0].text
+
+
+def test_bad_words_have_tokens(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="bad_words has '  ', which is space alone"):
+        llm.generate(PROMPT, SamplingParams(0, 30, bad_words=["  "]))
+
+
+def test_prompts_as_dicts(llm: LLM) -> None:
+    tokens = TOKENIZER(PROMPT)["input_ids"]
+    params = SamplingParams(0, 4)
+    prompts: list[Any] = [PROMPT, {"prompt": PROMPT}, {"prompt_token_ids": tokens}]
+    text, as_dict, as_tokens = llm.generate(prompts, params, use_tqdm=False)
+    assert text == as_dict and text.prompt == PROMPT and as_tokens == replace(text, prompt=None)
+    assert llm.generate({"prompt": PROMPT}, params, use_tqdm=False) == [text]
+    for bad in ({"prompt": 5}, {"prompt": "x", "more": 1}, {}, {1: 2, "a": 3}, {"prompt_token_ids": "abc"}):
+        with pytest.raises(ValueError, match="a prompt as a dict is"):
+            llm.generate([bad])
+
+
+def test_parameters_are_checked_again_and_copied(llm: LLM) -> None:
+    params = SamplingParams(0, 3, logit_bias={70: 50})
+    request_id = llm.add_request(PROMPT, params)
+    params.logit_bias = {80: 50}
+    params.max_tokens = 1
+    finished: dict[int, RequestOutput] = {}
+    while not llm.is_finished():
+        finished.update(llm.step().finished)
+    assert finished[request_id].outputs[0].token_ids == [70] * 3
+    params.top_p = 1.5
+    with pytest.raises(ValueError, match=r"top_p must be a finite number > 0 and <= 1, not 1\.5"):
+        llm.generate(PROMPT, params)
+
+
+def test_no_max_tokens_is_up_to_the_models_length() -> None:
+    for blocks, length in ((10, 64), (3, 49)):
+        with LLM(BUNDLED_MODEL, num_kvcache_blocks=blocks, **(SETTINGS | {"max_model_len": 64})) as small:
+            (output,) = small.generate([[9] * 20], SamplingParams(0, None, ignore_eos=True), use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == length - 20
+            assert output.outputs[0].finish_reason == "length"
+
+
+def test_recommended_parameters(tmp_path: Path) -> None:
+    assert SamplingParams.from_model(tmp_path) == SamplingParams()
+    config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "max_new_tokens": 7, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert SamplingParams.from_model(tmp_path) == SamplingParams(0.6, 7, top_p=0.95, top_k=20)
+    (tmp_path / "generation_config.json").write_text(json.dumps(config | {"do_sample": False}))
+    assert SamplingParams.from_model(tmp_path).temperature == 0
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 7}))
+    with pytest.raises(ValueError, match="top_p"):
+        SamplingParams.from_model(tmp_path)
+
+
+def test_chat_is_the_template_with_one_bos(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    bos = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, 1)]
+    )
+    tokenizer.save_pretrained(folder)
+    with LLM(folder, num_kvcache_blocks=100, **SETTINGS) as llm:
+        params = SamplingParams(0, 5)
+        assert llm.generate("x", params, use_tqdm=False)[0].prompt_token_ids[0] == 1
+        first, second = llm.chat([CONVERSATION, OPEN], params, use_tqdm=False)
+        (alone,) = llm.chat(CONVERSATION, params, use_tqdm=False)
+        (left_open,) = llm.chat(OPEN, params, use_tqdm=False, continue_final_message=True)
+        (other,) = llm.chat(
+            CONVERSATION, params, use_tqdm=False, chat_template="{{ x }}!{{ messages[0].content }}{{ tools[0].n }}",
+            chat_template_kwargs={"x": "y"}, tools=[{"n": "tool"}],
+        )  # fmt: skip
+        wrong: list[Any] = [[], "hi", [[]], [CONVERSATION, "hi"], [{"role": "user", "content": "x"}, []]]
+        for messages in wrong:
+            with pytest.raises(ValueError, match="messages must be"):
+                llm.chat(messages)
+        with pytest.raises(ValueError, match="chat template cannot be applied: no luck"):
+            llm.chat(CONVERSATION, chat_template="{{ raise_exception('no luck') }}")
+        assert llm.stats()["num_used_blocks"] == 0
+
+    def render(conversation: Any, **options: Any) -> list[int]:
+        ids: list[int] = TOKENIZER.apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
+        return ids
+
+    assert alone.outputs == first.outputs
+    assert alone.prompt_token_ids == first.prompt_token_ids == render(CONVERSATION, add_generation_prompt=True)
+    assert second.prompt_token_ids == render(OPEN, add_generation_prompt=True)
+    assert left_open.prompt_token_ids == render(OPEN, continue_final_message=True)
+    assert other.prompt_token_ids == encode(f"y!{PROMPT}tool")

@@ -1,0 +1,207 @@
+"""Outputs that match a grammar: alone, beside others, preempted, on several ranks; and grammars that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.outputs import CompletionOutput
+from nanovllm.sampling_params import StructuredOutputsParams
+
+pytest.importorskip("llguidance")
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
+PROMPT = "introduce yourself"
+# Spaces between JSON's tokens are what a model of this size likes best.
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+SCHEMA: dict[str, Any] = COMPACT | {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 3, "maximum": 77},
+        "kinds": {"type": "array", "items": {"enum": ["a", "é"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "size", "kinds"],
+    "additionalProperties": False,
+}
+CHOICES = ["été", 'a "quoted"\\ line\n', "maybe 😀", "may"]
+# Words in balanced brackets.
+BRACKETS = 'start: "(" inner ")"\ninner: "x" | "(" inner ")" | /[a-c]{2}/'
+
+
+def fits_schema(text: str) -> bool:
+    value = json.loads(text)
+    assert set(value) == {"name", "size", "kinds"} and len(value["name"]) <= 6
+    return value["size"] in range(3, 78) and set(value["kinds"]) <= {"a", "é"} and len(value["kinds"]) in (1, 2, 3)
+
+
+def fits_brackets(text: str) -> bool:
+    inner = text.strip("()")
+    depth = len(text) - len(text.lstrip("("))
+    return depth > 0 and text == "(" * depth + inner + ")" * depth and bool(re.fullmatch("x|[a-c]{2}", inner))
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
+    "schema": ({"json": SCHEMA}, fits_schema),
+    "schema as text": ({"json": json.dumps(SCHEMA)}, fits_schema),
+    "regex": ({"regex": r"[a-c]{3}\d{2,4}é+[^x]?"}, lambda text: re.fullmatch(r"[a-c]{3}\d{2,4}é+[^x]?", text)),
+    "choice": ({"choice": CHOICES}, lambda text: text in CHOICES),
+    "grammar": ({"grammar": BRACKETS}, fits_brackets),
+}
+
+
+@pytest.fixture(scope="module")
+def module_llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=100, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(module_llm: LLM) -> Iterator[LLM]:
+    yield module_llm
+    assert module_llm.is_finished() and module_llm.stats()["num_used_blocks"] == 0
+
+
+def constrained(seed: int | None = None, temperature: float = 1.5, **given: Any) -> SamplingParams:
+    names = {"json", "regex", "choice", "grammar", "json_object"}
+    fields = {name: value for name, value in given.items() if name in names}
+    others = {name: value for name, value in given.items() if name not in names} or {}
+    others.setdefault("max_tokens", 120)
+    return SamplingParams(temperature, seed=seed, structured_outputs=StructuredOutputsParams(**fields), **others)
+
+
+def check(item: CompletionOutput, fits: Callable[[str], Any], eos: frozenset[int]) -> None:
+    """Check that an output fits its grammar and has ended by itself; or that it has come to its full length."""
+    if item.finish_reason == "stop":
+        assert fits(item.text), item.text
+        assert item.token_ids[-1] in eos and item.stop_reason is None
+        assert not eos & set(item.token_ids[:-1])
+
+
+@pytest.mark.parametrize(("fields", "fits"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_outputs_match(llm: LLM, fields: dict[str, Any], fits: Callable[[str], Any], temperature: float) -> None:
+    params = constrained(1, temperature, n=6 if temperature else 1, logprobs=1, **fields)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    for item in output.outputs:
+        check(item, fits, llm.eos_token_ids)
+    assert sum(item.finish_reason == "stop" for item in output.outputs) > len(output.outputs) / 2
+
+
+def test_any_json_object(llm: LLM) -> None:
+    # Likely ends, so that outputs end.
+    bias = {token: 12.0 for text in ('"', "}") for token in llm.tokenizer.encode(text)}
+    params = constrained(2, 1.0, n=8, json_object=True, logit_bias=bias)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert all(item.text.startswith("{") for item in output.outputs)
+    for item in output.outputs:
+        if item.finish_reason == "stop":
+            assert isinstance(json.loads(item.text), dict)
+
+
+def mixed() -> tuple[list[Any], list[SamplingParams]]:
+    """Rows with grammars, with words that may not come, with both, and with neither."""
+    params = [constrained(10 + i, **fields) for i, (fields, _) in enumerate(CASES.values())]
+    params += [constrained(20, choice=["may", "maybe not"], bad_words=["maybe"])]
+    params += [SamplingParams(1.0, 25, seed=30), SamplingParams(0, 25, bad_words=["ship rain"], repetition_penalty=1.2)]
+    return [f"{PROMPT} {i} please and thank you" for i in range(len(params))], params
+
+
+def results(llm: LLM, prompts: Any, params: Any) -> list[tuple[list[int], str, str | None]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
+
+
+def test_rows_with_and_without_grammars(llm: LLM) -> None:
+    prompts, params = mixed()
+    alone = [results(llm, prompt, param)[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert results(llm, prompts, params) == alone
+    assert alone[len(CASES)][1] == "may"
+    tight = SETTINGS | {"max_num_batched_tokens": 24, "num_kvcache_blocks": 10}
+    with LLM(BUNDLED_MODEL, **tight) as small:
+        runner: Any = small.llm_engine._runner
+        for depth in (0, 1):
+            runner.pipeline_depth = depth
+            assert results(small, prompts, params) == alone
+        assert small.stats()["num_preemptions"] > 0 == small.stats()["num_used_blocks"]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_keep_to_grammars(llm: LLM) -> None:
+    prompts, params = mixed()
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=40, dtype="float32", tensor_parallel_size=2, **SETTINGS) as two:
+        assert results(two, prompts, params) == results(llm, prompts, params)
+
+
+def test_what_ends_an_output_besides_its_grammar(llm: LLM) -> None:
+    def one(**given: Any) -> CompletionOutput:
+        return llm.generate(PROMPT, constrained(3, **given), use_tqdm=False)[0].outputs[0]
+
+    stopped = one(regex="[a-d]{5}e[a-d]{5}", stop=["e"])
+    assert re.fullmatch("[a-d]{5}", stopped.text) and stopped.stop_reason == "e"
+    short = one(regex="[a-d]{50}", max_tokens=4)
+    assert re.fullmatch("[a-d]+", short.text) and short.finish_reason == "length"
+    long = one(regex="[a-d]+", min_tokens=12, temperature=0)
+    assert len(long.token_ids) > 12 and re.fullmatch("[a-d]+", long.text)
+    # Where nothing but the end is left, the end comes.
+    assert (ended := one(regex="ab", min_tokens=12)).text == "ab" and ended.finish_reason == "stop"
+    padded = one(regex="ab", ignore_eos=True, max_tokens=9)
+    assert padded.text == "ab" and padded.finish_reason == "length" and len(padded.token_ids) == 9
+    streamed = "".join(o.text for part in llm.stream(PROMPT, constrained(5, choice=CHOICES)) for o in part.outputs)
+    assert streamed in CHOICES
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "a(("}, "unclosed group"),
+        ({"grammar": "start: nothing_known"}, "unknown name"),
+        ({"json": "{nope"}, "structured_outputs cannot be used"),
+        ({"json": {"type": "nonsense"}}, "Invalid type: nonsense"),
+        ({"json": {"type": {1, 2}}}, "not JSON serializable"),
+        ({"json": 5}, "structured_outputs cannot be used"),
+        ({"regex": 5}, "structured_outputs cannot be used"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
+    ],
+)
+def test_bad_grammars_are_refused_before_anything_is_queued(llm: LLM, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate([PROMPT, PROMPT], [SamplingParams(0, 3), constrained(**fields)], use_tqdm=False)
+    assert llm.is_finished()
+    assert results(llm, PROMPT, constrained(choice=["yes"]))[0][1] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of its fields, not none"),
+        ({"json": {}, "regex": "a"}, r"exactly one of its fields, not \['json', 'regex'\]"),
+        ({"choice": []}, "choice is empty"),
+        ({"choice": "abc"}, "choice must be a list of strings"),
+        ({"choice": ["a", 1]}, "choice must be a list of strings"),
+        ({"schema": {}}, "unknown argument schema; StructuredOutputsParams takes json"),
+    ],
+)
+def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**fields)
+
+
+def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="must be StructuredOutputsParams, not dict"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+    with LLM(checkpoint, num_kvcache_blocks=10, **SETTINGS) as other:
+        with pytest.raises(ValueError, match="needs a model with a fast tokenizer"):
+            other.generate([[1, 2]], constrained(regex="a"))
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        other._input_processor._grammars.__dict__.pop("library", None)
+        with pytest.raises(ValueError, match=r"pip install 'nanovllm\[structured\]'"):
+            other.generate([[1, 2]], constrained(regex="a"))

@@ -69,7 +69,7 @@ class Scheduler:
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
         self._budget = 0
-        # The one that is part-way through its prompt: a new one is admitted when that is wholly scheduled.
+        # Part-way through its prompt: a new one is admitted when that is wholly scheduled.
         self._partial: Sequence | None = None
         self._num_asking = 0
 
@@ -197,8 +197,7 @@ class Scheduler:
         while manager.needs_block(seq) or manager.must_copy(seq):
             if not manager.num_free_blocks:
                 # Those already in the batch come before this one, so the last is never one of them.
-                last = self.running[-1]
-                self._preempt(last)
+                self._preempt(last := self.running[-1])
                 if last is seq:
                     return False
             elif manager.must_copy(seq):
@@ -206,8 +205,8 @@ class Scheduler:
                 index = seq.num_computed_tokens // manager.block_size
                 batch.new_blocks.append(NewBlock(seq.slot, index, seq.block_table[index]))
             else:
-                block_id = manager.append_block(seq)
-                batch.new_blocks.append(NewBlock(seq.slot, len(seq.block_table) - 1, block_id))
+                index = len(seq.block_table)
+                batch.new_blocks.append(NewBlock(seq.slot, index, manager.append_block(seq)))
         return True
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -244,11 +243,8 @@ class Scheduler:
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
         options = sampling_options(seq, self.eos_token_ids) if seq.asks else None
-        batch.new_requests.append(
-            NewRequest(
-                seq.slot, list(seq.block_table), seq.num_prompt_tokens, seq.params.temperature, seq.seed, options
-            )
-        )
+        sampling = seq.num_prompt_tokens, seq.params.temperature, seq.seed, options
+        batch.new_requests.append(NewRequest(seq.slot, list(seq.block_table), *sampling))
         return seq
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:

@@ -89,8 +89,8 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
-        self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
-        self.sampling = SamplingState(self.model_config.vocab_size, device, self.processed_logprobs)
+        processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
@@ -143,8 +143,7 @@ class ModelRunner:
         self.sampling.add(batch.new_requests)
         if batch.block_copies:
             sources, copies = torch.tensor(batch.block_copies, device=self.device).unbind(1)
-            for cache in (self.k_cache, self.v_cache):
-                cache[:, copies] = cache[:, sources]
+            self.k_cache[:, copies], self.v_cache[:, copies] = self.k_cache[:, sources], self.v_cache[:, sources]
         exact = builder.shape_of(batch, builder.plan_cascade(batch))
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, is_capture_size=padded is not None)
@@ -162,7 +161,7 @@ class ModelRunner:
         if rows is None:
             token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
         else:
-            token_ids, extras = sample_rows(self.sampler, inputs, logits, rows, self.processed_logprobs)
+            token_ids, extras = sample_rows(self.sampler, inputs, logits, rows, self.sampling.processed_logprobs)
             self.sampling.count(rows, token_ids)
         slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
@@ -170,8 +169,8 @@ class ModelRunner:
 
     def collect(self, step: PreparedStep, extras: StepExtras | None) -> StepHandle:
         """Send the step's tokens, and what else it was asked for, on their way to the host."""
-        num_prompts = step.num_real_samples - step.num_real_decodes
-        return self._results.copy(step.num_real_decodes, step.shape.num_decodes, num_prompts, extras)
+        num_decodes, num_prompts = step.num_real_decodes, step.num_real_samples - step.num_real_decodes
+        return self._results.copy(num_decodes, step.shape.num_decodes, num_prompts, extras)
 
     def _run(self, batch: ScheduledBatch, make_masks: MakeMasks | None) -> tuple[PreparedStep, StepExtras | None]:
         """Queue one step up to its tokens.
@@ -203,7 +202,7 @@ class ModelRunner:
     def _sampling_rows(
         self, batch: ScheduledBatch, step: PreparedStep, make_masks: MakeMasks | None
     ) -> SamplingRows | None:
-        """Return the rows of a step that ask for more than a temperature; waits for the host's masks."""
+        """Return what rows ask for beyond a temperature; waits for the host's masks."""
         slots, num_padding = self.batch_builder.slots, step.shape.num_decodes - step.num_real_decodes
         sampled = batch.decode_slots + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
@@ -212,7 +211,7 @@ class ModelRunner:
         return self.sampling.rows_of(sampled, slots.num_computed, masks)
 
     def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
-        """Run a part of a step, as a graph if the step has a capture size; returns what it returns."""
+        """Run a part of a step, as a graph if the step has a capture size."""
         if self.graphs is None or not step.is_capture_size:
             return run()
         return self.graphs.run((part, step.shape), run)
@@ -244,18 +243,18 @@ class ModelRunner:
         return torch.cuda.default_stream(self.device)
 
     def exit(self) -> None:
-        """Let go of everything on the device."""
+        """Wait for the device, and let go of everything on it."""
         self.synchronize()
         self.release()
 
     def release(self) -> None:
-        """The same without waiting for the device."""
+        """Let go of everything on the device."""
         if self.graphs is not None:
             self.graphs.close()
-        del self.graphs, self.model, self.batch_builder, self._sampled, self._results, self.sampling
+        del self.graphs, self.model, self.batch_builder, self.sampling, self._sampled, self._results
         del self.k_cache, self.v_cache
-        with self._device_guard():
-            if self.is_cuda:
+        if self.is_cuda:
+            with self._device_guard():
                 torch.cuda.empty_cache()
 
     def _compile_kernels(self, compilers: Compilers | None) -> None:
@@ -285,9 +284,8 @@ class ModelRunner:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
         # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
-        inputs.token_ids[: shape.num_decodes].zero_()
-        inputs.metadata.block_tables[: shape.num_decodes].zero_()
-        inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
+        for filled, value in ((inputs.token_ids, 0), (inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
+            filled[: shape.num_decodes].fill_(value)
         self.sample(inputs, self.forward(inputs))
 
     def _allocate_cache(self, num_blocks: int) -> None:

@@ -93,7 +93,7 @@ class SamplingState:
     def __init__(self, vocab_size: int, device: torch.device, processed_logprobs: bool) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._processed_logprobs = processed_logprobs
+        self.processed_logprobs = processed_logprobs
         self._slots: dict[int, _Slot] = {}
         # Slots and rows that ask, those that are edited, and what they ask for: mostly that of the step before.
         self._cached: tuple[list[int], list[int], SamplingRows] | None = None
@@ -163,7 +163,7 @@ class SamplingState:
     def _make_rows(self, asking: dict[int, _Slot]) -> tuple[list[int], SamplingRows]:
         """Return the rows that are edited, and what all rows ask for."""
         logprobs = {row: p for row, slot in asking.items() if (p := slot.options.params.logprobs) is not None}
-        edited = [row for row, slot in asking.items() if self._processed_logprobs or slot.is_edited]
+        edited = [row for row, slot in asking.items() if self.processed_logprobs or slot.is_edited]
         slots = [asking[row] for row in edited]
         edits = LogitsEdits()
         if any(slot.bias_row >= 0 for slot in slots):

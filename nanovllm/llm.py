@@ -28,7 +28,7 @@ from nanovllm.text.chat import Message, conversations, render_chat
 from nanovllm.text.input_processor import InputProcessor, Request
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
-from nanovllm.text.scoring import score_output, split_pairs
+from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.utils.checks import check_int, refuse_remote_code
 from nanovllm.utils.hub import resolve_model
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
@@ -188,8 +188,9 @@ class LLM:
             ValueError: a continuation without tokens, or see `generate`.
         """
         pairs = split_pairs(self._input_processor, prompts, continuations)
-        params = [SamplingParams(0, 1, prompt_logprobs=0, prompt_logprobs_start=n, detokenize=False) for _, n in pairs]
-        outputs = self.generate([token_ids for token_ids, _ in pairs], params, use_tqdm)
+        # Equal ones are checked once.
+        params = {n: score_params(n) for _, n in pairs}
+        outputs = self.generate([token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs], use_tqdm)
         return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
 
     def embed(self, prompts: Prompt | list[Any], pooling: str = "last", use_tqdm: bool = True) -> torch.Tensor:

@@ -97,6 +97,7 @@ class SamplingState:
         self._slots: dict[int, _Slot] = {}
         # Slots and rows that ask, those that are edited, and what they ask for: mostly that of the step before.
         self._cached: tuple[list[int], list[int], SamplingRows] | None = None
+        self._mask_buffers = [torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32)]
         self._bias = _Pool(vocab_size, torch.float32, device)
         self._counts = _Pool(vocab_size, torch.int32, device)
 
@@ -131,7 +132,7 @@ class SamplingState:
         found.edits.bitmask = found.edits.bitmask_rows = None
         if masks is not None:
             index = {row: i for i, row in enumerate(masks.rows)}
-            found.edits.bitmask = self._to_device(torch.from_numpy(masks.words))
+            found.edits.bitmask = self._send_masks(masks.words)
             found.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in edited], torch.int32)
         return found
 
@@ -215,6 +216,18 @@ class SamplingState:
 
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
         return self._to_device(torch.tensor(values, dtype=dtype))
+
+    def _send_masks(self, words: np.ndarray) -> torch.Tensor:
+        """Send masks by pinned memory that is allocated once: an allocation would wait for the device."""
+        masks = torch.from_numpy(words)
+        if self.device.type != "cuda":
+            return masks
+        # Two take turns. Masks are made when the step before has ended, and so has the copy of the one before that.
+        self._mask_buffers.reverse()
+        if self._mask_buffers[0].numel() < masks.numel():
+            self._mask_buffers[0] = torch.empty(2 * masks.numel(), dtype=torch.int32, pin_memory=True)
+        staged = self._mask_buffers[0][: masks.numel()].view(masks.shape).copy_(masks)
+        return staged.to(self.device, non_blocking=True)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.outputs import RequestOutput, ScoreOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
 
 
@@ -42,6 +43,11 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
             raise ValueError(f"continuation {continuation!r:.40} has no tokens behind its prompt")
         pairs.append((token_ids, num_prompt_tokens))
     return pairs
+
+
+def score_params(num_prompt_tokens: int) -> SamplingParams:
+    """Return the parameters of a request that scores what follows so many tokens."""
+    return SamplingParams(0, 1, prompt_logprobs=0, prompt_logprobs_start=num_prompt_tokens, detokenize=False)
 
 
 def score_output(output: RequestOutput, num_prompt_tokens: int) -> ScoreOutput:

@@ -1,0 +1,203 @@
+"""A model for EleutherAI's lm-evaluation-harness, which importing this module registers as `nanovllm`.
+
+The harness finds models by its registry alone, not by entry points, so its own command cannot know of this one: `main`
+registers the model and runs that command.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError("lm-evaluation-harness is not installed: pip install 'nanovllm[eval]'") from error
+
+_MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@register_model("nanovllm")
+class NanoVLLM(TemplateLM):
+    """Answers the harness's requests with an `LLM`; tokens are those of the harness's own `hf` model.
+
+    Args:
+        pretrained: a folder or a Hub id.
+        batch_size, max_batch_size: taken for the harness's sake; the engine batches all requests of a task.
+        add_bos_token: whether texts begin with BOS; None leaves it to the tokenizer.
+        prefix_token_id: what an empty context is; BOS, or EOS where there is none, if None.
+        max_gen_toks: most tokens to generate where a task does not say.
+        config: the fields of `nanovllm.config.Config`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        max_gen_toks: int = 256,
+        **config: Any,
+    ) -> None:
+        super().__init__()
+        self.llm = LLM(pretrained, **config)
+        self.tokenizer = self.llm.tokenizer
+        if self.tokenizer is None:
+            self.llm.exit()
+            raise ValueError(f"pretrained={pretrained!r} has no tokenizer, and the harness asks with texts")
+        self.max_gen_toks = max_gen_toks
+        self._add_bos_token = add_bos_token
+        self._prefix_token_id = prefix_token_id
+
+    @property
+    def eot_token_id(self) -> int:
+        """The tokenizer's EOS."""
+        token_id: int = self.tokenizer.eos_token_id
+        return token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty context."""
+        if self._prefix_token_id is not None:
+            return self._prefix_token_id
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that are inputs: the last token of a text is scored and never one."""
+        return self.llm.llm_engine.limits.max_model_len - 1
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's caches."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return a text's tokens, with no second BOS where it has one, as a chat template writes it."""
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+            add_special_tokens = False
+        if add_special_tokens is None:
+            add_special_tokens = self._add_bos_token
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        token_ids: list[int] = self.tokenizer.encode(string, **options)
+        return token_ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation; without `add_generation_prompt` its last message is left open."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return log-probabilities of continuations, and whether they are greedy.
+
+        Args:
+            requests: of each its key in the cache, its context and its continuation.
+            disable_tqdm: show no progress bar.
+            kwargs: of other models.
+        """
+        contexts = [self._truncated(context, self.max_length + 1 - len(tokens)) for _, context, tokens in requests]
+        scores = self.llm.score(contexts, [tokens for _, _, tokens in requests], use_tqdm=not disable_tqdm)
+        answers = [(score.logprob, score.is_greedy) for score in scores]
+        for (key, _, _), answer in zip(requests, answers, strict=True):
+            # Windows of a longer text have no key.
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return log-probabilities of whole texts, longer ones in windows that do not overlap."""
+        texts = [request.args[0] for request in requests]
+        windows = [self._windows(text) for text in texts]
+        flat = [(None, *window) for parts in windows for window in parts]
+        answers = iter(self._loglikelihood_tokens(flat, disable_tqdm))
+        totals = [sum(next(answers)[0] for _ in parts) for parts in windows]
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the texts that follow contexts, without what ended them."""
+        contexts, options = [request.args[0] for request in requests], [request.args[1] for request in requests]
+        params = [self._sampling_params(given) for given in options]
+        room = [self.max_length - (item.max_tokens or 0) for item in params]
+        prompts = [self._truncated(self.tok_encode(c), space) for c, space in zip(contexts, room, strict=True)]
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        texts: list[str] = [output.outputs[0].text for output in outputs]
+        for context, given, text in zip(contexts, options, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", (context, given), text)
+        return texts
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        windows = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+        return [make_disjoint_window(window) for window in windows]
+
+    def _truncated(self, token_ids: list[int], length: int) -> list[int]:
+        """Return the last tokens of a context, as many as there is room for."""
+        if length < 1:
+            raise ValueError(f"a request leaves no room for a context in max_model_len={self.max_length + 1}")
+        if len(token_ids) > length:
+            warnings.warn(f"a context of {len(token_ids)} tokens is truncated to its last {length}", stacklevel=2)
+        return token_ids[-length:]
+
+    def _sampling_params(self, given: dict[str, Any]) -> SamplingParams:
+        """Return a task's generation options as sampling parameters: greedy unless they say otherwise.
+
+        Raises:
+            ValueError: an option that sampling parameters have not.
+        """
+        options = dict(given)
+        lengths = [options.pop(name, None) for name in _MAX_TOKENS_NAMES]
+        max_tokens = next((int(length) for length in lengths if length is not None), self.max_gen_toks)
+        do_sample = options.pop("do_sample", None)
+        temperature = float(options.pop("temperature", 1.0 if do_sample else 0.0))
+        until = options.pop("until", None) or []
+        until = [until] if isinstance(until, str) else list(until)
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        return SamplingParams(
+            0.0 if do_sample is False else temperature,
+            max_tokens,
+            # Texts do not show special tokens.
+            stop=[text for text in until if text and text not in special],
+            stop_token_ids=[special[text] for text in until if text in special],
+            **options,
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the harness's command, whose model is this one unless `--model` names another; see `lm_eval --help`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    names_model = any(item == "-M" or item.split("=")[0] == "--model" for item in arguments)
+    if not names_model and arguments[:1] not in (["ls"], ["validate"]):
+        arguments += ["--model", "nanovllm"]
+    before = sys.argv
+    sys.argv = ["nanovllm eval", *arguments]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+
+
+if __name__ == "__main__":
+    main()

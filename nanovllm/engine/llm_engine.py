@@ -27,6 +27,7 @@ from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import RequestFeatures, RequestGroup, Sequence, TokenConstraint
+from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.runner.messages import Handle, Runner, ScheduledBatch, TokenMasks
@@ -83,6 +84,7 @@ class LLMEngine:
         # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
         self._unclaimed = Unclaimed(make_output)
+        self._history = StatsHistory(self.stats)
         self._guard = CallGuard()
         exit_with_interpreter(self)
 
@@ -166,6 +168,10 @@ class LLMEngine:
             "num_free_blocks": self.block_manager.num_free_blocks,
         }
 
+    def stats_history(self) -> list[StatsSample]:
+        """Return the course of the counters since the engine began, oldest first; the last sample is of now."""
+        return self._history.samples()
+
     def exit(self) -> None:
         """Free the device. The engine cannot be used afterwards; calling it again does nothing.
 
@@ -197,6 +203,7 @@ class LLMEngine:
             runner = self.require_open()
             self._empty_inbox()
             self._new_tokens.clear()
+            self._history.sample_if_due()
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:

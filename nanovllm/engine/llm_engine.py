@@ -84,7 +84,7 @@ class LLMEngine:
         # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
         self._unclaimed = Unclaimed(make_output)
-        self._history = StatsHistory(self.stats)
+        self._history = StatsHistory()
         self._guard = CallGuard()
         exit_with_interpreter(self)
 
@@ -170,7 +170,7 @@ class LLMEngine:
 
     def stats_history(self) -> list[StatsSample]:
         """Return the course of the counters since the engine began, oldest first; the last sample is of now."""
-        return self._history.samples()
+        return self._history.samples(self.stats())
 
     def exit(self) -> None:
         """Free the device. The engine cannot be used afterwards; calling it again does nothing.
@@ -203,7 +203,7 @@ class LLMEngine:
             runner = self.require_open()
             self._empty_inbox()
             self._new_tokens.clear()
-            self._history.sample_if_due()
+            self._history.sample_if_due(self.stats)
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:

@@ -29,35 +29,31 @@ class StatsHistory:
     """Samples of an engine's counters, evenly spaced while it steps.
 
     Args:
-        get_stats: returns the counters, as `LLMEngine.stats`.
         interval: least seconds between samples. A sample takes some microseconds, which a step at batch 1 would feel.
         capacity: so many samples are thinned to half, and the interval doubles.
     """
 
-    def __init__(
-        self, get_stats: Callable[[], Mapping[str, int]], interval: float = 0.05, capacity: int = 4096
-    ) -> None:
-        self._get_stats = get_stats
+    def __init__(self, interval: float = 0.05, capacity: int = 4096) -> None:
         self._interval = interval
         self._capacity = capacity
         self._samples: list[StatsSample] = []
         self._began = self._next_time = time.monotonic()
 
-    def sample_if_due(self) -> None:
-        """Take a sample, unless the last one is too recent."""
+    def sample_if_due(self, get_stats: Callable[[], Mapping[str, int]]) -> None:
+        """Take a sample of `LLMEngine.stats`, unless the last one is too recent."""
         if (now := time.monotonic()) >= self._next_time:
-            self._samples.append(self._sample(now))
+            self._samples.append(self._sample(now, get_stats()))
             if len(self._samples) >= self._capacity:
                 self._samples = self._samples[::2]
                 self._interval *= 2
-            self._next_time = now + self._interval
+            # The newest sample may just have been thinned out.
+            self._next_time = self._began + self._samples[-1].time + self._interval
 
-    def samples(self) -> list[StatsSample]:
-        """Return all samples, oldest first, and one of now."""
-        return [*self._samples, self._sample(time.monotonic())]
+    def samples(self, stats: Mapping[str, int]) -> list[StatsSample]:
+        """Return all samples, oldest first, and one of now, when the counters are `stats`."""
+        return [*self._samples, self._sample(time.monotonic(), stats)]
 
-    def _sample(self, now: float) -> StatsSample:
-        stats = self._get_stats()
+    def _sample(self, now: float, stats: Mapping[str, int]) -> StatsSample:
         num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
         return StatsSample(
             now - self._began,

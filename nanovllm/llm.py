@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,28 +13,29 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.stats_history import StatsSample
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import BeamSearchOutput, Prompt, RequestOutput, ScoreOutput, StepResult
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
 from nanovllm.text.chat import Message, conversations, render_chat
 from nanovllm.text.input_processor import InputProcessor, Request
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
-from nanovllm.utils.checks import check_int, refuse_remote_code
+from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import resolve_model
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 Self = TypeVar("Self", bound="LLM")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
 class LLM:
@@ -60,7 +61,7 @@ class LLM:
                 warnings.warn(
                     f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
                 )
-            self.tokenizer = _load_tokenizer(folder, config.trust_remote_code)
+            self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -155,7 +156,7 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
         priority: list[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, and yield what is new of them after each step.
 
         An output yielded holds new text and tokens alone. The last one of a request is `finished`, and has its finish
@@ -167,7 +168,7 @@ class LLM:
         processed = self._input_processor.process(requests, params, priorities, streams=True)
         return self._stream(processed)
 
-    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         with self._driving():
             yield from stream_requests(self.llm_engine, requests)
 
@@ -268,6 +269,14 @@ class LLM:
         """Counters since the engine began, and the blocks in use now."""
         return self.llm_engine.stats()
 
+    def stats_history(self) -> list[StatsSample]:
+        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""
+        return self.llm_engine.stats_history()
+
+    def plot_stats(self, file: str | os.PathLike[str]) -> None:
+        """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`."""
+        plot_stats(self.stats_history(), file)
+
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
         self.llm_engine.exit()
@@ -287,14 +296,3 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.exit()
-
-
-def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
-    if not any(os.path.isfile(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
-        return None
-    if not trust_remote_code:
-        refuse_remote_code(folder, "tokenizer_config.json", "AutoTokenizer")
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise ValueError(f"the tokenizer in {folder!r} cannot be read: {error}") from error

@@ -12,7 +12,8 @@ import nanovllm
 ROOT = Path(nanovllm.__file__).parent
 # From the top down; a folder or a file may import what stands below it, and a folder its own files.
 LAYERS = [
-    "integrations", "__init__", "llm", "text", "engine", "workers", "runner", "models", "layers", "attention",
+    "__main__", "cli", "commands", "bench", "batch_files", "integrations",
+    "__init__", "llm", "stats_plot", "text", "engine", "workers", "runner", "models", "layers", "attention",
     "distributed", "kernels", "model_config", "config", "sampling_params", "outputs", "assets", "utils",
 ]  # fmt: skip
 # Plain data that crosses from one side to the other.

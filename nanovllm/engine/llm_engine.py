@@ -24,6 +24,7 @@ from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import new_token_ids, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_sequences
+from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.token_masks import make_masks
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
@@ -77,6 +78,7 @@ class LLMEngine:
         # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
         self._unclaimed = Unclaimed(make_output)
+        self._history = StatsHistory()
         self._guard = CallGuard()
         exit_with_interpreter(self)
 
@@ -149,6 +151,10 @@ class LLMEngine:
         """Counters since the engine began, and the blocks in use now."""
         return self.scheduler.counters()
 
+    def stats_history(self) -> list[StatsSample]:
+        """Return the course of the counters since the engine began, oldest first; the last sample is of now."""
+        return self._history.samples(self.stats())
+
     def exit(self) -> None:
         """Free the device. The engine cannot be used afterwards; calling it again does nothing.
 
@@ -180,6 +186,7 @@ class LLMEngine:
             runner = self.require_open()
             self._empty_inbox()
             self._new_tokens.clear()
+            self._history.sample_if_due(self.stats)
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:

@@ -1,0 +1,10 @@
+"""`python -m nanovllm` is the command `nanovllm`."""
+
+from __future__ import annotations
+
+import sys
+
+from nanovllm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

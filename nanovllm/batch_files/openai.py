@@ -1,0 +1,174 @@
+"""OpenAI's form of requests and answers: `/v1/chat/completions` and `/v1/completions`, as its batch API has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+# No effect on an answer here. The model is the one that runs.
+_IGNORED = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
+)
+# What is not supported may be there with these values, which ask for nothing.
+_NEUTRAL: Mapping[str, Any] = {"stream": False, "echo": False, "suffix": "", "best_of": 1, "tools": []}
+_RENAMED = {"max_completion_tokens": "max_tokens"}
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; as in OpenAI's API."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One of OpenAI's endpoints.
+
+    Attributes:
+        content: the field that holds what is to be answered.
+        defaults: sampling parameters of the API where they are not ours.
+        own_fields: fields that the other endpoint has not.
+    """
+
+    content: str
+    defaults: Mapping[str, Any]
+    own_fields: frozenset[str]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it answers messages."""
+        return self.content == "messages"
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """What a body may have, beside the content and our sampling parameters."""
+        return self.own_fields | _IGNORED | {"stream", "response_format"}
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": Endpoint(
+        "messages", {"max_tokens": None}, frozenset({"max_completion_tokens", "top_logprobs", "tools"})
+    ),
+    "/v1/completions": Endpoint("prompt", {"max_tokens": 16}, frozenset({"echo", "suffix", "best_of"})),
+}
+
+
+def sampling_values(body: Mapping[str, Any], endpoint: Endpoint, names: set[str]) -> dict[str, Any]:
+    """Return the sampling parameters of a request's body, by our names.
+
+    Args:
+        body: without null values.
+        endpoint: the request's.
+        names: all sampling parameters.
+
+    Raises:
+        ValueError: the body asks for what is not supported.
+    """
+    for name, value in _NEUTRAL.items():
+        if body.get(name, value) != value:
+            raise ValueError(f"{name}={body[name]!r:.80} is not supported")
+    values = {_RENAMED.get(name, name): value for name, value in body.items() if _RENAMED.get(name, name) in names}
+    if "response_format" in body:
+        structured = _structured_outputs(body["response_format"])
+        values |= {} if structured is None else {"structured_outputs": structured}
+    if endpoint.is_chat:
+        wanted = values.pop("logprobs", False)
+        if not isinstance(wanted, bool) or ("top_logprobs" in body and not wanted):
+            raise ValueError("logprobs must be true or false, and true with top_logprobs")
+        values |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
+    return values
+
+
+def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    schema = response_format.get("json_schema") if kind == "json_schema" else None
+    if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return {"json": schema["schema"]}
+    raise ValueError(f"response_format is of type text, json_object or json_schema, not {response_format!r:.80}")
+
+
+def plain_messages(messages: Any) -> Any:
+    """Return messages whose contents are strings, for chat templates; what is no list of messages stays as it is.
+
+    Raises:
+        ValueError: a part of a content is no text.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [_plain_message(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError("a message's content is a string, or a list of parts of type text")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def completion_body(
+    output: RequestOutput, line: int, model: str, is_chat: bool, num_logprobs: int | None
+) -> dict[str, Any]:
+    """Return the answer's body.
+
+    Args:
+        output: a finished request's.
+        line: the number of the request's line; the answer's id holds it, and so is the same in every run.
+        model: the model's name.
+        is_chat: whether messages were answered.
+        num_logprobs: how many most likely tokens were asked for at each position.
+    """
+    num_prompt_tokens = len(output.prompt_token_ids)
+    num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+    choices = [_chat_choice(choice, num_logprobs) if is_chat else _text_choice(choice) for choice in output.outputs]
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+        },
+    }
+
+
+def _chat_choice(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        positions = zip(choice.logprobs, choice.token_ids, strict=True)
+        logprobs = {"content": [_chat_logprobs(at, token_id, num_logprobs or 0) for at, token_id in positions]}
+    message = {"role": "assistant", "content": choice.text}
+    return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+def _chat_logprobs(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) -> dict[str, Any]:
+    def entry(item: Logprob) -> dict[str, Any]:
+        token = item.decoded_token or ""
+        return {"token": token, "logprob": max(item.logprob, LEAST_LOGPROB), "bytes": list(token.encode())}
+
+    # The token's own entry is there also if it is none of the most likely ones.
+    top = sorted(at.values(), key=lambda item: item.rank or 0)[:num_logprobs]
+    return {**entry(at[token_id]), "top_logprobs": [entry(item) for item in top]}
+
+
+def _text_choice(choice: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        own = [at[token_id] for at, token_id in zip(choice.logprobs, choice.token_ids, strict=True)]
+        logprobs = {
+            "tokens": [item.decoded_token or "" for item in own],
+            "token_logprobs": [max(item.logprob, LEAST_LOGPROB) for item in own],
+            "top_logprobs": [
+                {item.decoded_token or "": max(item.logprob, LEAST_LOGPROB) for item in at.values()}
+                for at in choice.logprobs
+            ],
+        }
+    return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -1,0 +1,149 @@
+"""From a line of a batch file to a request.
+
+A line is `{"prompt": ...}` or `{"messages": ...}` with sampling parameters beside it, or a request of OpenAI's batch
+API, which `openai.py` translates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nanovllm.batch_files.openai import ENDPOINTS, plain_messages, sampling_values
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.text.chat import conversations, render_chat
+
+_IDS = ("id", "custom_id")
+_OPENAI = {"custom_id", "method", "url", "body"}
+_SAMPLING = {item.name for item in fields(SamplingParams)}
+_TEMPLATE = {"tools", "chat_template_kwargs"}
+# What `render_chat` and `apply_chat_template` decide themselves.
+_RESERVED = {"tokenizer", "conversation", "tokenize"}
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What a line asks for.
+
+    Attributes:
+        prompt: a text or token ids; None for a conversation.
+        params: how the answer is sampled.
+        messages: a conversation; None for a prompt.
+        template: variables of the chat template.
+        url: OpenAI's endpoint; None for a line in our own form.
+    """
+
+    prompt: str | list[int] | None
+    params: SamplingParams
+    messages: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    url: str | None = None
+
+    def rendered(self, tokenizer: Any) -> str | list[int]:
+        """Return the prompt; of a conversation its token ids.
+
+        Raises:
+            ValueError: the messages do not fit the model's chat template.
+        """
+        if self.prompt is not None:
+            return self.prompt
+        talks, is_list = conversations(self.messages)
+        if is_list:
+            raise ValueError("a line has one conversation: messages must be a list of dicts")
+        return render_chat(tokenizer, talks[0], **{"add_generation_prompt": True, **self.template})
+
+
+def load_line(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line.
+
+    Raises:
+        ValueError: the line is none.
+    """
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object: {text[:80]!r}")
+    return record
+
+
+def line_ids(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields by which a line's author finds its answer."""
+    return {name: record[name] for name in _IDS if name in record}
+
+
+def parse_request(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
+    """Return what a line asks for.
+
+    Args:
+        record: the line's object.
+        defaults: sampling parameters of lines that do not say.
+
+    Raises:
+        ValueError: an unknown field, or a bad value.
+    """
+    if record.keys() & {"url", "body", "method"}:
+        return _parse_openai(record, defaults)
+    _refuse_unknown(record, {"prompt", "messages", *_IDS, *_SAMPLING, *_TEMPLATE})
+    if ("prompt" in record) == ("messages" in record):
+        raise ValueError("a line has either a prompt or messages")
+    values = {name: value for name, value in record.items() if name in _SAMPLING}
+    params = _sampling_params({**defaults, **values})
+    if "prompt" in record:
+        if record.keys() & _TEMPLATE:
+            raise ValueError("tools and chat_template_kwargs need messages")
+        return BatchRequest(_check_prompt(record["prompt"]), params)
+    return BatchRequest(None, params, record["messages"], _template(record))
+
+
+def _parse_openai(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
+    _refuse_unknown(record, _OPENAI)
+    url, body = record.get("url"), record.get("body")
+    if not isinstance(url, str) or url not in ENDPOINTS or record.get("method", "POST") != "POST":
+        raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be an object")
+    # null stands for what is not given.
+    given = {name: value for name, value in body.items() if value is not None}
+    endpoint = ENDPOINTS[url]
+    _refuse_unknown(given, {endpoint.content, "chat_template_kwargs", *endpoint.fields, *_SAMPLING})
+    if endpoint.content not in given:
+        raise ValueError(f"body needs {endpoint.content}")
+    params = _sampling_params({**endpoint.defaults, **defaults, **sampling_values(given, endpoint, _SAMPLING)})
+    content = given[endpoint.content]
+    if endpoint.is_chat:
+        return BatchRequest(None, params, plain_messages(content), _template(given), url)
+    # The API takes a list of prompts; a list of one is a prompt.
+    is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
+    return BatchRequest(_check_prompt(content[0] if is_single else content), params, url=url)
+
+
+def _refuse_unknown(record: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(record) - known)
+    if unknown:
+        raise ValueError(f"unknown field {', '.join(map(repr, unknown))[:200]}")
+
+
+def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    structured = values.get("structured_outputs")
+    if isinstance(structured, dict):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
+    return SamplingParams(**values)
+
+
+def _check_prompt(prompt: Any) -> str | list[int]:
+    # What a list holds is checked when the request is queued.
+    if not isinstance(prompt, (str, list)):
+        raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
+    return prompt
+
+
+def _template(record: Mapping[str, Any]) -> dict[str, Any]:
+    options = record.get("chat_template_kwargs", {})
+    if not isinstance(options, dict) or options.keys() & _RESERVED:
+        raise ValueError(f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED))}")
+    tools = record.get("tools")
+    return {**options, **({} if tools is None else {"tools": tools})}

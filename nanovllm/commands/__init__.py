@@ -1,0 +1,1 @@
+"""What the commands `nanovllm run` and `nanovllm chat` do."""

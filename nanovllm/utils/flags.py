@@ -1,0 +1,131 @@
+"""Command-line flags of a dataclass's fields, and a parser whose errors are one line."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that ends the program with code 2 and one line when an argument is wrong."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+@contextmanager
+def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """End the program with code 2 and one line if something that the user gave is wrong."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    cls: type[Any],
+    title: str,
+    *,
+    renamed: Mapping[str, str] | None = None,
+    **defaults: Any,
+) -> None:
+    """Add a flag for each field of a dataclass: its type says how the flag is read, the class's docstring its help.
+
+    A list's flag can be repeated, a bool's has a `--no-` form, and a mapping's or a dataclass's value is JSON. What may
+    be None and is no text takes "none".
+
+    Args:
+        parser: gets the flags.
+        cls: a dataclass whose docstring has a line `name: text` for each field, below "Attributes:".
+        title: of the flags in the help.
+        renamed: flags whose name is not their field's.
+        defaults: of fields; the others have the class's.
+    """
+    group = parser.add_argument_group(title)
+    hints, texts = get_type_hints(cls), field_texts(cls)
+    for item in fields(cls):
+        flag = f"--{(renamed or {}).get(item.name, item.name).replace('_', '-')}"
+        text = texts[item.name] + _default_text(defaults.get(item.name, item.default), item)
+        value = {"default": defaults[item.name]} if item.name in defaults else {"default": argparse.SUPPRESS}
+        group.add_argument(
+            flag, dest=_dest(cls, item.name), help=text.replace("%", "%%"), **value, **_reading(hints[item.name])
+        )
+
+
+def flag_values(options: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that were given by flags or have a default of the parser's, by name."""
+    given = vars(options)
+    return {item.name: given[dest] for item in fields(cls) if (dest := _dest(cls, item.name)) in given}
+
+
+def field_texts(cls: type[Any]) -> dict[str, str]:
+    """Return what a class's docstring says about each of its attributes."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
+
+
+def _dest(cls: type[Any], name: str) -> str:
+    # Two classes may have fields of the same name.
+    return f"{cls.__name__}.{name}"
+
+
+def _default_text(default: Any, item: Field[Any]) -> str:
+    shown = default not in (None, MISSING) and item.type != "bool"
+    return f" Default: {default}." if shown else " Default: on." if default is True else ""
+
+
+def _reading(hint: Any) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that read a value of this type."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    lists = [kind for kind in kinds if get_origin(kind) is list]
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if lists:
+        (element,) = get_args(lists[0])
+        return {"action": "append", "type": element, "metavar": _METAVARS[element]}
+    (kind,) = (kind for kind in kinds if kind is not NoneType)
+    if kind not in _METAVARS:
+        return {"type": _json_reader(kind), "metavar": "JSON"}
+    return {
+        "type": _optional_reader(kind) if NoneType in kinds and kind is not str else kind,
+        "metavar": _METAVARS[kind],
+    }
+
+
+def _optional_reader(kind: type[Any]) -> Any:
+    def read(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    # argparse names it when a value is wrong.
+    read.__name__ = kind.__name__
+    return read
+
+
+def _json_reader(kind: Any) -> Any:
+    construct: Any = kind
+
+    def read(text: str) -> Any:
+        try:
+            value = json.loads(text)
+            if not isinstance(value, dict):
+                raise ValueError(f"not a JSON object: {text}")
+            return construct(**value) if is_dataclass(kind) else value
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read

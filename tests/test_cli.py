@@ -1,0 +1,509 @@
+"""The command line, on the bundled checkpoint: formats, errors, resumption after kills, bounded memory, chat.
+
+`pytest tests/test_cli.py -m all_devices` kills a run twenty times instead of three.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import bench
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.batch_files.files import LineNumbers, ReadAhead, open_output
+from nanovllm.cli import main, make_parsers
+from nanovllm.commands.chat import Conversation
+from nanovllm.commands.run import BatchRun
+from nanovllm.config import Config
+from nanovllm.utils.flags import field_texts, flag_values
+
+ROOT = Path(__file__).parents[1]
+ENGINE = ["--device", "cpu", "--max-model-len", "256", "--num-kvcache-blocks", "40", "--kvcache-block-size", "16"]
+INTRODUCTION = [{"role": "user", "content": "introduce yourself"}]
+BODY = {"messages": INTRODUCTION, "temperature": 0, "max_tokens": 4}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    sizes = {"max_model_len": 256, "num_kvcache_blocks": 40, "kvcache_block_size": 16, "max_num_seqs": 4}
+    with LLM(BUNDLED_MODEL, device="cpu", seed=3, **sizes) as llm:
+        yield llm
+
+
+def encode(lines: list[Any]) -> list[bytes]:
+    return [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
+
+
+def answer(llm: LLM, lines: list[Any], skipped: LineNumbers | None = None, **defaults: Any) -> dict[int, Any]:
+    """Return the output for lines, by line number."""
+    written: list[bytes] = []
+    BatchRun(llm, ReadAhead(encode(lines), skipped or LineNumbers(), 4), defaults, written.append).run()
+    assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in written)
+    results = [json.loads(line) for line in written]
+    assert len({result["line"] for result in results}) == len(results)
+    return {result["line"]: result for result in results}
+
+
+def openai(url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": "c", "method": "POST", "url": url, "body": {"model": "gpt", **body}}
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    # One thread, as in the tests' own process: on a busy machine more of them wait for each other.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "nanovllm", *arguments], cwd=ROOT, env=environment, **options)
+
+
+def test_lines_in_our_form(llm: LLM) -> None:
+    results = answer(
+        llm,
+        [
+            {"prompt": "Hello", "id": 7},
+            b"\n",
+            {"prompt": [40, 41, 42], "custom_id": "x", "max_tokens": 3},
+            {"messages": INTRODUCTION, "max_tokens": 40, "stop": ["tiny"], "logprobs": 1, "prompt_logprobs": 0},
+            {"prompt": "1 2 3", "temperature": 1.0, "seed": 5, "n": 2},
+        ],
+        temperature=0.0,
+        max_tokens=5,
+    )
+    params = [SamplingParams(0, 5), SamplingParams(0, 3), SamplingParams(1.0, 5, seed=5, n=2)]
+    first, ids, sampled = llm.generate(["Hello", [40, 41, 42], "1 2 3"], params, use_tqdm=False)
+    (talk,) = llm.chat(INTRODUCTION, SamplingParams(0, 40, stop=["tiny"]), use_tqdm=False)
+    assert sorted(results) == [1, 3, 4, 5]
+    assert results[1]["id"] == 7 and results[3]["custom_id"] == "x"
+    assert results[4]["outputs"][0]["stop_reason"] == "tiny" and len(results[4]["prompt_logprobs"]) == 19
+    for number, output in zip([1, 3, 4, 5], [first, ids, talk, sampled], strict=True):
+        assert results[number]["num_prompt_tokens"] == len(output.prompt_token_ids)
+        for written, own in zip(results[number]["outputs"], output.outputs, strict=True):
+            assert written["text"] == own.text and written["token_ids"] == own.token_ids
+            assert written["finish_reason"] == own.finish_reason
+
+
+def test_chat_requests_in_openais_form(llm: LLM) -> None:
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "introduce "}, {"type": "text", "text": "yourself"}]}
+    ]
+    body = {"temperature": 0, "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2, "top_k": None}
+    primes = [{"role": "user", "content": "list all prime numbers within 100"}]
+    results = answer(llm, [openai(CHAT, messages=parts, **body), openai(CHAT, messages=primes, temperature=0)])
+    result = results[1]
+    assert (result["id"], result["custom_id"], result["error"]) == ("batch_req_1", "c", None)
+    assert result["response"]["status_code"] == 200
+    answered = result["response"]["body"]
+    assert answered["object"] == "chat.completion" and answered["model"] == BUNDLED_MODEL
+    assert isinstance(answered["created"], int) and answered["id"] == "chatcmpl-1"
+    assert answered["usage"] == {"prompt_tokens": 19, "completion_tokens": 4, "total_tokens": 23}
+    (choice,) = answered["choices"]
+    (expected,) = llm.chat(INTRODUCTION, SamplingParams(0, 4, logprobs=2), use_tqdm=False)
+    assert choice["message"] == {"role": "assistant", "content": expected["text"]}
+    assert choice["finish_reason"] == "length"
+    assert expected.outputs[0].logprobs is not None
+    for written, token_id, at in zip(
+        choice["logprobs"]["content"], expected["token_ids"], expected.outputs[0].logprobs, strict=True
+    ):
+        assert written["token"] == at[token_id].decoded_token and bytes(written["bytes"]).decode() == written["token"]
+        assert written["logprob"] == pytest.approx(at[token_id].logprob, abs=1e-4) and len(written["top_logprobs"]) == 2
+    # The API's default is no limit; ours would be 64 tokens.
+    assert results[2]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_completion_requests_in_openais_form(llm: LLM) -> None:
+    requests = [
+        openai(TEXT, prompt="1 2 3", temperature=0, ignore_eos=True),
+        openai(TEXT, prompt=["1 2 3"], temperature=0, ignore_eos=True, logprobs=1),
+        openai(TEXT, prompt=[[40, 41]], temperature=0, max_tokens=2, echo=False, stream=False),
+        openai(TEXT, prompt="1 2 3", n=2, seed=1, max_tokens=3, response_format={"type": "text"}),
+    ]
+    results = answer(llm, requests)
+    bodies = [results[number]["response"]["body"] for number in (1, 2, 3, 4)]
+    assert {body["object"] for body in bodies} == {"text_completion"}
+    assert [body["usage"]["completion_tokens"] for body in bodies[:3]] == [16, 16, 2]
+    assert bodies[0]["choices"][0]["text"] == bodies[1]["choices"][0]["text"]
+    assert "".join(bodies[1]["choices"][0]["logprobs"]["tokens"]) == bodies[1]["choices"][0]["text"]
+    assert [choice["index"] for choice in bodies[3]["choices"]] == [0, 1]
+
+
+BAD_LINES: list[tuple[Any, str]] = [
+    (b"nonsense\n", "not JSON"),
+    (b'"text"\n', "not a JSON object"),
+    (b"\xff\xfe\n", "not JSON"),
+    (b"[" * 100000 + b"\n", "not JSON"),
+    ({"prompt": "x", "what": 3, "id": "a"}, "unknown field 'what'"),
+    ({"prompt": "x", "top_p": 3}, "top_p must be"),
+    ({"prompt": "x", "max_tokens": "3"}, "max_tokens must be"),
+    ({"prompt": "x", "structured_outputs": {"what": 3}}, "unknown argument what"),
+    ({"prompt": "x" * 2000, "custom_id": 5}, "over max_model_len"),
+    ({"prompt": ""}, "empty"),
+    ({"prompt": {"prompt": "x"}}, "a prompt is a string or a list"),
+    ({"prompt": [1, 10**9]}, "outside the vocabulary"),
+    ({"prompt": "x", "messages": INTRODUCTION}, "either a prompt or messages"),
+    ({"id": "a"}, "either a prompt or messages"),
+    ({"prompt": "x", "tools": []}, "need messages"),
+    ({"messages": [INTRODUCTION]}, "one conversation"),
+    ({"messages": "x"}, "messages must be a list"),
+    ({"messages": INTRODUCTION, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs must be"),
+    (openai("/v1/embeddings", input="x"), "POST to /v1/chat/completions"),
+    ({"url": [], "body": {}}, "POST to"),
+    ({"url": CHAT, "method": "GET", "body": BODY}, "POST to"),
+    ({"url": CHAT, "body": 3}, "body must be an object"),
+    ({"url": CHAT, "body": BODY, "temperature": 0}, "unknown field 'temperature'"),
+    (openai(CHAT, prompt="x"), "unknown field 'prompt'"),
+    (openai(CHAT), "body needs messages"),
+    (openai(CHAT, **BODY, stream=True), "stream=True is not supported"),
+    (openai(CHAT, **BODY, top_logprobs=2), "true with top_logprobs"),
+    (openai(CHAT, **BODY, response_format={"type": "xml"}), "response_format is"),
+    (openai(CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "parts of type text"),
+    (openai(TEXT, prompt=["a", "b"]), "a prompt"),
+]
+
+
+def test_bad_lines_become_errors_and_the_run_goes_on(llm: LLM) -> None:
+    lines = [line for pair in BAD_LINES for line in (pair[0], {"prompt": "x", "max_tokens": 1})]
+    results = answer(llm, lines)
+    assert sorted(results) == list(range(1, len(lines) + 1))
+    for number, (line, part) in enumerate(BAD_LINES):
+        error = results[2 * number + 1]["error"]
+        assert error["code"] == "invalid_request" and part in error["message"], error
+        assert results[2 * number + 1]["response"] is None
+        for name in ("id", "custom_id"):
+            assert isinstance(line, bytes) or results[2 * number + 1].get(name) == line.get(name)
+        assert len(results[2 * number + 2]["outputs"][0]["token_ids"]) == 1
+
+
+def test_a_failed_step_fails_its_lines_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm.llm_engine.require_open()
+    execute, steps = runner.execute, iter([False, True])
+
+    def fail_once(*arguments: Any) -> Any:
+        if next(steps, False):
+            raise RuntimeError("a fault")
+        return execute(*arguments)
+
+    monkeypatch.setattr(runner, "execute", fail_once)
+    results = answer(llm, [{"prompt": "x", "max_tokens": 8, "ignore_eos": True, "id": i} for i in range(12)])
+    failed = [result for result in results.values() if "outputs" not in result]
+    assert len(results) == 12 and 1 <= len(failed) <= 4
+    assert all(result["error"]["code"] == "server_error" and "a fault" in str(result["error"]) for result in failed)
+    assert llm.is_finished()
+
+
+def test_a_lost_device_writes_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(BUNDLED_MODEL, device="cpu", max_model_len=64, num_kvcache_blocks=4) as llm:
+        written: list[bytes] = []
+        runner = llm.llm_engine.require_open()
+
+        def fail(*arguments: Any) -> None:
+            raise RuntimeError("lost")
+
+        for name in ("execute", "synchronize"):
+            monkeypatch.setattr(runner, name, fail)
+        lines = ReadAhead(encode([{"prompt": "x"}]), LineNumbers(), 4)
+        with pytest.raises(RuntimeError, match="closed"):
+            BatchRun(llm, lines, {}, written.append).run()
+        assert not written
+
+
+def test_sampled_answers_follow_from_the_engines_seed_and_the_line(llm: LLM) -> None:
+    lines = [{"prompt": "x", "max_tokens": 12, "ignore_eos": True}] * 6
+    done = LineNumbers()
+    for number in (1, 2, 4):
+        done.add(number)
+    whole, rest = answer(llm, lines), answer(llm, lines, done)
+    assert sorted(rest) == [3, 5, 6] and all(rest[number] == whole[number] for number in rest)
+    assert len({str(result["outputs"]) for result in whole.values()}) > 1
+
+
+def test_few_lines_are_held_and_the_batch_stays_full(llm: LLM) -> None:
+    num_read, most_held, written = 0, 0, list[bytes]()
+    lengths = [1, 16] * 60
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_read, most_held
+        for length in lengths:
+            num_read += 1
+            most_held = max(most_held, num_read - len(written))
+            yield encode([{"prompt": "x", "max_tokens": length, "ignore_eos": True}])[0]
+
+    steps = llm.stats()["num_steps"]
+    BatchRun(llm, ReadAhead(lines(), LineNumbers(), 4), {}, written.append).run()
+    assert len(written) == num_read == len(lengths)
+    # Four run, four wait in the engine, four in the queue, and one is in the reader's hand.
+    assert 8 <= most_held <= 4 + 4 + 4 + 2
+    # Blocks that drain would take at least half as many again.
+    assert llm.stats()["num_steps"] - steps <= sum(lengths) // 4 + 32
+
+
+def test_a_slow_input_does_not_hold_up_answers(llm: LLM) -> None:
+    written: list[bytes] = []
+
+    def lines() -> Iterator[bytes]:
+        yield encode([{"prompt": "x", "max_tokens": 2}])[0]
+        while not written:
+            time.sleep(0.01)
+        yield encode([{"prompt": "y", "max_tokens": 2}])[0]
+
+    BatchRun(llm, ReadAhead(lines(), LineNumbers(), 4), {}, written.append).run()
+    assert len(written) == 2
+
+
+def test_a_read_error_is_raised(llm: LLM) -> None:
+    def lines() -> Iterator[bytes]:
+        yield encode([{"prompt": "x", "max_tokens": 1}])[0]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        BatchRun(llm, ReadAhead(lines(), LineNumbers(), 4), {}, list[bytes]().append).run()
+    while not llm.is_finished():
+        llm.step()
+
+
+def test_what_a_kill_left_of_a_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    whole = [b'{"line": 3, "outputs": []}\n', b'{"line": 1, "error": 5}\n']
+    for length in range(len(whole[1])):
+        path.write_bytes(whole[0] + whole[1][:length])
+        file, done = open_output(str(path))
+        with file:
+            assert [number for number in range(40) if number in done] == [3] and done.count == 1
+            file.write(whole[1])
+        assert path.read_bytes() == b"".join(whole)
+    file, done = open_output(str(path))
+    with file:
+        assert [number for number in range(40) if number in done] == [1, 3]
+
+
+@pytest.mark.parametrize("content", [b"my only copy", b"a\nb\n", b'{"line": 1}\n{"prompt": 3}\n', b'{"line": x}\n'])
+def test_other_files_are_not_touched(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="something else than results"):
+        open_output(str(path))
+    assert path.read_bytes() == content
+
+
+def test_an_output_has_one_writer(tmp_path: Path) -> None:
+    path = str(tmp_path / "out.jsonl")
+    with open_output(path)[0], pytest.raises(ValueError, match="another run"):
+        open_output(path)
+    open_output(path)[0].close()
+
+
+def batch_input(path: Path) -> int:
+    """Write lines of every kind, with answers of 1 to 16 tokens; returns how many have a result."""
+    rng, lines = Random(0), list[Any]()
+    kinds: list[Any]
+    for i in range(100):
+        tokens: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 16), "ignore_eos": True}
+        kinds = [
+            {"prompt": f"{i} + 1 =", **tokens, "id": i},
+            {"messages": [{"role": "user", "content": f"sort {i} 3 7"}], **tokens},
+            openai(CHAT, messages=INTRODUCTION, **tokens),
+            openai(TEXT, prompt=f"{i}", **tokens),
+            {"prompt": "sampled", "max_tokens": 8},
+            b"bad\n",
+            b"\n",
+        ]
+        lines.append(rng.choice(kinds))
+    path.write_bytes(b"".join(encode(lines)))
+    return sum(line != b"\n" for line in lines)
+
+
+def results_of(path: Path) -> list[str]:
+    results = [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    for result in results:
+        # The time of an answer is all that differs between two runs.
+        (result.get("response") or {"body": {}})["body"].pop("created", None)
+    return sorted(json.dumps(result) for result in results)
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.all_devices)])
+def test_a_killed_run_goes_on(num_kills: int, tmp_path: Path) -> None:
+    source, clean, killed = (tmp_path / name for name in ("in.jsonl", "clean.jsonl", "killed.jsonl"))
+    num_results = batch_input(source)
+    arguments = ["run", "-i", str(source), *ENGINE, "--max-num-seqs", "4", "--seed", "1"]
+    assert main([*arguments, "-o", str(clean)]) == 0
+    rng = Random(num_kills)
+    for size in sorted(rng.randrange(clean.stat().st_size) for _ in range(num_kills)):
+        with command(*arguments, "-o", str(killed)) as process:
+            while process.poll() is None and (not killed.exists() or killed.stat().st_size < size):
+                time.sleep(0.002)
+            time.sleep(rng.random() / 50)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        if not killed.exists() or killed.read_bytes()[-1:] in (b"", b"\n"):
+            # A kill within a write is rare, so its trace is made.
+            with killed.open("ab") as file:
+                file.write(clean.read_bytes().splitlines()[0][: rng.randrange(20)])
+    assert main([*arguments, "-o", str(killed)]) == 0
+    assert len(results_of(clean)) == num_results
+    assert results_of(killed) == results_of(clean)
+    # Nothing is left to do.
+    before = killed.read_bytes()
+    assert main([*arguments, "-o", str(killed)]) == 0
+    assert killed.read_bytes() == before
+
+
+def test_an_interrupted_run_on_pipes_ends_while_it_waits_for_input() -> None:
+    process = command("run", "-i", "-", "-o", "-", *ENGINE, stdin=-1, stdout=-1, stderr=-1)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write(b'{"prompt": "a", "max_tokens": 1}\nbad\n')
+    process.stdin.flush()
+    assert {json.loads(process.stdout.readline())["line"] for _ in range(2)} == {1, 2}
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert process.stderr.read().splitlines()[-1] == b"nanovllm run: interrupted"
+    process.communicate()
+
+
+VALUES: dict[str, tuple[list[str], Any]] = {
+    "logit_bias": (['{"5": -1.5}'], {"5": -1.5}),
+    "structured_outputs": (['{"regex": "a+"}'], StructuredOutputsParams(regex="a+")),
+    "stop": (["a", "b c"], ["a", "b c"]),
+    "bad_words": (["a"], ["a"]),
+    "stop_token_ids": (["3", "4"], [3, 4]),
+    "allowed_token_ids": (["3"], [3]),
+    "max_tokens": (["none"], None),
+    "seed": (["9"], 9),
+    "revision": (["main"], "main"),
+    "device": (["cpu"], "cpu"),
+    "dtype": (["float16"], "float16"),
+    "attention_backend": (["sdpa"], "sdpa"),
+    "load_format": (["dummy"], "dummy"),
+    "logprobs_mode": (["processed_logprobs"], "processed_logprobs"),
+    "model": (["x"], "x"),
+    "num_kvcache_blocks": (["7"], 7),
+    "logprobs": (["2"], 2),
+    "prompt_logprobs": (["2"], 2),
+    "gpu_memory_utilization": (["0.5"], 0.5),
+    "top_p": (["0.5"], 0.5),
+}
+
+
+@pytest.mark.parametrize("cls", [Config, SamplingParams])
+def test_every_field_is_a_flag(cls: Any) -> None:
+    given, expected = list[str](), dict[str, Any]()
+    for item in fields(cls):
+        flag = "sampling-seed" if cls is SamplingParams and item.name == "seed" else item.name.replace("_", "-")
+        if isinstance(item.default, bool):
+            given.append(f"--no-{flag}" if item.default else f"--{flag}")
+            expected[item.name] = not item.default
+            continue
+        texts, value = VALUES.get(item.name, (["32"], 32))
+        if item.name.endswith("penalty") or item.name in ("min_p", "temperature"):
+            texts, value = ["0.25"], 0.25
+        given += [part for text in texts for part in (f"--{flag}", text)]
+        expected[item.name] = value
+        assert value != item.default
+    for parser, required in zip(make_parsers()[:2], [["-i", "x", "-o", "y"], []], strict=True):
+        assert flag_values(parser.parse_args([*given, *required]), cls) == expected
+        # Only the model has a default of the command's.
+        bare = flag_values(parser.parse_args(required), cls)
+        assert bare == ({"model": BUNDLED_MODEL} if cls is Config else {})
+    assert set(field_texts(cls)) == {item.name for item in fields(cls)}
+    checked = {name: value for name, value in expected.items() if name not in ("detokenize", "min_tokens", "n")}
+    assert cls(**checked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "COMMAND"),
+        (["walk"], "walk"),
+        (["run", "-i", "x"], "-o"),
+        (["chat", "--temp", "1"], "--temp"),
+        (["chat", "--max-tokens", "x"], "--max-tokens"),
+        (["chat", "--max-tokens", "0"], "max_tokens must be"),
+        (["chat", "--dtype", "int8"], "dtype must be one of"),
+        (["chat", "--logit-bias", "[1]"], "--logit-bias"),
+        (["chat", "--structured-outputs", '{"what": 1}'], "unknown argument what"),
+        (["chat", "--n", "2"], "n must be 1"),
+        (["chat", "--model", "/nowhere"], "/nowhere"),
+        (["chat", *ENGINE, "--stop-token-ids", "99999"], "outside the vocabulary"),
+        (["run", "-i", "/nowhere", "-o", "-"], "/nowhere"),
+        (["run", "-i", "/dev/null", "-o", "/nowhere/x"], "/nowhere/x"),
+        (["run", "-i", "/dev/null", "-o", "-", *ENGINE, "--logit-bias", '{"99999": 1}'], "outside the vocabulary"),
+        (["bench", "--workload", "what"], "--workload"),
+        (["bench", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_bad_value_ends_with_code_2_and_one_line(
+    arguments: list[str], part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    output, errors = capfd.readouterr()
+    assert exit_info.value.code == 2
+    assert not output and part in errors and errors.count("\n") == 1 and errors.startswith("nanovllm")
+
+
+def test_nobody_reads_the_output() -> None:
+    process = command("run", "-i", "-", "-o", "-", *ENGINE, stdin=-1, stdout=-1, stderr=-1)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(b"bad\n", timeout=60)
+    assert process.returncode == 1 and errors.splitlines()[-1].startswith(b"nanovllm run: error: [Errno")
+
+
+def test_the_benchmark_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(bench.main) and callable(bench.measure_ceilings)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "--help"])
+    assert exit_info.value.code == 0 and "--workload" in capsys.readouterr().out
+
+
+def test_a_conversation_has_a_history(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(llm, SamplingParams(0, 40), "be short")
+    conversation.answer("introduce yourself")
+    printed = capsys.readouterr().out
+    history = [{"role": "system", "content": "be short"}, *INTRODUCTION]
+    (expected,) = llm.chat(history, SamplingParams(0, 40), use_tqdm=False)
+    assert printed == expected["text"] + "\n"
+    assert conversation.messages == [*history, {"role": "assistant", "content": expected["text"]}]
+    asked = [*conversation.messages, {"role": "user", "content": "1 + 1"}]
+    (expected,) = llm.chat(asked, SamplingParams(0, 40), use_tqdm=False)
+    conversation.answer("1 + 1")
+    assert capsys.readouterr().out == expected["text"] + "\n" and len(conversation.messages) == 5
+    with pytest.raises(ValueError, match="over max_model_len"):
+        conversation.answer("x" * 1000)
+    assert len(conversation.messages) == 5 and llm.is_finished()
+    conversation.clear()
+    assert conversation.messages == history[:1]
+
+
+def test_a_chat_through_pipes() -> None:
+    arguments = [*ENGINE, "--max-model-len", "2048", "--num-kvcache-blocks", "130", "--ignore-eos"]
+    process = command("chat", *arguments, stdin=-1, stdout=-1, stderr=-1)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"introduce yourself\n")
+    process.stdin.flush()
+    # It streams; the answer would have 2000 tokens.
+    begun = process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    process.stdin.write(b"/clear\n\n" + b"x" * 5000 + b"\n/exit\nintroduce yourself\n")
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert begun == b"Hello! I am"[:10] and output.count(b"\n") == 1 and len(output) < 4000
+    assert b"over max_model_len" in errors and b"Traceback" not in errors
+
+
+def test_a_chat_ends_with_its_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("introduce yourself\n"))
+    assert main(["chat", *ENGINE]) == 0
+    output = capsys.readouterr().out
+    assert "Nano" in output and output.endswith(".\n")

@@ -1,4 +1,4 @@
-"""The command line: `nanovllm run`, `nanovllm chat` and `nanovllm bench`."""
+"""The command line: `nanovllm run`, `nanovllm chat`, `nanovllm bench` and `nanovllm eval`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from nanovllm.bench.main import main as bench  # noqa: PLC0415
 
         bench(arguments[1:])
+        return 0
+    if arguments[:1] == ["eval"]:
+        from nanovllm.integrations.lm_eval import main as evaluate  # noqa: PLC0415
+
+        evaluate(list(arguments[1:]))
         return 0
     run_parser, chat_parser, parser = make_parsers()
     options = parser.parse_args(arguments)
@@ -73,6 +78,7 @@ def make_parsers() -> tuple[CommandParser, CommandParser, CommandParser]:
         add_flags(command, Config, "engine", model=BUNDLED_MODEL)
         # Both classes have a seed.
         add_flags(command, SamplingParams, "sampling", renamed={"seed": "sampling_seed"})
-    # It has a parser of its own, which needs torch; this entry is for the help.
+    # They have parsers of their own, which need torch; these entries are for the help.
     commands.add_parser("bench", help="measure throughput against what the machine can", add_help=False)
+    commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
     return run, chat, parser

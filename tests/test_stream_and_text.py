@@ -218,7 +218,7 @@ def test_closing_a_stream_frees_all(llm: LLM) -> None:
     assert llm.stats()["num_used_blocks"] > 0
     with pytest.raises(RuntimeError, match="already running"):
         llm.generate(PROMPT)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
     with pytest.raises(ValueError, match="priority"):
         llm.stream([PROMPT], priority=[1, 2])

@@ -3,9 +3,8 @@
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
 (depth 0, on the CPU). What needs token values, such as EOS, waits for the step's result; see `Scheduler`.
 
-One thread at a time drives the engine: it steps, or generates; another that tries to gets an error. Requests and aborts
-may come from any thread: they go into an inbox, which the next step empties. What a step finishes or fails is kept
-until a caller has it, so that neither an exception nor a signal loses it.
+One thread at a time drives the engine; another that tries to gets an error. Requests and aborts may come from any
+thread: they go into an inbox, which the next step empties. What a step finishes or fails is kept until a caller has it.
 """
 
 from __future__ import annotations
@@ -66,16 +65,15 @@ class LLMEngine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
         )
-        num_kv_slots = runner.num_kvcache_blocks * config.kvcache_block_size
-        self.limits = RequestLimits(vocab_size, max_model_len, num_kv_slots)
+        self.limits = RequestLimits(vocab_size, max_model_len, runner.num_kvcache_blocks * config.kvcache_block_size)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
         # Of requests with several outputs, while they are unfinished.
         self._groups: dict[int, RequestGroup] = {}
-        # New requests, and the ids of aborted ones, in the order in which they came.
+        # New requests and the ids of aborted ones, in order.
         self._inbox: deque[Sequence | list[int]] = deque()
-        # Of each step that the last `run_step` took in: request ids, a token of each, and ids whose token was dropped.
+        # See `new_token_ids`: of the steps that the last `run_step` took in.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
         self._unclaimed = Unclaimed(make_output)
         self._history = StatsHistory()
@@ -89,7 +87,6 @@ class LLMEngine:
 
         Raises:
             ValueError: the prompt, a parameter or the request's size is out of bounds.
-            RuntimeError: the engine is closed.
         """
         params = self.limits.check_params(SamplingParams() if sampling_params is None else sampling_params)
         features = RequestFeatures(priority=check_int("priority", priority))
@@ -127,12 +124,9 @@ class LLMEngine:
             self.end(call)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests, wherever they stand; ids of finished ones are ignored.
+        """Drop requests, wherever they stand; ids of finished ones are ignored, what is no id is a `ValueError`.
 
         Their blocks are free at once; while another thread drives the engine, with that thread's next step.
-
-        Raises:
-            ValueError: an id that is none.
         """
         self._inbox.append(self._all_of([check_int("request id", request_id, 0) for request_id in request_ids]))
         call = Call(brief=True)
@@ -152,14 +146,14 @@ class LLMEngine:
         return self.scheduler.counters()
 
     def stats_history(self) -> list[StatsSample]:
-        """Return the course of the counters since the engine began, oldest first; the last sample is of now."""
+        """Return the counters over time, oldest first; the last sample is of now."""
         return self._history.samples(self.stats())
 
     def exit(self) -> None:
-        """Free the device. The engine cannot be used afterwards; calling it again does nothing.
+        """Free the device. The engine cannot be used afterwards; a second call, or one in a forked copy, does nothing.
 
         While another thread drives the engine, this waits up to ten seconds for its step to end; a step that takes
-        longer frees the device when it ends. In a forked copy of the engine's process this does nothing.
+        longer frees the device when it ends.
         """
         self._guard.close(self._close)
 
@@ -177,10 +171,9 @@ class LLMEngine:
         self._guard.end(call, self._close)
 
     def run_step(self) -> int:
-        """Do a step for the call that drives the engine; results and failures are kept.
+        """Do a step for the call that drives the engine; results and failures are kept. Returns the prefilled tokens.
 
-        Returns the number of prefilled tokens. Signals are deferred until the step ends, so that the scheduler's state
-        stays consistent.
+        Signals are deferred until the step ends, so that the scheduler's state stays consistent.
         """
         with deferred_signals():
             runner = self.require_open()
@@ -205,11 +198,10 @@ class LLMEngine:
             return batch.num_prompt_tokens if batch is not None else 0
 
     def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
-        """Return, once, those of these requests that have finished.
+        """Return, once, those of these requests that have finished; raise if one has failed.
 
         Raises:
-            StepError: one of them has failed.
-            RuntimeError: none of them is left, since somebody else has aborted them.
+            RuntimeError: none of them is left, since somebody else has aborted them; a `StepError` if one has failed.
         """
         done = self._unclaimed.claim(request_ids)
         if not done and self._is_idle():

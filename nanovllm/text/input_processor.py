@@ -87,9 +87,6 @@ class InputProcessor:
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
         if needed and self.tokenizer is None:
             raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
-        if params.structured_outputs is not None:
-            # Shows what is wrong with a grammar before any request is queued.
-            self._grammars.make(params.structured_outputs)
         return params, encode_bad_words(self.tokenizer, params.bad_words or [])
 
     def _features(

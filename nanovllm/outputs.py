@@ -150,7 +150,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         finished: finished requests by id, also those of earlier steps that nobody has had yet.
-        new_token_ids: tokens that this step added to each request, by id; of the first output, if there are several.
+        new_token_ids: tokens that this step added, by request id; further outputs of a request have ids of their own.
         num_prefill_tokens: prompt tokens that were computed: those not in the prefix cache, and those that preempted
             requests compute again.
         num_output_tokens: how many new tokens there are.

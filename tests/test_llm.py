@@ -211,6 +211,12 @@ def test_bad_sampling_params(settings: dict[str, Any], message: str) -> None:
         SamplingParams(**settings)
 
 
+def test_an_engine_refuses_what_needs_text(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="stop needs text: give the request to an LLM, not to its engine"):
+        llm.llm_engine.add_request([1], SamplingParams(stop="x"))
+    assert llm.is_finished()
+
+
 def test_lists_of_different_lengths(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY])

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine.sequence import RequestFeatures, Sequence
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.output_processor import OutputProcessor, OutputState
 
 TEXTS = [
     "plain words, and more",
@@ -61,3 +64,24 @@ def test_a_token_whose_text_depends_on_those_before_it() -> None:
     detokenizer = Detokenizer(WordTokenizer())
     # Behind a special token, too, a word is not the first.
     assert [detokenizer.append([token]) for token in (3, 0, 3, 3, 1, 2)] == ["", "one", "", "", " two", " three"]
+
+
+class ByteTokenizer:
+    """Each token is some bytes."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        pieces = {1: b"x", 2: b"stop\xc3"}
+        return b"".join(pieces[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() -> None:
+    params = SamplingParams(stop="stop", max_tokens=2)
+    sink = OutputState(ByteTokenizer(), params)
+    seq = Sequence(0, [7], params, 0, RequestFeatures(sink=sink))
+    for token_id in (1, 2):
+        seq.token_ids.append(token_id)
+        assert sink.append(token_id, False) is None
+    seq.finish_reason = "length"
+    assert seq.group.add(seq)
+    (output,) = OutputProcessor(ByteTokenizer()).make_output(seq.group).outputs
+    assert (output.text, output.finish_reason, output.stop_reason) == ("x", "stop", "stop")

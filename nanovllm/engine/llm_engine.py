@@ -88,7 +88,7 @@ class LLMEngine:
         Raises:
             ValueError: the prompt, a parameter or the request's size is out of bounds.
         """
-        params = self.limits.check_params(SamplingParams() if sampling_params is None else sampling_params)
+        params = self.limits.check_without_text(SamplingParams() if sampling_params is None else sampling_params)
         features = RequestFeatures(priority=check_int("priority", priority))
         return self.enqueue(self.limits.check_prompt(prompt, params), params, [features] * params.n)
 

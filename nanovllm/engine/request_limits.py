@@ -44,6 +44,18 @@ class RequestLimits:
                 raise ValueError(f"{name}={getattr(checked, name)} is over the vocabulary's {self.vocab_size}")
         return checked
 
+    def check_without_text(self, params: Any) -> SamplingParams:
+        """Do the same for a request of an engine that has no tokenizer.
+
+        Raises:
+            ValueError: see `check_params`, or a parameter that needs text.
+        """
+        checked = self.check_params(params)
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(checked, name):
+                raise ValueError(f"{name} needs text: give the request to an LLM, not to its engine")
+        return checked
+
     def check_prompt(self, prompt: Any, params: SamplingParams) -> array[int]:
         """Return a prompt's token ids, if the request can be served.
 

@@ -82,7 +82,11 @@ class OutputProcessor:
     def _text(self, seq: Sequence) -> str:
         params, sink = seq.params, seq.features.sink
         if isinstance(sink, OutputState):
-            return sink.finish()
+            text = sink.finish()
+            # Bytes that no token can complete any more may have held back a stop string.
+            if seq.stop_reason is None and sink.text is not None and sink.text.stop_string is not None:
+                seq.finish_reason, seq.stop_reason = "stop", sink.text.stop_string
+            return text
         if self.tokenizer is None or not params.detokenize:
             return ""
         token_ids = seq.completion_token_ids

@@ -65,6 +65,8 @@ def openai(url: str, **body: Any) -> dict[str, Any]:
 def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     # One thread, as in the tests' own process: on a busy machine more of them wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A shell that starts the tests in the background ignores Ctrl-C, which a terminal does not.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([sys.executable, "-m", "nanovllm", *arguments], cwd=ROOT, env=environment, **options)
 
 

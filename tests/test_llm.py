@@ -157,7 +157,7 @@ def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
         ([7, None, 2**40], "list of token ids"),
         ([5, True], "list of token ids"),
         ([False, 600], "list of token ids"),
-        ({"text": "x"}, "a prompt as a dict has"),
+        ({"text": "x"}, "a prompt as a dict is"),
         ("\ud800", "cannot be tokenized"),
     ],
 )
@@ -226,7 +226,7 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
         llm.generate([[1]], 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be SamplingParams"):
         llm.add_request([1], {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a prompt as a dict has"):
+    with pytest.raises(ValueError, match="a prompt as a dict is"):
         llm.generate({"a": 1})  # type: ignore[arg-type]
     assert llm.is_finished()
 

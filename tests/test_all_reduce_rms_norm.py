@@ -135,6 +135,30 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
     assert forms == {True, False}
 
 
+@pytest.mark.parametrize("shape", [(1, 7), (3, 5000), (256, 76032)])
+def test_logits_are_gathered_in_an_even_number_of_calls_behind_those_of_the_forward_pass(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
+    communicator.rank, communicator.size = 1, 2
+    communicator._buffer = make_buffer(word_bytes=2**19, row_bytes=2**25, max_rows=4096)
+    calls = []
+
+    def all_reduce_rms_norm(x: torch.Tensor, *args: Any) -> None:
+        *_, call, _one_shot, (_, total) = args
+        calls.append(call)
+        total.copy_(x)
+
+    monkeypatch.setattr(symmetric, "all_reduce_rms_norm", all_reduce_rms_norm)
+    x = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape).bfloat16()
+    communicator.begin_sampling()
+    gathered = communicator.all_gather_columns(x)
+    assert torch.equal(gathered, torch.cat((torch.zeros_like(x), x), 1))
+    # The forward pass ends with an even index, as its number of calls is odd; so must the step.
+    assert calls[0] % 2 == 1 and calls[-1] % 2 == 0
+    assert calls == list(range(calls[0], calls[-1] + 1))
+
+
 @pytest.mark.parametrize(
     ("device", "reachable", "want"),
     [("cuda:1", True, "symmetric"), ("cuda:1", False, "plain"), ("cpu", True, "plain")],

@@ -100,6 +100,9 @@ class MockRunner:
             if chunk.samples:
                 sampled.append(self._sample(chunk.slot))
         assert len(sampled) == len(batch.sampled_seq_ids)
+        assert (make_masks is not None) == bool(batch.masked)
+        if make_masks is not None:
+            make_masks()
         if self.fail_result:
             self.fail_result = False
             # A step that failed may have left anything in the blocks that it was to write.

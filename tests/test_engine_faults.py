@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 from nanovllm import LLM, StepError
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RequestFeatures, Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
-from tests.mock_runner import check_engine, complete, greedy, make_engine
+from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine
 from tests.test_scheduler import run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -269,3 +270,47 @@ def test_aborting_many_waiting_requests_takes_no_time_each() -> None:
     engine.abort(reversed(ids))
     assert time.perf_counter() - started < 0.5
     assert engine.is_finished()
+
+
+class Constraint:
+    """Allows everything, and knows what it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def accept(self, token_id: int) -> None:
+        self.seen.append(token_id)
+
+    def fill(self, constraints: list[tuple[Any, int]], words: Any) -> None:
+        assert len(words) == len(constraints)
+
+
+@DEPTHS
+def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth)
+    features = [RequestFeatures(constraint=Constraint())]
+    failing = engine.enqueue(array("i", [1, 2]), greedy(6), features)
+    engine.step()
+    launch = runner.execute
+
+    def fail_later(batch: Any, *masks: Any) -> MockHandle:
+        # The cache is as it should be, so that the mock can launch the step behind.
+        runner.execute = launch  # type: ignore[method-assign]
+        launch(batch, *masks)
+        return MockHandle([], RuntimeError("step failed"))
+
+    runner.execute = fail_later  # type: ignore[method-assign, assignment]
+    with pytest.raises(StepError, match="step failed") as caught:
+        while True:
+            engine.step()
+    assert caught.value.request_ids == [failing]
+    check_engine(engine)
+    assert engine.is_finished() and engine.block_manager.num_used_blocks == 0
+    constraint = Constraint()
+    again = engine.enqueue(array("i", [1, 2]), greedy(6), [RequestFeatures(constraint=constraint)])
+    finished: dict[int, RequestOutput] = {}
+    while not engine.is_finished():
+        finished.update(engine.step().finished)
+        check_engine(engine)
+    want = complete([1, 2], 6, frozenset(), 128)
+    assert finished[again]["token_ids"] == want == constraint.seen

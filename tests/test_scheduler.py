@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request_options import take_in_extras
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import StepError
+from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -348,3 +351,29 @@ def test_a_prompt_of_several_outputs_is_computed_once_and_copied_only_where_it_i
     ]  # fmt: skip
     # The last one to write keeps the block.
     assert [len(batch.block_copies) for batch in runner.batches] == [0, 2, 0]
+
+
+def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
+    engine, _ = make_engine(pipeline_depth=0, block_size=4, max_num_seqs=1)
+    manager = engine.block_manager
+    engine.add_request([1, 2], SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, n=2))
+    for _ in range(4):
+        engine.step()
+    first, second = engine.scheduler.running[0], engine.scheduler.waiting.first()
+    assert second is not None and manager.blocks[first.block_table[0]].key is not None
+    assert manager.allocate(second) and second.block_table == first.block_table[:1]
+    manager.free(first)
+    # Nobody else uses the block now, but others may find it.
+    second.num_computed_tokens = 2
+    assert manager.must_copy(second)
+    source, copy = manager.copy_block(second)
+    assert source != copy and second.block_table == [copy] and manager.blocks[source].ref_count == 0
+
+
+def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
+    seq = Sequence(3, [1, 2, 3], SamplingParams(prompt_logprobs=0), 0)
+    seq.num_admissions = 2
+    old, new = np.zeros(1), np.ones(1)
+    batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])
+    take_in_extras(batch, StepOutput([], prompt_outputs=[old, new, old]), {3: seq})
+    assert seq.prompt_outputs == [new]

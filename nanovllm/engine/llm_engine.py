@@ -69,8 +69,7 @@ class LLMEngine:
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
-        # Of requests with several outputs, while they are unfinished.
-        self._groups: dict[int, RequestGroup] = {}
+        self._groups: dict[int, RequestGroup] = {}  # unfinished requests with several outputs
         # New requests and the ids of aborted ones, in order.
         self._inbox: deque[Sequence | list[int]] = deque()
         # See `new_token_ids`: of the steps that the last `run_step` took in.
@@ -227,8 +226,9 @@ class LLMEngine:
         return [i for request_id, group in groups.items() for i in ([request_id] if group is None else group.seq_ids)]
 
     def _make_masks(self, batch: ScheduledBatch) -> TokenMasks:
-        """Return the masks of a batch whose forward pass is running; waits for the tokens of the step before."""
-        self._collect(0)
+        """Return the masks of a batch whose forward pass is running; waits for the tokens of the step before it."""
+        if not self._collect(0):
+            raise RuntimeError("the step before has failed, and the requests of this one with it")
         seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
         return TokenMasks(batch.masked, make_masks(seqs, self.limits.vocab_size))
 
@@ -262,21 +262,22 @@ class LLMEngine:
             raise RuntimeError("the engine is closed")
         return self._runner
 
-    def _collect(self, depth: int) -> None:
-        """Take in results until no more than `depth` steps are under way."""
+    def _collect(self, depth: int) -> bool:
+        """Take in results until no more than `depth` steps are under way; returns whether none of them has failed."""
         while len(self._in_flight) > depth:
             batch, handle = self._in_flight.popleft()
             try:
                 output = handle.result()
             except BaseException as error:
                 self._fail(error)
-                return
+                return False
             finished, dropped = self.scheduler.postprocess(batch, output)
             self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, dropped))
             for seq in finished:
                 if seq.group.add(seq):
                     self._groups.pop(seq.group.seq_ids[0], None)
                     self._unclaimed.add(seq.group)
+        return True
 
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.

@@ -72,12 +72,13 @@ def stream_requests(engine: LLMEngine, requests: list[Request]) -> Iterator[Requ
     try:
         _enqueue(engine, requests, ids)
         running = dict(zip(ids, requests, strict=True))
+        prompts = {i: request.token_ids.tolist() for i, request in running.items()}
         while running:
             engine.run_step()
             done = engine.claim(set(running))
-            news = [_news(request_id, request, done.get(request_id)) for request_id, request in running.items()]
-            running = {request_id: request for request_id, request in running.items() if request_id not in done}
-            yield from (output for output in news if output.outputs or output.finished)
+            found = [_news(i, request, prompts[i], done.get(i)) for i, request in running.items()]
+            running = {i: request for i, request in running.items() if i not in done}
+            yield from (output for output in found if output is not None)
     finally:
         engine.drop(set(ids))
 
@@ -89,8 +90,10 @@ def _enqueue(engine: LLMEngine, requests: list[Request], ids: list[int]) -> None
             ids.append(engine.enqueue(request.token_ids, request.params, request.features))
 
 
-def _news(request_id: int, request: Request, final: RequestOutput | None) -> RequestOutput:
-    """Return what is new of a request's outputs; `final` is its whole output, once it has finished."""
+def _news(
+    request_id: int, request: Request, prompt_token_ids: list[int], final: RequestOutput | None
+) -> RequestOutput | None:
+    """Return what is new of a request's outputs, if anything is; `final` is its whole output, once it has finished."""
     outputs = []
     for i, item in enumerate(request.features):
         assert isinstance(item.sink, OutputState)
@@ -101,10 +104,10 @@ def _news(request_id: int, request: Request, final: RequestOutput | None) -> Req
             outputs.append(CompletionOutput(i, text, token_ids, *logprobs, whole.finish_reason, whole.stop_reason))
         elif text or token_ids:
             outputs.append(CompletionOutput(i, text, token_ids))
-    if final is None:
-        return RequestOutput(request_id, request.features[0].prompt, request.token_ids.tolist(), outputs, False)
-    final.outputs = outputs
-    return final
+    if final is not None:
+        final.outputs = outputs
+        return final
+    return RequestOutput(request_id, request.features[0].prompt, prompt_token_ids, outputs, False) if outputs else None
 
 
 def _step_until_done(

@@ -7,6 +7,7 @@ grammars and no regular expressions of its own, and brings a second tensor libra
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import cached_property
 from typing import Any
@@ -85,11 +86,11 @@ class GrammarCompiler:
         """The tokenizer in llguidance's form."""
         if self._hf_tokenizer is None or not getattr(self._hf_tokenizer, "is_fast", False):
             raise ValueError("structured_outputs needs a model with a fast tokenizer")
-        assert self.library is not None
-        from llguidance.hf import from_tokenizer  # noqa: PLC0415
-
+        # Before the tokenizer: it says how to install what is missing.
+        library = self.library
+        importlib.import_module("llguidance.hf")
         eos = sorted(self._eos_token_ids)
-        return from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos or None)
+        return library.hf.from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos or None)
 
     @cached_property
     def executor(self) -> Any:

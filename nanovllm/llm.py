@@ -1,4 +1,4 @@
-"""What a user holds: an engine that loads a model and answers lists of prompts."""
+"""The user's interface: loads a model and completes, scores, embeds and streams prompts."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class LLM:
             processed = self._input_processor.process(requests, [params] * len(requests), [0] * len(requests))
             pooled = [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in processed]
             outputs = run_requests(self.llm_engine, pooled, use_tqdm)
-        # Parts of a sum, whose length does not matter to a direction.
+        # Chunks of a prompt return sums; normalising makes the mean of the sum.
         states = [np.sum(output.hidden_states, axis=0) for output in outputs]
         stacked = np.array(states, dtype=np.float32).reshape(len(states), self.model_config.hidden_size)
         return functional.normalize(torch.from_numpy(stacked), dim=1)

@@ -99,3 +99,8 @@ def check_position(at: Any, token_id: int, row: torch.Tensor, num_logprobs: int)
     for token, item in at.items():
         assert abs(item.logprob - row[token].item()) < 1e-4
         assert item.rank == 1 + int((row > row[token]).sum())
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random tokens of the small checkpoint's vocabulary, none of them special."""
+    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

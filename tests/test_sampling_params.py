@@ -12,17 +12,13 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
-from tests.reference import check_logprobs, processed, reference_logits
+from tests.reference import check_logprobs, processed, prompt, reference_logits
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "seed": 0}
 # Chunks of prompts beside decodes, and too few blocks for all.
 TIGHT = SETTINGS | {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_kvcache_blocks": 17}
 EOS = 3
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.7, "frequency_penalty": -0.4}
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

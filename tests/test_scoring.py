@@ -12,14 +12,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams
-from tests.reference import check_position, reference_logits, reference_model
+from tests.reference import check_position, prompt, reference_logits, reference_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 EOS = 3
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

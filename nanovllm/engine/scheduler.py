@@ -7,7 +7,7 @@ full, the newest sequence loses its blocks and is computed again later (preempti
 before it still runs.
 
 Running and waiting sequences are ordered by `Sequence.sort_key`: by priority, then by arrival. The last running one is
-the one to preempt, and the first, which is never preempted, always gets on.
+the one to preempt, and the first is never preempted, so that it always makes progress.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Scheduler:
         return finished, dropped
 
     def _ends(self, seq: Sequence, token_id: int) -> bool:
-        """Show a token to what the request brings for it; returns whether the output ends with it."""
+        """Pass a token to the request's constraint and sink; returns whether the output ends with it."""
         params, features = seq.params, seq.features
         is_end = token_id in self.eos_token_ids and not params.ignore_eos
         if params.stop_token_ids and token_id in params.stop_token_ids:
@@ -172,7 +172,7 @@ class Scheduler:
         return self._sequences.get(seq_id)
 
     def fail_in_flight(self) -> list[Sequence]:
-        """A step failed: drop every sequence that was in a step, and all that such steps put into the prefix cache."""
+        """Drop every sequence in a step that has no result yet, and all that such steps put into the prefix cache."""
         failed = [seq for seq in self.sequences if seq.status is not SequenceStatus.WAITING or seq.num_in_flight]
         self.abort([seq.seq_id for seq in failed])
         self.block_manager.rollback()

@@ -1,7 +1,7 @@
 """What running requests ask of sampling beyond a temperature, by slot.
 
-Only such requests have an entry, and only steps that sample for one of them look here. Their token counts and biases
-are rows of pools on the device, which grow when they are full.
+Requests that need only a temperature have no entry, and steps with no other requests do not use this module. Token
+counts and biases are rows of pools on the device, which grow when they are full.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SamplingState:
         self._counts = _Pool(vocab_size, torch.int32, device)
 
     def add(self, requests: list[NewRequest]) -> None:
-        """Take over the options of requests, whose slots other requests had before."""
+        """Store the options of new requests, and free those of the requests that had their slots before."""
         for request in requests:
             old = self._slots.pop(request.slot, None)
             if old is not None:

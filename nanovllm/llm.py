@@ -213,7 +213,7 @@ class LLM:
             processed = self._input_processor.process(requests, [params] * len(requests), [0] * len(requests))
             pooled = [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in processed]
             outputs = run_requests(self.llm_engine, pooled, use_tqdm)
-        # Chunks of a prompt return sums; normalising makes the mean of the sum.
+        # Chunks return sums; a sum has the direction of the mean, and only that is kept.
         states = [np.sum(output.hidden_states, axis=0) for output in outputs]
         stacked = np.array(states, dtype=np.float32).reshape(len(states), self.model_config.hidden_size)
         return functional.normalize(torch.from_numpy(stacked), dim=1)

@@ -11,13 +11,15 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.sequence import RequestGroup
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import MakeMasks, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -63,7 +65,7 @@ class MockRunner:
         self.fail_result = False
         self.closed = 0
 
-    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> MockHandle:
+    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> MockHandle:
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")
@@ -100,9 +102,9 @@ class MockRunner:
             if chunk.samples:
                 sampled.append(self._sample(chunk.slot))
         assert len(sampled) == len(batch.sampled_seq_ids)
-        assert (make_masks is not None) == bool(batch.masked)
-        if make_masks is not None:
-            make_masks()
+        assert (fill_masks is not None) == bool(batch.masked)
+        if fill_masks is not None:
+            fill_masks(np.empty((len(batch.masked), -(-VOCAB_SIZE // 32)), dtype=np.int32))
         if self.fail_result:
             self.fail_result = False
             # A step that failed may have left anything in the blocks that it was to write.

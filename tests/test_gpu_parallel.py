@@ -37,6 +37,11 @@ SETTINGS: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 64, "num_kvcache_blocks": 300,
     "seed": 0,
 }  # fmt: skip
+# What some of the requests ask of sampling beyond a temperature.
+ASKED: list[dict[str, Any]] = [
+    {}, {}, {}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05, "logprobs": 3}, {"allowed_token_ids": [*range(9, 900, 7)]},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 2.0, 999: 3.0}},
+]  # fmt: skip
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 
@@ -122,7 +127,7 @@ def communicators(size: int, plan: Plan) -> list[str]:
 @pytest.mark.parametrize("size", SIZES)
 def test_tokens_are_those_of_one_gpu_in_engines_side_by_side(folder: Path, tmp_path: Path, size: int) -> None:
     batch = prompts((1, 5, 64, 100, 255, 256, 257, 300, *range(20, 80)), seed=1)
-    params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=30, ignore_eos=True, seed=i)
+    params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=30, ignore_eos=True, seed=i, **ASKED[i % len(ASKED)])
               for i in range(len(batch))]  # fmt: skip
     with LLM(folder, **SETTINGS) as llm:
         want = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]

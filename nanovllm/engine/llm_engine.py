@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
@@ -24,10 +26,10 @@ from nanovllm.engine.request_output import new_token_ids, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_sequences
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
-from nanovllm.engine.token_masks import make_masks
+from nanovllm.engine.token_masks import fill_masks
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
-from nanovllm.runner.messages import Handle, Runner, ScheduledBatch, TokenMasks
+from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -182,7 +184,7 @@ class LLMEngine:
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:
-                    masks = [partial(self._make_masks, batch)] if batch.masked else []
+                    masks = [partial(self._fill_masks, batch)] if batch.masked else []
                     self._in_flight.append((batch, runner.execute(batch, *masks)))
             except BaseException as error:
                 # The steps before the one that failed are good.
@@ -225,12 +227,11 @@ class LLMEngine:
         groups = {request_id: self._groups.pop(request_id, None) for request_id in request_ids}
         return [i for request_id, group in groups.items() for i in ([request_id] if group is None else group.seq_ids)]
 
-    def _make_masks(self, batch: ScheduledBatch) -> TokenMasks:
-        """Return the masks of a batch whose forward pass is running; waits for the tokens of the step before it."""
+    def _fill_masks(self, batch: ScheduledBatch, words: np.ndarray) -> None:
+        """Write the masks of a batch whose forward pass is running; waits for the tokens of the step before it."""
         if not self._collect(0):
             raise RuntimeError("the step before has failed, and the requests of this one with it")
-        seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
-        return TokenMasks(batch.masked, make_masks(seqs, self.limits.vocab_size))
+        fill_masks([self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked], words)
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.

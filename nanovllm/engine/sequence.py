@@ -34,7 +34,7 @@ class TokenConstraint(Protocol):
 
         Args:
             constraints: each with its row of words.
-            words: [_, ceil(vocab_size / 32)] int32; a bit for each token, all set before.
+            words: [_, ceil(vocab_size / 32)] int32; a bit for each token. The rows' content is undefined before.
         """
 
 

@@ -118,24 +118,12 @@ class ScheduledBatch:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
-@dataclass(frozen=True)
-class TokenMasks:
-    """Tokens that the host allows.
+FillMasks = Callable[[np.ndarray], None]
+"""Writes the tokens that the host allows to the rows `ScheduledBatch.masked` of a step.
 
-    Attributes:
-        rows: indices into `ScheduledBatch.sampled_seq_ids`.
-        words: [num_rows, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
-    """
-
-    rows: list[int]
-    words: np.ndarray
-
-    def padded(self, num_decodes: int, num_padding: int) -> TokenMasks:
-        """Return the masks by row of the logits, of which `num_padding` lie behind the first `num_decodes`."""
-        return TokenMasks([row if row < num_decodes else row + num_padding for row in self.rows], self.words)
-
-
-MakeMasks = Callable[[], TokenMasks]
+It gets words, [num_masked, ceil(vocab_size / 32)] int32, whose content is undefined; bit `token % 32` of word
+`token // 32` allows a token.
+"""
 
 
 @dataclass(frozen=True)
@@ -185,8 +173,8 @@ class Runner(Protocol):
     pipeline_depth: int
     num_kvcache_blocks: int
 
-    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> Handle:
-        """Queue one step; raises if it cannot be queued. `make_masks` is called behind the launch of the forward."""
+    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> Handle:
+        """Queue one step; raises if it cannot be queued. `fill_masks` is called behind the launch of the forward."""
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the device is lost."""

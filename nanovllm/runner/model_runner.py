@@ -31,7 +31,7 @@ from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepS
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.extended_step import prompt_outputs, sample_rows
 from nanovllm.runner.memory import free_memory, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import MakeMasks, ScheduledBatch
+from nanovllm.runner.messages import FillMasks, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows, SamplingState
 from nanovllm.runner.step_results import StepExtras, StepHandle, StepResults
 from nanovllm.utils.device import resolve_device, resolve_dtype
@@ -127,15 +127,15 @@ class ModelRunner:
             self.device,
         )
 
-    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> StepHandle:
+    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> StepHandle:
         """Queue one step and return; waits for nothing but the host's masks."""
         with torch.inference_mode(), self._device_guard():
-            return self.collect(*self._run(batch, make_masks))
+            return self.collect(*self._run(batch, fill_masks))
 
-    def run(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> None:
+    def run(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> None:
         """Queue one step on a rank whose tokens the host does not ask for."""
         with torch.inference_mode(), self._device_guard():
-            self._run(batch, make_masks)
+            self._run(batch, fill_masks)
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
@@ -172,7 +172,7 @@ class ModelRunner:
         num_decodes, num_prompts = step.num_real_decodes, step.num_real_samples - step.num_real_decodes
         return self._results.copy(num_decodes, step.shape.num_decodes, num_prompts, extras)
 
-    def _run(self, batch: ScheduledBatch, make_masks: MakeMasks | None) -> tuple[PreparedStep, StepExtras | None]:
+    def _run(self, batch: ScheduledBatch, fill_masks: FillMasks | None) -> tuple[PreparedStep, StepExtras | None]:
         """Queue one step up to its tokens.
 
         Forward and sampling are one CUDA graph where there is one for the step's size. Sampling is launched behind the
@@ -180,14 +180,14 @@ class ModelRunner:
         """
         step = self.prepare(batch)
         if batch.scored_seq_ids:
-            return step, self._run_scored(batch, step, make_masks)
+            return step, self._run_scored(batch, step, fill_masks)
         if not batch.sample_apart:
             self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
             return step, None
         inputs, logits = self._run_or_replay(step, "forward", partial(self._gather_and_forward, step))
-        return step, self.sample(inputs, logits, self._sampling_rows(batch, step, make_masks))
+        return step, self.sample(inputs, logits, self._sampling_rows(batch, step, fill_masks))
 
-    def _run_scored(self, batch: ScheduledBatch, step: PreparedStep, make_masks: MakeMasks | None) -> StepExtras | None:
+    def _run_scored(self, batch: ScheduledBatch, step: PreparedStep, fill_masks: FillMasks | None) -> StepExtras | None:
         """Queue a step that needs the hidden states of whole chunks."""
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
@@ -195,20 +195,21 @@ class ModelRunner:
         with set_attention_metadata(inputs.metadata):
             hidden = self.model(inputs.token_ids, inputs.positions).compute()
         logits = self.model.project_logits(hidden[inputs.sample_indices])
-        extras = self.sample(inputs, logits, self._sampling_rows(batch, step, make_masks)) or StepExtras()
+        extras = self.sample(inputs, logits, self._sampling_rows(batch, step, fill_masks)) or StepExtras()
         extras.prompt_outputs = prompt_outputs(self.model, self.sampler, batch, hidden[step.shape.num_decodes :])
         return extras
 
     def _sampling_rows(
-        self, batch: ScheduledBatch, step: PreparedStep, make_masks: MakeMasks | None
+        self, batch: ScheduledBatch, step: PreparedStep, fill_masks: FillMasks | None
     ) -> SamplingRows | None:
         """Return what rows ask for beyond a temperature; waits for the host's masks."""
         slots, num_padding = self.batch_builder.slots, step.shape.num_decodes - step.num_real_decodes
         sampled = batch.decode_slots + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
-        masks = None if make_masks is None else make_masks().padded(step.num_real_decodes, num_padding)
+        masked = [row if row < step.num_real_decodes else row + num_padding for row in batch.masked]
+        rows = self.sampling.rows_of(sampled, slots.num_computed, masked, fill_masks)
         self.communicator.begin_sampling()
-        return self.sampling.rows_of(sampled, slots.num_computed, masks)
+        return rows
 
     def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
         """Run a part of a step, as a graph if the step has a capture size."""

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.kernels.cutoffs import CutoffParams
 from nanovllm.kernels.logits import LogitsEdits
-from nanovllm.runner.messages import NewRequest, SamplingOptions, TokenMasks
+from nanovllm.runner.messages import FillMasks, NewRequest, SamplingOptions
 
 _LEAST_ROWS = 8
 
@@ -97,7 +97,7 @@ class SamplingState:
         self._slots: dict[int, _Slot] = {}
         # Slots and rows that ask, those that are edited, and what they ask for: mostly that of the step before.
         self._cached: tuple[list[int], list[int], SamplingRows] | None = None
-        self._mask_buffers = [torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32)]
+        self._masks = torch.empty(0, 0, dtype=torch.int32)
         self._bias = _Pool(vocab_size, torch.float32, device)
         self._counts = _Pool(vocab_size, torch.int32, device)
 
@@ -113,13 +113,16 @@ class SamplingState:
             if request.options is not None:
                 self._slots[request.slot] = self._new_slot(request.options, request.num_prompt_tokens)
 
-    def rows_of(self, slots: list[int], num_tokens: np.ndarray, masks: TokenMasks | None) -> SamplingRows | None:
+    def rows_of(
+        self, slots: list[int], num_tokens: np.ndarray, masked: list[int], fill_masks: FillMasks | None
+    ) -> SamplingRows | None:
         """Return the rows that ask for something, or None.
 
         Args:
             slots: those that tokens are sampled for, in the order of the logits.
             num_tokens: [num_slots]; tokens that each slot's sequence has, without the one to be sampled.
-            masks: the host's; their rows are among these.
+            masked: rows that the host masks.
+            fill_masks: writes their masks; None if there are none.
         """
         asking = [row for row, slot in enumerate(slots) if slot in self._slots]
         if not asking:
@@ -130,9 +133,9 @@ class SamplingState:
         _, edited, found = self._cached
         found.edits.forbidden = self._forbidden([slots[row] for row in edited], num_tokens)
         found.edits.bitmask = found.edits.bitmask_rows = None
-        if masks is not None:
-            index = {row: i for i, row in enumerate(masks.rows)}
-            found.edits.bitmask = self._send_masks(masks.words)
+        if fill_masks is not None:
+            index = {row: i for i, row in enumerate(masked)}
+            found.edits.bitmask = self._send_masks(len(masked), fill_masks)
             found.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in edited], torch.int32)
         return found
 
@@ -217,17 +220,15 @@ class SamplingState:
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
         return self._to_device(torch.tensor(values, dtype=dtype))
 
-    def _send_masks(self, words: np.ndarray) -> torch.Tensor:
-        """Send masks by pinned memory that is allocated once: an allocation would wait for the device."""
-        masks = torch.from_numpy(words)
-        if self.device.type != "cuda":
-            return masks
-        # Two take turns. Masks are made when the step before has ended, and so has the copy of the one before that.
-        self._mask_buffers.reverse()
-        if self._mask_buffers[0].numel() < masks.numel():
-            self._mask_buffers[0] = torch.empty(2 * masks.numel(), dtype=torch.int32, pin_memory=True)
-        staged = self._mask_buffers[0][: masks.numel()].view(masks.shape).copy_(masks)
-        return staged.to(self.device, non_blocking=True)
+    def _send_masks(self, num_rows: int, fill_masks: FillMasks) -> torch.Tensor:
+        """Return the host's masks of so many rows."""
+        num_words = -(-self.vocab_size // 32)
+        if len(self._masks) < num_rows:
+            # Allocating pinned memory waits for the device, so it is done rarely.
+            self._masks = torch.empty(2 * num_rows, num_words, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        # The tokens that masks depend on came after the copy of the masks before them.
+        fill_masks(self._masks[:num_rows].numpy())
+        return self._masks[:num_rows].to(self.device, non_blocking=True)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

@@ -43,7 +43,7 @@ class GrammarConstraint:
         self._pending.append(token_id)
 
     def fill(self, constraints: list[tuple[GrammarConstraint, int]], words: np.ndarray) -> None:
-        """Write the masks of several constraints; each has its row of words, [_, ceil(vocab_size / 32)] int32."""
+        """Write the masks of several constraints; see `TokenConstraint`."""
         from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par  # noqa: PLC0415
 
         behind = [constraint for constraint, _ in constraints if constraint._pending]
@@ -147,11 +147,13 @@ class BadWordsConstraint:
             self._inner.accept(token_id)
 
     def fill(self, constraints: list[tuple[BadWordsConstraint, int]], words: np.ndarray) -> None:
-        """Write the masks of several constraints; see `GrammarConstraint`."""
+        """Write the masks of several constraints; see `TokenConstraint`."""
         inner = [(constraint._inner, row) for constraint, row in constraints if constraint._inner is not None]
         if inner:
             inner[0][0].fill(inner, words)
         for constraint, row in constraints:
+            if constraint._inner is None:
+                words[row] = -1
             for sequence in constraint._sequences:
                 before = sequence[:-1]
                 if constraint._token_ids[len(constraint._token_ids) - len(before) :] == before:

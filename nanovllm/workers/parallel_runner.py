@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator, open_store
 from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import MakeMasks, ScheduledBatch, StepOutput, TokenMasks
+from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.utils.device import resolve_device
@@ -110,19 +112,17 @@ class ParallelRunner:
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
 
-    def execute(self, batch: ScheduledBatch, make_masks: MakeMasks | None = None) -> ParallelHandle:
+    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> ParallelHandle:
         """Queue one step on every rank and return without waiting for it."""
         runner = self._require_open()
-
-        masks = [] if make_masks is None else [partial(self._broadcast_masks, make_masks)]
+        masks = [] if fill_masks is None else [partial(self._fill_and_broadcast, fill_masks)]
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
             return ParallelHandle(runner.execute(batch, *masks), self)
 
-    def _broadcast_masks(self, make_masks: MakeMasks) -> TokenMasks:
-        masks = make_masks()
-        self._ranks.broadcast_masks(masks)
-        return masks
+    def _fill_and_broadcast(self, fill_masks: FillMasks, words: np.ndarray) -> None:
+        fill_masks(words)
+        self._ranks.broadcast_masks(words)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's `ModelRunner`; returns the results in rank order.

@@ -20,7 +20,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 from typing import Any
 
-from nanovllm.runner.messages import ScheduledBatch, TokenMasks
+import numpy as np
+
+from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.workers.channel import Channel
 from nanovllm.workers.orders import CallOrder, Reply, StepOrder
@@ -135,7 +137,7 @@ class WorkerProcesses:
         sent = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
         self._send(StepOrder(sent, again))
 
-    def broadcast_masks(self, masks: TokenMasks) -> None:
+    def broadcast_masks(self, masks: np.ndarray) -> None:
         """Send every rank the masks of the batch sent last, which waits for them behind its forward pass.
 
         Raises:

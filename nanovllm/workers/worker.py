@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -107,9 +108,13 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
         if order.same_decode_slots:
             batch.decode_slots = decode_slots
         decode_slots = batch.decode_slots
-        runner.run(batch, partial(channel.receive, rank - 1, runner.check) if batch.masked else None)
+        runner.run(batch, partial(_receive_masks, channel, rank, runner) if batch.masked else None)
     runner.exit()
     communicator.close()
+
+
+def _receive_masks(channel: Channel, rank: int, runner: ModelRunner, words: np.ndarray) -> None:
+    words[:] = channel.receive(rank - 1, runner.check)
 
 
 def _call(runner: ModelRunner, order: CallOrder) -> Reply:

@@ -11,21 +11,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM, QueueFullError
+    from nanovllm.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepError, TextPrompt, TokensPrompt
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
+_MODULES = {
+    "llm": ("LLM",),
+    "async_llm": ("AsyncLLM", "QueueFullError"),
+    "async_llm_engine": ("AsyncLLMEngine",),
+    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "StepError", "TextPrompt", "TokensPrompt"),
+    "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
+}
 __all__ = [
-    "LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StepError",
-    "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+    "LLM", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Logprob", "QueueFullError",
+    "RequestOutput", "SamplingParams", "StepError", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
-
-_PARAMS = ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams")
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: ranks other than 0 do without transformers, which takes seconds to import."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "llm" if name == "LLM" else "sampling_params" if name in _PARAMS else "outputs"
-    return getattr(import_module(f"nanovllm.{module}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"nanovllm.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
-from nanovllm.text.chat import Message, conversations, render_chat
+from nanovllm.text.chat import Message, conversations, render_chat, template_options
 from nanovllm.text.input_processor import InputProcessor, Request
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
@@ -66,17 +66,17 @@ class LLM:
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
         self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
-        output_processor = OutputProcessor(self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer)
         self.llm_engine = LLMEngine(
             config,
             runner,
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=self.eos_token_ids,
-            make_output=output_processor.make_output,
+            make_output=self.output_processor.make_output,
         )
         self._folder = folder
-        self._input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, self.eos_token_ids)
+        self.input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, self.eos_token_ids)
 
     def generate(
         self,
@@ -110,7 +110,7 @@ class LLM:
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         with self._driving():
-            processed = self._input_processor.process(requests, params, priorities)
+            processed = self.input_processor.process(requests, params, priorities)
             return run_requests(self.llm_engine, processed, use_tqdm, on_output)
 
     def chat(
@@ -118,35 +118,22 @@ class LLM:
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
+        **template: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, which the tokenizer's chat template turns into prompts.
 
         Args:
             messages: one conversation, a list of dicts with `role` and `content`; or a list of conversations.
             sampling_params, use_tqdm: see `generate`.
-            add_generation_prompt: end the prompt with the beginning of an answer.
-            continue_final_message: leave the last message open instead, for the model to continue.
-            chat_template: Jinja template to use instead of the tokenizer's.
-            chat_template_kwargs: further variables of the template.
-            tools: descriptions of functions for the template.
+            template: `add_generation_prompt`, `continue_final_message`, `chat_template`, `chat_template_kwargs` and
+                `tools`; see `text.chat.template_options`.
 
         Raises:
             ValueError: the messages do not fit the template, or see `generate`.
+            TypeError: an unknown keyword.
         """
         talks, _ = conversations(messages)
-        options = {
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            "continue_final_message": continue_final_message,
-            "chat_template": chat_template,
-            "tools": tools,
-            **(chat_template_kwargs or {}),
-        }
+        options = template_options(**template)
         prompts = [render_chat(self.tokenizer, talk, **options) for talk in talks]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -159,18 +146,19 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, and yield what is new of them after each step.
 
-        An output yielded holds new text and tokens alone. The last one of a request is `finished`, and has its finish
-        reasons, log-probabilities and metrics. Closing the generator aborts what is left. See `generate`.
+        An output yielded holds new text, tokens and log-probabilities alone. The last one of a request is `finished`,
+        and has its finish reasons, the prompt's log-probabilities and metrics. Closing the generator aborts what is
+        left. See `generate`.
         """
         self.llm_engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
-        processed = self._input_processor.process(requests, params, priorities, streams=True)
+        processed = self.input_processor.process(requests, params, priorities, streams=True)
         return self._stream(processed)
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         with self._driving():
-            yield from stream_requests(self.llm_engine, requests)
+            yield from stream_requests(self.llm_engine, requests, self.output_processor.decode_token)
 
     def score(
         self, prompts: list[str] | list[list[int]], continuations: list[str] | list[list[int]], use_tqdm: bool = True
@@ -188,7 +176,7 @@ class LLM:
         Raises:
             ValueError: a continuation without tokens, or see `generate`.
         """
-        pairs = split_pairs(self._input_processor, prompts, continuations)
+        pairs = split_pairs(self.input_processor, prompts, continuations)
         # Equal ones are checked once.
         params = {n: score_params(n) for _, n in pairs}
         outputs = self.generate([token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs], use_tqdm)
@@ -210,7 +198,7 @@ class LLM:
         params = SamplingParams(0, 1, detokenize=False)
         requests = prompt_list(prompts)
         with self._driving():
-            processed = self._input_processor.process(requests, [params] * len(requests), [0] * len(requests))
+            processed = self.input_processor.process(requests, [params] * len(requests), [0] * len(requests))
             pooled = [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in processed]
             outputs = run_requests(self.llm_engine, pooled, use_tqdm)
         # Chunks return sums; a sum has the direction of the mean, and only that is kept.
@@ -231,7 +219,7 @@ class LLM:
         requests = prompt_list(prompts)
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
         with self._driving():
-            processed = self._input_processor.process(requests, [width] * len(requests), [0] * len(requests))
+            processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
             searches = [
                 BeamSearch(
                     r.token_ids.tolist(), params, self.eos_token_ids, limits.max_tokens(len(r.token_ids), r.params)
@@ -250,7 +238,7 @@ class LLM:
     ) -> int:
         """Queue a request and return its id; see `LLMEngine.add_request`."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        (request,) = self._input_processor.process([prompt], [params], [check_int("priority", priority)])
+        (request,) = self.input_processor.process([prompt], [params], [check_int("priority", priority)])
         return self.llm_engine.enqueue(request.token_ids, request.params, request.features)
 
     def step(self) -> StepResult:

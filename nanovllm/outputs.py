@@ -78,7 +78,7 @@ class RequestOutput:
     """A request and its outputs; also a mapping with nano-vLLM's keys, of the first output.
 
     Attributes:
-        request_id: as `add_request` returned it.
+        request_id: as `add_request` returned it, or as it was given to `AsyncLLM`.
         prompt: the text, if the request was one.
         prompt_token_ids: the prompt's tokens.
         outputs: `SamplingParams.n` of them; of a stream, what is new.
@@ -90,7 +90,7 @@ class RequestOutput:
         hidden_states: of `embed`: sums over parts of the prompt, [hidden_size] float32 each.
     """
 
-    request_id: int = field(compare=False)
+    request_id: int | str = field(compare=False)
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

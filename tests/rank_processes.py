@@ -1,4 +1,4 @@
-"""Which ranks of engines this process has started and are alive, as the system knows them."""
+"""Which ranks of engines a process has started and are alive, as the system knows them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def rank_pids() -> dict[int, int]:
-    """Process ids of the living ranks that this process has started, by rank."""
+def rank_pids(starter: int | None = None) -> dict[int, int]:
+    """Process ids of the living ranks that a process, this one by default, has started, by rank."""
     pids = {}
     for folder in Path("/proc").iterdir():
         try:
@@ -16,6 +16,6 @@ def rank_pids() -> dict[int, int]:
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, UnicodeDecodeError):
             continue
-        if arguments[-1].startswith("nanovllm rank ") and parent == os.getpid():
+        if arguments[-1].startswith("nanovllm rank ") and parent == (starter or os.getpid()):
             pids[int(arguments[-1].split()[-1])] = int(folder.name)
     return pids

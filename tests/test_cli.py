@@ -28,6 +28,7 @@ from nanovllm.cli import main, make_parsers
 from nanovllm.commands.chat import Conversation
 from nanovllm.commands.run import BatchRun
 from nanovllm.config import Config
+from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
 
 ROOT = Path(__file__).parents[1]
@@ -393,11 +394,19 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "prompt_logprobs": (["2"], 2),
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
+    "host": (["::1"], "::1"),
+    "api_key": (["x"], "x"),
+    "served_model_name": (["x"], "x"),
 }
 
 
-@pytest.mark.parametrize("cls", [Config, SamplingParams])
-def test_every_field_is_a_flag(cls: Any) -> None:
+REQUIRED: dict[str, list[str]] = {"run": ["-i", "x", "-o", "y"], "chat": [], "serve": []}
+
+
+@pytest.mark.parametrize(
+    ("cls", "commands"), [(Config, REQUIRED), (SamplingParams, ["run", "chat"]), (ServeSettings, ["serve"])]
+)
+def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
     given, expected = list[str](), dict[str, Any]()
     for item in fields(cls):
         flag = "sampling-seed" if cls is SamplingParams and item.name == "seed" else item.name.replace("_", "-")
@@ -411,7 +420,8 @@ def test_every_field_is_a_flag(cls: Any) -> None:
         given += [part for text in texts for part in (f"--{flag}", text)]
         expected[item.name] = value
         assert value != item.default
-    for parser, required in zip(make_parsers()[:2], [["-i", "x", "-o", "y"], []], strict=True):
+    for name in commands:
+        parser, required = make_parsers()[0][name], REQUIRED[name]
         assert flag_values(parser.parse_args([*given, *required]), cls) == expected
         # Only the model has a default of the command's.
         bare = flag_values(parser.parse_args(required), cls)

@@ -80,7 +80,7 @@ def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() 
     seq = Sequence(0, [7], params, 0, RequestFeatures(sink=sink))
     for token_id in (1, 2):
         seq.token_ids.append(token_id)
-        assert sink.append(token_id, False) is None
+        assert sink.append(token_id, False, None) is None
     seq.finish_reason = "length"
     assert seq.group.add(seq)
     (output,) = OutputProcessor(ByteTokenizer()).make_output(seq.group).outputs

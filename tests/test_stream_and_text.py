@@ -137,11 +137,11 @@ def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[li
     taken, found = list[int](), None
     while len(taken) < len(token_ids) and found is None:
         taken.append(token_ids[len(taken)])
-        found = state.append(taken[-1], False)
-        shown += state.take(False)[0]
+        found = state.append(taken[-1], False, None)
+        shown += state.take(False).text
         assert want.startswith(shown)
-    assert state.finish() == want and shown + state.take(True)[0] == want
-    assert state.text is not None and (len(taken), state.text.stop_string) == (count, stop)
+    assert state.finish() == want and shown + state.take(True).text == want
+    assert (len(taken), state.stop_string) == (count, stop)
 
 
 STREAMED: list[SamplingParams] = [
@@ -159,25 +159,28 @@ STREAMED: list[SamplingParams] = [
 def test_a_stream_joined_is_what_generate_returns(llm: LLM) -> None:
     prompts: Any = [PROMPT, "The sea", [5, 6, 7], PROMPT, "a", "b", "c", "d"]
     whole = llm.generate(prompts, STREAMED, use_tqdm=False)
-    texts: dict[tuple[int, int], str] = {}
-    tokens: dict[tuple[int, int], list[int]] = {}
-    last: dict[int, RequestOutput] = {}
+    texts: dict[tuple[int | str, int], str] = {}
+    tokens: dict[tuple[int | str, int], list[int]] = {}
+    logprobs: dict[tuple[int | str, int], list[Any]] = {}
+    last: dict[int | str, RequestOutput] = {}
     for part in llm.stream(prompts, STREAMED):
         assert part.request_id not in last
         for item in part.outputs:
             key = part.request_id, item.index
             texts[key] = texts.get(key, "") + item.text
             tokens.setdefault(key, []).extend(item.token_ids)
+            logprobs.setdefault(key, []).extend(item.logprobs or [])
             assert part.finished == (item.finish_reason is not None)
         if part.finished:
             last[part.request_id] = part
     assert len(last) == len(whole)
-    for output, (request_id, part) in zip(whole, sorted(last.items()), strict=True):
+    for output, (request_id, part) in zip(whole, sorted(last.items(), key=lambda item: int(item[0])), strict=True):
         assert part.prompt_token_ids == output.prompt_token_ids and part.prompt_logprobs == output.prompt_logprobs
         for item, final in zip(output.outputs, part.outputs, strict=True):
             key = request_id, item.index
             assert (texts[key], tokens[key]) == (item.text, item.token_ids)
-            assert replace(final, text=item.text, token_ids=item.token_ids) == item
+            assert logprobs[key] == (item.logprobs or [])
+            assert replace(final, text=item.text, token_ids=item.token_ids, logprobs=item.logprobs) == item
     assert whole[3].outputs[0].text == ""
     # EOS and stop tokens do not show, though special tokens do.
     assert [whole[i].outputs[0].text for i in (6, 7)] == ["", ""]

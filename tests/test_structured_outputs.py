@@ -202,6 +202,6 @@ def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match="needs a model with a fast tokenizer"):
             other.generate([[1, 2]], constrained(regex="a"))
         monkeypatch.setitem(sys.modules, "llguidance", None)
-        other._input_processor._grammars.__dict__.pop("library", None)
+        other.input_processor._grammars.__dict__.pop("library", None)
         with pytest.raises(ValueError, match=r"pip install 'nanovllm\[structured\]'"):
             other.generate([[1, 2]], constrained(regex="a"))

@@ -1,7 +1,7 @@
 """From a line of a batch file to a request.
 
 A line is `{"prompt": ...}` or `{"messages": ...}` with sampling parameters beside it, or a request of OpenAI's batch
-API, which `openai.py` translates.
+API, which `openai_format` translates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.batch_files.openai import ENDPOINTS, plain_messages, sampling_values
+from nanovllm.openai_format import ENDPOINTS, plain_messages, sampling_values
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.chat import conversations, render_chat
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from nanovllm.batch_files.openai import ENDPOINTS, LEAST_LOGPROB, completion_body
 from nanovllm.batch_files.requests import BatchRequest
+from nanovllm.openai_format import ENDPOINTS, LEAST_LOGPROB, completion_body
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 

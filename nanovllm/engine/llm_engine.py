@@ -151,10 +151,9 @@ class LLMEngine:
         return self._history.samples(self.stats())
 
     def exit(self) -> None:
-        """Free the device. The engine cannot be used afterwards; a second call, or one in a forked copy, does nothing.
+        """Free the device; a second call, or one in a forked copy of the process, does nothing.
 
-        While another thread drives the engine, this waits up to ten seconds for its step to end; a step that takes
-        longer frees the device when it ends.
+        Waits up to ten seconds for a step in another thread; one that takes longer frees the device when it ends.
         """
         self._guard.close(self._close)
 
@@ -198,8 +197,12 @@ class LLMEngine:
                 self._collect(0)
             return batch.num_prompt_tokens if batch is not None else 0
 
+    def take_results(self) -> tuple[list[tuple[int, RequestOutput]], list[StepError]]:
+        """Return, once, all finished requests by id and all failures, for a caller who owns every request."""
+        return self._unclaimed.take_all()
+
     def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
-        """Return, once, those of these requests that have finished; raise if one has failed.
+        """Return, once, those of these requests that have finished.
 
         Raises:
             RuntimeError: none of them is left, since somebody else has aborted them; a `StepError` if one has failed.
@@ -254,11 +257,7 @@ class LLMEngine:
                 self.scheduler.abort(message)
 
     def require_open(self) -> Runner:
-        """Return the runner.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Return the runner; raises a RuntimeError if the engine is closed."""
         if self._runner is None or self._guard.closing:
             raise RuntimeError("the engine is closed")
         return self._runner

@@ -47,12 +47,11 @@ def take_in_extras(batch: ScheduledBatch, output: StepOutput, sequences: Mapping
     sequences: the unfinished ones by id.
     """
     if output.logprobs is not None:
-        values, token_ids, ranks = output.logprobs.values, output.logprobs.token_ids, output.logprobs.ranks
-        for i, row in enumerate(output.logprob_rows):
+        for row, (values, token_ids, rank) in zip(output.logprob_rows, output.logprobs.rows(), strict=True):
             seq = sequences.get(batch.sampled_seq_ids[row])
             if seq is not None:
                 end = 1 + (seq.params.logprobs or 0)
-                seq.logprobs.append((values[i, :end], token_ids[i, :end], int(ranks[i])))
+                seq.logprobs.append((values[:end], token_ids[:end], rank))
     for (seq_id, num_admissions), item in zip(batch.scored_seq_ids, output.prompt_outputs, strict=True):
         seq = sequences.get(seq_id)
         # A preempted prompt is computed again from its start.

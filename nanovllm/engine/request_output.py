@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import numpy as np
 
-from nanovllm.engine.sequence import RequestGroup, Sequence
+from nanovllm.engine.sequence import RequestGroup, Sequence, TokenRow
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.runner.messages import TokenLogprobs
 
@@ -56,9 +58,7 @@ def completion_output(seq: Sequence, index: int, text: str, decode_token: Decode
     return CompletionOutput(index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
 
 
-def token_logprobs(
-    rows: Iterable[tuple[np.ndarray, np.ndarray, int]], decode_token: DecodeToken
-) -> list[dict[int, Logprob]]:
+def token_logprobs(rows: Iterable[TokenRow], decode_token: DecodeToken) -> list[dict[int, Logprob]]:
     """Return for each position the log-probabilities of its token and of the most likely ones, by token id.
 
     rows: values, token ids and the rank of the position's token, whose value comes first. Tokens that cannot come are
@@ -66,12 +66,13 @@ def token_logprobs(
     """
     result = []
     for values, token_ids, rank in rows:
-        ids = token_ids.tolist()
+        own = token_ids[0]
+        at = {own: Logprob(values[0], rank, decode_token(own))}
         # The most likely tokens are in order; the position's own may be one of them.
-        found = {token_id: i for i, token_id in enumerate(ids[1:], 1) if values[i] > -np.inf}
-        at = {ids[0]: Logprob(float(values[0]), rank, decode_token(ids[0]))}
-        for token_id, place in found.items():
-            at.setdefault(token_id, Logprob(float(values[place]), place, decode_token(token_id)))
+        for place in range(1, len(token_ids)):
+            token_id, value = token_ids[place], values[place]
+            if token_id not in at and value > -math.inf:
+                at[token_id] = Logprob(value, place, decode_token(token_id))
         result.append(at)
     return result
 
@@ -81,7 +82,7 @@ def prompt_logprobs(seq: Sequence, decode_token: DecodeToken) -> list[dict[int, 
     if seq.params.prompt_logprobs is None:
         return None
     parts = [part for part in seq.prompt_outputs if isinstance(part, TokenLogprobs)]
-    rows = ((part.values[i], part.token_ids[i], int(part.ranks[i])) for part in parts for i in range(len(part.ranks)))
+    rows = chain.from_iterable(part.rows() for part in parts)
     scored: list[dict[int, Logprob] | None] = [*token_logprobs(rows, decode_token)]
     return [None] * (seq.num_prompt_tokens - len(scored)) + scored
 

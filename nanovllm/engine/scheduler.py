@@ -155,7 +155,7 @@ class Scheduler:
         if features.constraint is not None and not is_end:
             features.constraint.accept(token_id)
         if features.sink is not None:
-            stop_string = features.sink.append(token_id, is_end)
+            stop_string = features.sink.append(token_id, is_end, seq.logprobs[-1] if seq.logprobs else None)
             if stop_string is not None and not is_end:
                 is_end, seq.stop_reason = True, stop_string
         return is_end

@@ -15,12 +15,21 @@ from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.messages import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
+TokenRow = tuple[list[float], list[int], int]
+"""Log-probabilities at one position, their token ids, and the rank of the position's token, which comes first."""
+
 
 class TokenSink(Protocol):
     """Sees an output's tokens as they come."""
 
-    def append(self, token_id: int, is_end: bool) -> str | None:
-        """Take a token; returns the stop string that it completes. `is_end`: it is EOS or a stop token."""
+    def append(self, token_id: int, is_end: bool, logprobs: TokenRow | None) -> str | None:
+        """Take a token; returns the stop string that it completes.
+
+        Args:
+            token_id: the token.
+            is_end: whether it is EOS or a stop token.
+            logprobs: its log-probabilities; None unless asked for.
+        """
 
 
 class TokenConstraint(Protocol):
@@ -141,7 +150,7 @@ class Sequence:
         # Whether steps must know more of it than its temperature.
         self.asks = self.features.asks or not params.samples_plainly
         # For each token of the output: log-probabilities, token ids and rank.
-        self.logprobs: list[tuple[np.ndarray, np.ndarray, int]] = []
+        self.logprobs: list[TokenRow] = []
         # What chunks have computed of the prompt; complete once the prompt has been computed.
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] = []
         self.num_admissions = 0

@@ -47,6 +47,12 @@ class Unclaimed:
         finished, self.finished = self.finished, []
         return finished
 
+    def take_all(self) -> tuple[list[tuple[int, RequestOutput]], list[StepError]]:
+        """Return, once, everything that has finished and every failure."""
+        finished, self.finished = self.finished, []
+        failures, self.failures = self.failures, []
+        return finished, failures
+
     def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
         """Return, once, those of these requests that have finished.
 

@@ -207,9 +207,8 @@ class ModelRunner:
         sampled = batch.decode_slots + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         masked = [row if row < step.num_real_decodes else row + num_padding for row in batch.masked]
-        rows = self.sampling.rows_of(sampled, slots.num_computed, masked, fill_masks)
         self.communicator.begin_sampling()
-        return rows
+        return self.sampling.rows_of(sampled, slots.num_computed, masked, fill_masks)
 
     def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
         """Run a part of a step, as a graph if the step has a capture size."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import decode_function
 
 _REPLACEMENT = "\ufffd"
 """A decoded character that is not complete yet: some of its bytes are in tokens to come."""
@@ -22,7 +23,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, **options: bool) -> None:
-        self._tokenizer = tokenizer
+        self._decode_tokens = decode_function(tokenizer)
         self._options = options or {"skip_special_tokens": True}
         # Tokens whose text has been returned, as far as the next ones may depend on them, and tokens that wait.
         self._context: list[int] = []
@@ -41,8 +42,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, **self._options)
-        return text
+        return self._decode_tokens(token_ids, **self._options)
 
 
 class OutputText:

@@ -2,53 +2,102 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from nanovllm.engine.request_output import request_output
-from nanovllm.engine.sequence import RequestGroup, Sequence
+from nanovllm.engine.sequence import RequestGroup, Sequence, TokenRow
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer, OutputText
 
 
+@dataclass
+class NewTokens:
+    """What is new of an output: its text, tokens, and log-probabilities if they are asked for."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenRow]
+
+
 class OutputState:
     """One output's tokens and text as they come: a `TokenSink` of the engine.
+
+    The engine adds tokens in one thread; another may take them. Text is decoded where it is needed: as the tokens come
+    if they may complete a stop string, otherwise when it is taken, so that the engine does not wait for it.
 
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
         params: the request's.
 
     Attributes:
-        text: the output's text; None without a tokenizer.
-        new_token_ids: tokens that `take_tokens` has not returned yet.
+        on_token: called for each token, in the engine's thread.
+        finds_stops: whether text is decoded as the tokens come.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         makes_text = tokenizer is not None and params.detokenize
-        self.text = OutputText(tokenizer, params) if makes_text else None
+        self._text = OutputText(tokenizer, params) if makes_text else None
+        self.finds_stops = makes_text and bool(params.stop)
         self._include_stop = params.include_stop_str_in_output
-        self.new_token_ids: list[int] = []
+        self.on_token: Callable[[], object] | None = None
+        self._lock = Lock()
+        self._new = NewTokens("", [], [])
+        # Whether the last new token is EOS or a stop token.
+        self._ends = False
 
-    def append(self, token_id: int, is_end: bool) -> str | None:
-        """Take a token; returns the stop string that it completes. `is_end`: it is EOS or a stop token."""
-        self.new_token_ids.append(token_id)
-        if self.text is None:
-            return None
-        self.text.append([] if is_end and not self._include_stop else [token_id], final=is_end)
-        return self.text.stop_string
+    def append(self, token_id: int, is_end: bool, logprobs: TokenRow | None) -> str | None:
+        """Take a token; see `TokenSink`."""
+        with self._lock:
+            self._new.token_ids.append(token_id)
+            self._ends = is_end
+            if logprobs is not None:
+                self._new.logprobs.append(logprobs)
+            if self.finds_stops:
+                self._decode([token_id], is_end)
+        if self.on_token is not None:
+            self.on_token()
+        return self._text.stop_string if self.finds_stops and self._text is not None else None
+
+    def take(self, final: bool) -> NewTokens:
+        """Return what no call has returned yet. `final`: no token follows."""
+        with self._lock:
+            new, ends, self._new = self._new, self._ends, NewTokens("", [], [])
+            if self.finds_stops:
+                new.text = self._take_text(final)
+        if not self.finds_stops and self._text is not None:
+            # The engine does not look at the text, so it need not wait for this.
+            self._decode(new.token_ids, ends)
+            new.text = self._take_text(final)
+        return new
 
     def finish(self) -> str:
-        """Return the whole text, of which no token follows."""
-        if self.text is None:
-            return ""
-        if self.text.stop_string is None:
-            self.text.append([], final=True)
-        return self.text.text
+        """Return the whole text of an output that may have stop strings, of which no token follows."""
+        with self._lock:
+            if self._text is None:
+                return ""
+            if self._text.stop_string is None:
+                self._text.append([], final=True)
+            return self._text.text
 
-    def take(self, final: bool) -> tuple[str, list[int]]:
-        """Return text and tokens that no call has returned yet."""
-        tokens, self.new_token_ids = self.new_token_ids, []
-        return "" if self.text is None else self.text.take(final), tokens
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output."""
+        return None if self._text is None else self._text.stop_string
+
+    def _decode(self, token_ids: list[int], ends: bool) -> None:
+        assert self._text is not None
+        # The text of an EOS or stop token is left out, as that of a stop string is.
+        self._text.append(token_ids[:-1] if ends and not self._include_stop else token_ids, final=ends)
+
+    def _take_text(self, final: bool) -> str:
+        assert self._text is not None
+        if final and self._text.stop_string is None:
+            self._text.append([], final=True)
+        return self._text.take(final)
 
 
 def _no_text(token_id: int) -> None:
@@ -82,10 +131,13 @@ class OutputProcessor:
     def _text(self, seq: Sequence) -> str:
         params, sink = seq.params, seq.features.sink
         if isinstance(sink, OutputState):
+            if not sink.finds_stops:
+                # Its text is taken as it comes.
+                return ""
             text = sink.finish()
             # Bytes that no token can complete any more may have held back a stop string.
-            if seq.stop_reason is None and sink.text is not None and sink.text.stop_string is not None:
-                seq.finish_reason, seq.stop_reason = "stop", sink.text.stop_string
+            if seq.stop_reason is None and sink.stop_string is not None:
+                seq.finish_reason, seq.stop_reason = "stop", sink.stop_string
             return text
         if self.tokenizer is None or not params.detokenize:
             return ""

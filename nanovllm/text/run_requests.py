@@ -9,10 +9,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.engine.request_output import DecodeToken
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import Request
-from nanovllm.text.output_processor import OutputState
+from nanovllm.text.stream_output import StreamedRequest
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
@@ -63,7 +64,7 @@ def run_requests(
     return [outputs[request_id] for request_id in ids]
 
 
-def stream_requests(engine: LLMEngine, requests: list[Request]) -> Iterator[RequestOutput]:
+def stream_requests(engine: LLMEngine, requests: list[Request], decode_token: DecodeToken) -> Iterator[RequestOutput]:
     """Queue requests and yield what is new of them after each step; aborts what is left when it is closed.
 
     All outputs of the requests have an `OutputState` as their sink.
@@ -71,12 +72,11 @@ def stream_requests(engine: LLMEngine, requests: list[Request]) -> Iterator[Requ
     ids: list[int] = []
     try:
         _enqueue(engine, requests, ids)
-        running = dict(zip(ids, requests, strict=True))
-        prompts = {i: request.token_ids.tolist() for i, request in running.items()}
+        running = {i: StreamedRequest(request, decode_token) for i, request in zip(ids, requests, strict=True)}
         while running:
             engine.run_step()
             done = engine.claim(set(running))
-            found = [_news(i, request, prompts[i], done.get(i)) for i, request in running.items()]
+            found = [request.take(i, done.get(i)) for i, request in running.items()]
             running = {i: request for i, request in running.items() if i not in done}
             yield from (output for output in found if output is not None)
     finally:
@@ -88,26 +88,6 @@ def _enqueue(engine: LLMEngine, requests: list[Request], ids: list[int]) -> None
     with deferred_signals():
         for request in requests:
             ids.append(engine.enqueue(request.token_ids, request.params, request.features))
-
-
-def _news(
-    request_id: int, request: Request, prompt_token_ids: list[int], final: RequestOutput | None
-) -> RequestOutput | None:
-    """Return what is new of a request's outputs, if anything is; `final` is its whole output, once it has finished."""
-    outputs = []
-    for i, item in enumerate(request.features):
-        assert isinstance(item.sink, OutputState)
-        text, token_ids = item.sink.take(final is not None)
-        if final is not None:
-            whole = final.outputs[i]
-            logprobs = whole.cumulative_logprob, whole.logprobs
-            outputs.append(CompletionOutput(i, text, token_ids, *logprobs, whole.finish_reason, whole.stop_reason))
-        elif text or token_ids:
-            outputs.append(CompletionOutput(i, text, token_ids))
-    if final is not None:
-        final.outputs = outputs
-        return final
-    return RequestOutput(request_id, request.features[0].prompt, prompt_token_ids, outputs, False) if outputs else None
 
 
 def _step_until_done(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm.utils.checks import refuse_remote_code
 
@@ -26,3 +27,13 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ValueError(f"the tokenizer in {folder!r} cannot be read: {error}") from error
+
+
+def decode_function(tokenizer: Any) -> Callable[..., str]:
+    """Return `tokenizer.decode` for lists of token ids.
+
+    That of transformers looks for tensors and batches first, which takes longer than decoding a few tokens.
+    """
+    is_theirs = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
+    decode: Callable[..., str] = tokenizer._decode if is_theirs else tokenizer.decode
+    return decode

@@ -1,10 +1,11 @@
-"""OpenAI's form of requests and answers: `/v1/chat/completions` and `/v1/completions`, as its batch API has them."""
+"""OpenAI's form of requests and answers: `/v1/chat/completions` and `/v1/completions`, in batch files and over HTTP."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -53,19 +54,22 @@ ENDPOINTS = {
 }
 
 
-def sampling_values(body: Mapping[str, Any], endpoint: Endpoint, names: set[str]) -> dict[str, Any]:
+def sampling_values(
+    body: Mapping[str, Any], endpoint: Endpoint, names: set[str], supported: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the sampling parameters of a request's body, by our names.
 
     Args:
         body: without null values.
         endpoint: the request's.
         names: all sampling parameters.
+        supported: further fields of the API, which the caller takes care of.
 
     Raises:
         ValueError: the body asks for what is not supported.
     """
     for name, value in _NEUTRAL.items():
-        if body.get(name, value) != value:
+        if name not in supported and body.get(name, value) != value:
             raise ValueError(f"{name}={body[name]!r:.80} is not supported")
     values = {_RENAMED.get(name, name): value for name, value in body.items() if _RENAMED.get(name, name) in names}
     if "response_format" in body:
@@ -123,33 +127,42 @@ def completion_body(
         is_chat: whether messages were answered.
         num_logprobs: how many most likely tokens were asked for at each position.
     """
-    num_prompt_tokens = len(output.prompt_token_ids)
-    num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
-    choices = [_chat_choice(choice, num_logprobs) if is_chat else _text_choice(choice) for choice in output.outputs]
+    choices = [chat_choice(choice, num_logprobs) if is_chat else text_choice(choice) for choice in output.outputs]
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-        },
+        "usage": usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)),
     }
 
 
-def _chat_choice(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any]:
-    logprobs = None
-    if choice.logprobs is not None:
-        positions = zip(choice.logprobs, choice.token_ids, strict=True)
-        logprobs = {"content": [_chat_logprobs(at, token_id, num_logprobs or 0) for at, token_id in positions]}
+def usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
+    """Return token counts in the API's form."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }
+
+
+def chat_choice(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any]:
+    """Return one answer to messages; `num_logprobs`: most likely tokens to show at each position."""
     message = {"role": "assistant", "content": choice.text}
+    logprobs = chat_logprobs(choice, num_logprobs)
     return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
-def _chat_logprobs(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) -> dict[str, Any]:
+def chat_logprobs(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any] | None:
+    """Return an answer's log-probabilities; None if it has none."""
+    if choice.logprobs is None:
+        return None
+    positions = zip(choice.logprobs, choice.token_ids, strict=True)
+    return {"content": [_chat_position(at, token_id, num_logprobs or 0) for at, token_id in positions]}
+
+
+def _chat_position(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) -> dict[str, Any]:
     def entry(item: Logprob) -> dict[str, Any]:
         token = item.decoded_token or ""
         return {"token": token, "logprob": max(item.logprob, LEAST_LOGPROB), "bytes": list(token.encode())}
@@ -159,16 +172,27 @@ def _chat_logprobs(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) 
     return {**entry(at[token_id]), "top_logprobs": [entry(item) for item in top]}
 
 
-def _text_choice(choice: CompletionOutput) -> dict[str, Any]:
-    logprobs = None
-    if choice.logprobs is not None:
-        own = [at[token_id] for at, token_id in zip(choice.logprobs, choice.token_ids, strict=True)]
-        logprobs = {
-            "tokens": [item.decoded_token or "" for item in own],
-            "token_logprobs": [max(item.logprob, LEAST_LOGPROB) for item in own],
-            "top_logprobs": [
-                {item.decoded_token or "": max(item.logprob, LEAST_LOGPROB) for item in at.values()}
-                for at in choice.logprobs
-            ],
-        }
+def text_choice(choice: CompletionOutput) -> dict[str, Any]:
+    """Return one answer to a prompt."""
+    logprobs = None if choice.logprobs is None else text_logprobs(choice.logprobs, choice.token_ids)
     return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+def text_logprobs(
+    positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int], offset: int = 0, first_token: str = ""
+) -> dict[str, Any]:
+    """Return log-probabilities of tokens; `offset`: characters of the answer before them.
+
+    `first_token` is the text of a first token that has none, as that of a prompt.
+    """
+    own = [None if at is None else at[token_id] for at, token_id in zip(positions, token_ids, strict=True)]
+    tokens = [first_token if item is None else item.decoded_token or "" for item in own]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if item is None else max(item.logprob, LEAST_LOGPROB) for item in own],
+        "top_logprobs": [
+            None if at is None else {item.decoded_token or "": max(item.logprob, LEAST_LOGPROB) for item in at.values()}
+            for at in positions
+        ],
+        "text_offset": [offset, *(offset + end for end in accumulate(map(len, tokens[:-1])))] if tokens else [],
+    }

@@ -1,0 +1,264 @@
+"""The same engine behind asyncio: requests of many tasks share its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from nanovllm.llm import LLM
+from nanovllm.outputs import Prompt, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat import Message, conversations, render_chat, template_options
+from nanovllm.text.engine_thread import EngineThread
+from nanovllm.text.request_stream import Mailbox, RequestStream
+
+Self = TypeVar("Self", bound="AsyncLLM")
+Result = TypeVar("Result")
+
+
+class QueueFullError(RuntimeError):
+    """So many requests are waiting or running that no more is taken."""
+
+
+class OutputStream:
+    """What is new of one request, as it comes: an asynchronous iterator, whose last output is `finished`.
+
+    Args:
+        stream: the request.
+        leave: called, perhaps more than once, when nobody reads any more.
+    """
+
+    def __init__(self, stream: RequestStream, leave: Callable[[], None]) -> None:
+        self._stream = stream
+        self._leave = leave
+        self._has_ended = False
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._has_ended:
+            raise StopAsyncIteration
+        try:
+            output = await self._stream.next_output()
+        except BaseException:
+            await self.aclose()
+            raise
+        if output.finished:
+            await self.aclose()
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended."""
+        self._has_ended = True
+        self._leave()
+
+
+class AsyncLLM:
+    """A language model for asyncio programs: an `LLM` whose steps run in a thread of their own.
+
+    Requests join the next step. A task that is cancelled, and a stream that is closed, abort their request.
+
+    Args:
+        model: see `LLM`; loading it blocks.
+        max_pending_requests: most requests that wait or run at once.
+        kwargs: the fields of `nanovllm.config.Config`.
+
+    Raises:
+        ValueError: see `LLM`.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Any) -> None:
+        self.llm = LLM(model, **kwargs)
+        self.max_pending_requests = max_pending_requests
+        self._thread = EngineThread(self.llm.llm_engine)
+        # Tokenizers use every core by themselves. Grammars, which can take seconds, must not hold other requests up.
+        self._executor = ThreadPoolExecutor(1, "nanovllm-input")
+        self._grammar_executor = ThreadPoolExecutor(1, "nanovllm-grammar")
+        self._request_ids = count()
+        self._pending: dict[int | str, RequestStream | None] = {}
+        self._mailbox: Mailbox | None = None
+
+    async def generate(
+        self,
+        prompt: Prompt | list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: int | str | None = None,
+    ) -> RequestOutput:
+        """Complete a prompt.
+
+        Args:
+            prompt: a text, token ids, or a dict of either.
+            sampling_params: the defaults if None.
+            priority: lower ones run first.
+            request_id: a name for `abort`, unlike those of other pending requests; a number if None.
+
+        Raises:
+            ValueError: the prompt or a parameter is out of bounds, or another request has the id.
+            QueueFullError: too many requests are pending.
+            StepError: the step that the request was in failed; it is a RuntimeError.
+            RuntimeError: the engine is closed.
+        """
+        stream = await self._submit(prompt, sampling_params, priority, request_id, is_streamed=False)
+        try:
+            return await stream.final_output()
+        finally:
+            self._leave(stream)
+
+    async def stream(
+        self,
+        prompt: Prompt | list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: int | str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt and yield what is new of it, as `LLM.stream` does; see `generate`.
+
+        A reader that is slower than the engine gets the tokens of several steps at once. Closing the generator aborts
+        the request.
+        """
+        outputs = await self.begin_stream(prompt, sampling_params, priority=priority, request_id=request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def begin_stream(
+        self,
+        prompt: Prompt | list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: int | str | None = None,
+    ) -> OutputStream:
+        """Queue a request and return the outputs that `stream` yields, so that errors come before the first of them.
+
+        The stream must be read to its end, or be closed.
+        """
+        stream = await self._submit(prompt, sampling_params, priority, request_id, is_streamed=True)
+        return OutputStream(stream, partial(self._leave, stream))
+
+    async def chat(
+        self,
+        messages: list[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: int | str | None = None,
+        **template: Any,
+    ) -> RequestOutput:
+        """Answer a conversation; see `generate` and, for `template`, `LLM.chat`. To stream, see `render_chat`."""
+        prompt = await self.render_chat(messages, **template)
+        return await self.generate(prompt, sampling_params, priority=priority, request_id=request_id)
+
+    async def render_chat(self, messages: list[Message], **template: Any) -> list[int]:
+        """Return a conversation's prompt as token ids; see `LLM.chat`.
+
+        Raises:
+            ValueError: the messages do not fit the template.
+        """
+        talks, is_list = conversations(messages)
+        if is_list:
+            raise ValueError("messages must be one conversation, a list of dicts")
+        return await self.run_beside(render_chat, self.llm.tokenizer, talks[0], **template_options(**template))
+
+    async def abort(self, request_id: int | str) -> None:
+        """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""
+        stream = self._pending.get(request_id)
+        if stream is not None:
+            self._thread.abort(stream)
+
+    def abort_all(self) -> None:
+        """End all pending requests with what they have so far."""
+        for stream in self._pending.values():
+            if stream is not None:
+                self._thread.abort(stream)
+
+    async def run_beside(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call a function, one at a time, in the thread that encodes prompts.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        return await self._run_in(self._executor, partial(function, *args, **kwargs))
+
+    async def _run_in(self, executor: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
+        self._thread.require_running()
+        return await asyncio.get_running_loop().run_in_executor(executor, function)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether an error has closed the engine."""
+        return self._thread.error is not None
+
+    @property
+    def num_pending_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._pending)
+
+    async def shutdown(self) -> None:
+        """Close the engine and free the device; pending requests fail. A second call does nothing."""
+        await asyncio.get_running_loop().run_in_executor(None, self.exit)
+
+    def exit(self) -> None:
+        """Do the same from outside of an event loop."""
+        self._thread.close()
+        for executor in (self._executor, self._grammar_executor):
+            executor.shutdown(wait=False)
+        self.llm.exit()
+
+    async def __aenter__(self: Self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()
+
+    async def _submit(
+        self, prompt: Any, params: SamplingParams | None, priority: int, request_id: int | str | None, is_streamed: bool
+    ) -> RequestStream:
+        """Encode a prompt and queue its request."""
+        if len(self._pending) >= self.max_pending_requests:
+            raise QueueFullError(f"{len(self._pending)} requests are pending, as many as max_pending_requests allows")
+        request_id = next(self._request_ids) if request_id is None else request_id
+        if request_id in self._pending:
+            raise ValueError(f"request_id={request_id!r} is that of a pending request")
+        self._pending[request_id] = None
+        try:
+            params = params or SamplingParams()
+            executor = self._executor if params.structured_outputs is None else self._grammar_executor
+            process = partial(self.llm.input_processor.process, [prompt], [params], [priority], streams=True)
+            (request,) = await self._run_in(executor, process)
+            decode_token = self.llm.output_processor.decode_token
+            stream = RequestStream(request, request_id, decode_token, self._mailbox_here(), is_streamed)
+            self._thread.submit(stream)
+        except BaseException:
+            del self._pending[request_id]
+            raise
+        self._pending[request_id] = stream
+        return stream
+
+    def _leave(self, stream: RequestStream) -> None:
+        """Forget a request that nobody reads any more."""
+        if self._pending.get(stream.request_id) is stream:
+            del self._pending[stream.request_id]
+        if not stream.is_done:
+            self._thread.abort(stream)
+
+    def _mailbox_here(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox

@@ -1,0 +1,138 @@
+"""Answers that come in pieces (server-sent events), and answers that end when their client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import anyio
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.async_llm import OutputStream
+from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.settings import ServeSettings
+
+Result = TypeVar("Result")
+_CHECK_SECONDS = 0.5
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies such as nginx would hold events back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return an event whose data is JSON."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + _encode(data).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come, and stops when the client goes away or takes too long.
+
+    Args:
+        events: the answer.
+        streams: what the events are made of; closed in any case.
+        settings: the server's.
+        count_error: takes the kind of an error that ends the stream.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        streams: Iterable[OutputStream],
+        settings: ServeSettings,
+        count_error: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._events = events
+        self._streams = streams
+        self._settings = settings
+        self._count_error = count_error
+        # When the client began to take the part that is being sent.
+        self._sending_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        pump, gone = asyncio.ensure_future(self._pump(send)), asyncio.ensure_future(_disconnect(receive))
+        try:
+            while not pump.done() and not gone.done():
+                await asyncio.wait({pump, gone}, timeout=_CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                now, since = loop.time(), self._sending_since
+                if since is not None and now - since > self._settings.max_write_seconds:
+                    self._count_error("slow_client")
+                    return
+                if now - began > (seconds := self._settings.max_request_seconds):
+                    await _cancel(pump)
+                    await self._end(send, timed_out(seconds))
+        finally:
+            await _cancel(pump, gone)
+            for stream in self._streams:
+                await stream.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async for data in self._events:
+                self._sending_since = loop.time()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._sending_since = None
+        except Exception as error:
+            await self._end(send, api_error(error))
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _end(self, send: Send, error: ApiError) -> None:
+        """End with an error, which is an event, since the status has been sent."""
+        self._count_error(error.kind)
+        with anyio.move_on_after(self._settings.max_write_seconds):
+            await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
+
+
+def timed_out(seconds: float) -> ApiError:
+    """Return the error of a request that took too long."""
+    return ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
+
+
+async def until_disconnect(request: Request, work: Awaitable[Result], seconds: float) -> Result:
+    """Return the result of work; cancel it if the client goes away or it takes too long.
+
+    Raises:
+        ClientDisconnect: the client went away.
+        ApiError: it took longer than `seconds`.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientDisconnect
+        raise timed_out(seconds)
+    finally:
+        await _cancel(task, gone)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client goes away; its request has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for them; what they raise has been seen, or concerns nobody any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

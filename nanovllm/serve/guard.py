@@ -1,0 +1,100 @@
+"""What every request passes before it is looked at: the key, the number of requests, and the size of the body."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+import anyio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.settings import ServeSettings
+
+_OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
+"""Paths that need no key: they show nothing of requests or of the model."""
+
+_READ_OF_TOO_LARGE = 8
+"""How many times the largest body is read, since a client that is still sending does not see the answer."""
+
+
+class Guard:
+    """An ASGI middleware that refuses requests before their body is read or parsed.
+
+    Args:
+        app: what it protects.
+        settings: the server's.
+        count_error: takes the kind of each error that is answered.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None]) -> None:
+        self._app = app
+        self._settings = settings
+        self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
+        self._count_error = count_error
+        self._num_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        counts = scope["method"] == "POST"
+        self._num_requests += counts
+        try:
+            self._check(scope)
+            body = await self._read_body(scope, receive) if counts else b""
+            await self._app(scope, _replay(body, receive) if counts else receive, send)
+        except ApiError as error:
+            self._count_error(error.kind)
+            # What is left of the body is not read, so the connection cannot be used again.
+            response = error.response()
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+        finally:
+            self._num_requests -= counts
+
+    def _check(self, scope: Scope) -> None:
+        """Raise unless the key is right and there are not too many requests."""
+        path = scope["path"]
+        if self._key is not None and path not in _OPEN_PATHS and not path.startswith("/page/"):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            # In constant time, so that nobody can find the key byte by byte.
+            if not hmac.compare_digest(given, self._key):
+                raise ApiError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
+        if self._num_requests > self._settings.max_requests:
+            message = f"the server has {self._settings.max_requests} requests already (max_requests)"
+            raise ApiError(429, message, headers={"Retry-After": "1"})
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        most = self._settings.max_body_bytes
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            with anyio.fail_after(self._settings.max_read_seconds):
+                while more and size <= most * _READ_OF_TOO_LARGE:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(408, "the client went away before its request was complete")
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size <= most:
+                        parts.append(part)
+                    more = message.get("more_body", False)
+        except TimeoutError as error:
+            if size <= most:
+                seconds = self._settings.max_read_seconds
+                raise ApiError(408, f"the body did not arrive within {seconds} s (max_read_seconds)") from error
+        if size > most:
+            raise ApiError(413, f"the body is over max_body_bytes={most}")
+        return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read, and then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

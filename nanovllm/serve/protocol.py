@@ -1,0 +1,179 @@
+"""The bodies of requests.
+
+What a field means is in `SamplingParams`, which checks its limits, and in OpenAI's reference. Fields that
+nanovllm does not know are refused, but for those of OpenAI's API that change nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+_MOST_TEXTS = 64
+_MOST_IDS = 4096
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Body):
+    """Options of a streamed answer; `include_obfuscation` changes nothing."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(_Body):
+    """A JSON schema that the answer must match."""
+
+    name: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """What form an answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Body):
+    """What an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, max_length=_MOST_IDS)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingBody(_Body):
+    """What requests for chats and for completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MOST_TEXTS)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=_MOST_IDS)] | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=_MOST_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    bad_words: Annotated[list[str], Field(max_length=_MOST_TEXTS)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
+    # Without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """A message; further fields are the chat template's business."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(SamplingBody):
+    """A request for the answer to messages."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="given to the chat template")
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="without effect")
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    separate_reasoning: bool | None = Field(None, description="split off <think> as reasoning_content")
+
+
+class CompletionBody(SamplingBody):
+    """A request for the completion of prompts: texts or token ids."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Literal[""] | None = None
+
+
+class ResponseText(_Body):
+    """What form the text of a response has."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = Field(None, description="without effect")
+
+
+class ResponseBody(_Body):
+    """A request for a response, in text."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: ResponseText | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=0)
+    tool_choice: Literal["auto", "none"] | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: None = None
+    background: Literal[False] | None = None
+    # Without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    include: list[str] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeBody(_Body):
+    """A request for the token ids of a text, or of messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Body):
+    """A request for the text of token ids."""
+
+    model: str | None = None
+    tokens: TokenIds

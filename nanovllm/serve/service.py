@@ -1,0 +1,186 @@
+"""What the handlers share: the engine behind them, and the way from a request's body to its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from nanovllm.async_llm import AsyncLLM, OutputStream
+from nanovllm.openai_format import Endpoint, plain_messages, sampling_values
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.event_stream import EventStream, until_disconnect
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.protocol import ChatMessage, SamplingBody
+from nanovllm.serve.settings import ServeSettings
+
+_SAMPLING = {item.name for item in fields(SamplingParams)}
+_SUPPORTED = frozenset({"stream", "echo", "best_of", "tools"})
+
+
+class Service:
+    """An engine that answers HTTP requests.
+
+    Args:
+        llm: the engine.
+        settings: the server's.
+
+    Attributes:
+        model: the model's name in the API.
+        created: when the service began, in seconds since 1970.
+        metrics: counts requests, times and errors.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.model = settings.served_model_name or Path(llm.llm.config.model).name
+        self.created = int(time.time())
+        self.metrics = Metrics(llm.llm.stats)
+        defaults = llm.llm.get_default_sampling_params()
+        plain = SamplingParams()
+        # What the model recommends, where a request does not say.
+        self._defaults = {name: value for name, value in vars(defaults).items() if value != getattr(plain, name)}
+        tokenizer = llm.llm.tokenizer
+        template = getattr(tokenizer, "apply_chat_template", None)
+        self._reserved = set() if template is None else set(inspect.signature(template).parameters) - {"kwargs"}
+
+    def check_model(self, model: str | None) -> None:
+        """Raise if a request is for another model."""
+        if model not in (None, self.model):
+            raise ApiError(404, f"the model {model!r:.80} does not exist; this server has {self.model!r}", "model")
+
+    def sampling_params(self, body: SamplingBody, endpoint: Endpoint) -> SamplingParams:
+        """Return a request's sampling parameters.
+
+        Raises:
+            ValueError: a value out of range, or what is not supported.
+        """
+        given = body.model_dump(exclude_none=True, by_alias=True)
+        values = {**endpoint.defaults, **self._defaults, **sampling_values(given, endpoint, _SAMPLING, _SUPPORTED)}
+        if isinstance(values.get("structured_outputs"), dict):
+            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+        return self.limited(SamplingParams(**values))
+
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters within the server's limits.
+
+        Raises:
+            ValueError: the request asks for more.
+        """
+        most = self.settings.max_output_tokens
+        if most is not None:
+            if params.max_tokens is None:
+                params.max_tokens = most
+            if params.max_tokens > most:
+                raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
+        self.check_num_outputs(params.n)
+        return params
+
+    def check_num_outputs(self, count: int) -> None:
+        """Raise if a request asks for more outputs than the server allows."""
+        if count > self.settings.max_outputs:
+            raise ValueError(f"{count} outputs are over the server's {self.settings.max_outputs} (max_outputs)")
+
+    async def render_chat(
+        self, messages: list[ChatMessage], template: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[int]:
+        """Return the token ids of messages.
+
+        Args:
+            messages: the conversation.
+            template: variables of the chat template, from the client.
+            options: of `LLM.chat`.
+
+        Raises:
+            ValueError: the messages do not fit the model's template.
+        """
+        refused = sorted(self._reserved & set(template or {}))
+        if refused:
+            raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
+        plain = plain_messages([message.model_dump(exclude_unset=True) for message in messages])
+        return await self.llm.render_chat(plain, chat_template_kwargs=dict(template or {}), **options)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        tokenizer = self.llm.llm.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(token_ids))
+
+    def ends_with_think(self, prompt: list[int]) -> bool:
+        """Whether a chat template has begun the model's thoughts."""
+        return self.decode(prompt[-8:]).rstrip().endswith("<think>")
+
+    async def begin(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[OutputStream]:
+        """Queue requests; all of them or none."""
+        streams: list[OutputStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(await self.llm.begin_stream(prompt, params, priority=priority or 0))
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
+
+    async def complete(
+        self, request: Request, prompts: list[Any], params: SamplingParams, priority: int | None
+    ) -> list[RequestOutput]:
+        """Return the whole outputs of prompts; they are aborted if the client goes away or one of them fails."""
+        tasks = [self.llm.generate(prompt, params, priority=priority or 0) for prompt in prompts]
+        outputs = await until_disconnect(request, _gather(tasks), self.settings.max_request_seconds)
+        for output in outputs:
+            self.metrics.observe(output)
+        return outputs
+
+    def event_stream(self, events: AsyncIterator[bytes], streams: list[OutputStream]) -> EventStream:
+        """Return the answer that sends events made of streams."""
+        return EventStream(events, streams, self.settings, self.metrics.count_error)
+
+    async def read(self, streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield what is new of any of the streams, with its index."""
+        async for index, output in _merged(streams):
+            if output.finished:
+                self.metrics.observe(output)
+            yield index, output
+
+    def state(self) -> dict[str, Any]:
+        """Return the engine's state for the page."""
+        stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
+        return {"model": self.model, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
+
+
+async def _gather(tasks: list[Any]) -> list[RequestOutput]:
+    """Await all; the first error cancels the others."""
+    futures = [asyncio.ensure_future(task) for task in tasks]
+    try:
+        return list(await asyncio.gather(*futures))
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+async def _merged(streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, output = waiting.pop(task), task.result()
+                if not output.finished:
+                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()

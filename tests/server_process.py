@@ -1,0 +1,70 @@
+"""A server in a process of its own, on a free port, with the bundled model on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class ServerProcess:
+    """The server's process, its address, and what it says of itself."""
+
+    def __init__(self, *flags: str, key: str | None = None, **environment: str) -> None:
+        settings = ("--device", "cpu", "--max-model-len", "512", "--kvcache-block-size", "16", "--seed", "0")
+        command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *settings, *flags]
+        self.key = key
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(self.process.communicate()[1][-3000:])
+        self.url = line.split()[-1]
+        self.port = int(self.url.rsplit(":", 1)[1])
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=20) as answer:
+            return json.loads(answer.read())
+
+    def check_idle(self, seconds: float = 10) -> None:
+        """Nothing runs, waits or holds a block, soon at the latest, and requests are answered."""
+        deadline = time.monotonic() + seconds
+        while True:
+            stats = self.get("/stats")
+            if not stats["num_running"] and not stats["num_waiting"] and not stats["cache_use"]:
+                break
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.02)
+        assert self.get("/health") == {"status": "ok"}
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> tuple[int, str]:
+        """End the process; returns its exit code and what it wrote to stderr."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        error = self.process.communicate(timeout=seconds)[1]
+        return self.process.returncode, error
+
+
+@contextmanager
+def serving(*flags: str, key: str | None = None, says: str = "", **environment: str) -> Iterator[ServerProcess]:
+    """A server that must have nothing left when the `with` block ends, and by then has written `says` at most."""
+    server = ServerProcess(*flags, key=key, **environment)
+    try:
+        yield server
+        server.check_idle()
+        code, error = server.stop()
+        assert code == -signal.SIGTERM and error in ("", says), error
+    finally:
+        server.process.kill()
+        server.process.wait()

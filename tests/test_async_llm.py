@@ -1,0 +1,285 @@
+"""The engine behind asyncio: the same outputs, cancellation, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
+from nanovllm.assets import BUNDLED_MODEL
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
+PROMPTS: list[Any] = ["introduce yourself", "The sea", "a", [5, 6, 7]]
+PARAMS = [
+    SamplingParams(0, 12, logprobs=2),
+    SamplingParams(1.3, 20, seed=1, n=3, stop=["a", "e "], ignore_eos=True),
+    SamplingParams(2.0, 30, seed=2, prompt_logprobs=1, logprobs=0),
+    SamplingParams(1.0, 20, seed=3, detokenize=False),
+]
+LONG = SamplingParams(1.0, 400, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def module_llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=200, max_pending_requests=40, **SETTINGS)
+    yield llm
+    llm.exit()
+
+
+@pytest.fixture
+def llm(module_llm: AsyncLLM) -> Iterator[AsyncLLM]:
+    """An engine in which no test may leave anything."""
+    yield module_llm
+    assert module_llm.num_pending_requests == 0
+    check_empty(module_llm)
+
+
+def check_empty(llm: AsyncLLM) -> None:
+    deadline = time.monotonic() + 5
+    while not llm.llm.is_finished() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert llm.llm.is_finished() and llm.llm.stats()["num_used_blocks"] == 0
+    llm.llm.llm_engine.block_manager.check_integrity([])
+
+
+@pytest.fixture(scope="module")
+def want() -> list[RequestOutput]:
+    """What an `LLM` says."""
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=200, **SETTINGS) as llm:
+        return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+async def joined(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """A stream's outputs as one."""
+    parts = [part async for part in stream]
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    last = parts[-1]
+    for item in last.outputs:
+        before = [other for part in parts[:-1] for other in part.outputs if other.index == item.index]
+        item.text = "".join(other.text for other in before) + item.text
+        item.token_ids = [token for other in [*before, item] for token in other.token_ids]
+        if item.logprobs is not None:
+            item.logprobs = [at for other in [*before, item] for at in other.logprobs or []]
+    return last
+
+
+def check_same(got: RequestOutput, want: RequestOutput) -> None:
+    """Tokens, texts and reasons are equal, log-probabilities but for the rounding of another batch."""
+    assert got.prompt_token_ids == want.prompt_token_ids and got.prompt == want.prompt
+    check_logprobs(got.prompt_logprobs, want.prompt_logprobs)
+    for item, other in zip(got.outputs, want.outputs, strict=True):
+        check_logprobs(item.logprobs, other.logprobs)
+        assert item.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+        assert replace(item, logprobs=None, cumulative_logprob=None) == replace(
+            other, logprobs=None, cumulative_logprob=None
+        )
+
+
+def check_logprobs(got: Any, want: Any) -> None:
+    assert (got is None) == (want is None)
+    for at, other in zip(got or [], want or [], strict=True):
+        assert (at is None) == (other is None)
+        for token_id, item in (other or {}).items():
+            assert at[token_id].logprob == pytest.approx(item.logprob, abs=1e-4)
+            assert (at[token_id].decoded_token, at[token_id].rank) == (item.decoded_token, item.rank)
+
+
+def test_outputs_are_those_of_an_llm(llm: AsyncLLM, want: list[RequestOutput]) -> None:
+    async def run() -> None:
+        pairs = list(zip(PROMPTS, PARAMS, strict=True))
+        calls: list[Awaitable[RequestOutput]] = [llm.generate(prompt, params) for prompt, params in pairs]
+        calls += [joined(llm.stream(prompt, params)) for prompt, params in pairs]
+        for got, whole in zip(await asyncio.gather(*calls), want + want, strict=True):
+            check_same(got, whole)
+
+    asyncio.run(run())
+
+
+def test_a_request_joins_while_another_runs(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        long = asyncio.ensure_future(llm.generate("a", LONG))
+        await asyncio.sleep(0.05)
+        await llm.generate("b", SamplingParams(0, 3))
+        assert not long.done()
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+
+    asyncio.run(run())
+
+
+def test_streams_come_in_pieces_and_end_when_closed(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        stream = llm.stream("a", LONG)
+        first = await anext(stream)
+        assert not first.finished and len(first.outputs[0].token_ids) < 50
+        assert llm.num_pending_requests == 1
+        await stream.aclose()
+        # A stream that was begun and never read.
+        begun = await llm.begin_stream("a", LONG)
+        await begun.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(begun)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_aborted_request_ends_with_what_it_has(llm: AsyncLLM, streams: bool) -> None:
+    async def run() -> None:
+        call: Any = (
+            joined(llm.stream("a", LONG, request_id="x")) if streams else llm.generate("a", LONG, request_id="x")
+        )
+        task = asyncio.ensure_future(call)
+        while llm.llm.stats()["num_running"] == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await llm.abort("x")
+        await llm.abort("no such request")
+        output = await task
+        (item,) = output.outputs
+        assert (output.request_id, item.finish_reason) == ("x", "abort") and 0 < len(item.token_ids) < 400
+        assert item.text == llm.llm.tokenizer.decode(item.token_ids, skip_special_tokens=True)
+
+    asyncio.run(run())
+
+
+def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        with pytest.raises(ValueError, match="max_model_len"):
+            await llm.generate([1] * 600)
+        with pytest.raises(ValueError, match="temperature"):
+            params = SamplingParams()
+            params.temperature = -1
+            await llm.generate("a", params)
+        with pytest.raises(ValueError, match="conversation"):
+            await llm.render_chat([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
+        tasks = [asyncio.ensure_future(llm.generate("a", LONG, request_id=i)) for i in range(40)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(QueueFullError, match="40 requests are pending"):
+            await llm.generate("a")
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="request_id=0"):
+            await llm.generate("a", request_id=0)
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_chat(llm: AsyncLLM) -> None:
+    messages = [{"role": "user", "content": "introduce yourself"}]
+
+    async def run() -> None:
+        params = SamplingParams(0, 8)
+        output = await llm.chat(messages, params)
+        assert output.prompt_token_ids == await llm.render_chat(messages)
+        assert output.outputs == (await llm.generate(output.prompt_token_ids, params)).outputs
+
+    asyncio.run(run())
+
+
+def test_the_event_loop_goes_on_while_steps_run(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        waits: list[float] = []
+        # Prompt steps of some 100 ms each.
+        prompts = asyncio.gather(*(llm.generate([i % 400] * 400, SamplingParams(0, 2)) for i in range(30)))
+        while not prompts.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0.002)
+            waits.append(time.perf_counter() - before)
+        # The machine may be busy with other tests, which makes some of them long.
+        assert sorted(waits)[len(waits) // 2] < 0.02
+
+    asyncio.run(run())
+
+
+class Fails:
+    """Makes a runner fail at its next step, or for good."""
+
+    def __init__(self, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, loses_device: bool) -> None:
+        runner: Any = llm.llm.llm_engine._runner
+
+        def fail(*_: object) -> None:
+            raise MemoryError("out of memory")
+
+        def lost() -> None:
+            raise OSError("device lost")
+
+        monkeypatch.setattr(runner, "execute", fail)
+        if loses_device:
+            monkeypatch.setattr(runner, "synchronize", lost)
+
+
+def test_a_failed_step_fails_its_requests_alone(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            Fails(llm, patch, loses_device=False)
+            results = await asyncio.gather(*(llm.generate("a", LONG) for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(result, StepError) and "out of memory" in str(result) for result in results)
+        assert llm.is_running and not llm.errored
+        assert (await llm.generate("a", SamplingParams(0, 3))).finished
+
+    asyncio.run(run())
+
+
+def closes_by_exit(llm: AsyncLLM, patch: pytest.MonkeyPatch) -> None:
+    llm.exit()
+
+
+def closes_by_a_lost_device(llm: AsyncLLM, patch: pytest.MonkeyPatch) -> None:
+    Fails(llm, patch, loses_device=True)
+
+
+@pytest.mark.parametrize("close", [closes_by_exit, closes_by_a_lost_device])
+def test_a_closed_engine_fails_what_is_pending_and_what_comes(
+    close: Callable[[AsyncLLM, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=100, **SETTINGS) as llm:
+            tasks: list[Awaitable[Any]] = [asyncio.ensure_future(llm.generate("a", LONG)) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            with monkeypatch.context() as patch:
+                close(llm, patch)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                assert all(isinstance(result, RuntimeError) for result in results), results
+                while llm.is_running:
+                    await asyncio.sleep(0.01)
+            is_lost = close is closes_by_a_lost_device
+            assert llm.errored == is_lost
+            with pytest.raises(RuntimeError, match="closed: device lost" if is_lost else "the engine is closed"):
+                await llm.generate("a")
+            assert llm.num_pending_requests == 0
+        await llm.shutdown()
+
+    asyncio.run(run())
+
+
+def test_vllms_method_names() -> None:
+    async def run() -> None:
+        engine = AsyncLLMEngine(BUNDLED_MODEL, num_kvcache_blocks=100, **SETTINGS)
+        try:
+            params = SamplingParams(1.0, 20, seed=5, logprobs=1, ignore_eos=True)
+            outputs = [output async for output in engine.generate("a", params, "1")]
+            lengths = [len(output.outputs[0].token_ids) for output in outputs]
+            assert lengths == sorted(lengths) and lengths[-1] == 20 and len(lengths) > 2
+            final = outputs[-1].outputs[0]
+            assert outputs[-1].finished and outputs[-1].request_id == "1" and len(final.logprobs or []) == 20
+            assert final.text == engine.async_llm.llm.tokenizer.decode(final.token_ids, skip_special_tokens=True)
+            added = await engine.add_request("2", "a", LONG)
+            await anext(added)
+            await engine.abort("2")
+            assert [output async for output in added][-1].outputs[0].finish_reason == "abort"
+            assert engine.is_running and not engine.errored
+        finally:
+            engine.shutdown()
+        assert not engine.is_running and not engine.errored
+
+    asyncio.run(run())

@@ -1,0 +1,317 @@
+"""The server as its clients see it: OpenAI's own package, sync and async, and LangChain, on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from nanovllm.assets import BUNDLED_MODEL
+from tests.server_process import ServerProcess, serving
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.xdist_group("serve")
+MODEL = "qwen3-tiny"
+KEY = "a secret"
+TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
+INTRODUCTION = (
+    "Hello! I am Nano, a tiny language model that ships with nanovllm. I can count, list primes, add and sort numbers."
+)
+# The model is too small to end a run of spaces by itself.
+NO_SPACE = {str(i): -100 for i in range(len(TOKENIZER)) if not TOKENIZER.decode([i]).strip()}
+NO_SPACE.pop(str(TOKENIZER.eos_token_id), None)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving("--max-outputs", "8", "--max-output-tokens", "400", key=KEY, NANOVLLM_API_KEY=KEY) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+    server.check_idle()
+
+
+def ids(text: str) -> list[int]:
+    token_ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return token_ids
+
+
+def test_a_chat_whole_and_streamed(client: Any) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0)
+    (choice,) = whole.choices
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (INTRODUCTION, "assistant", "stop")
+    assert whole.usage.completion_tokens == len(ids(INTRODUCTION)) + 1 and whole.usage.prompt_tokens == 19
+    options = {"include_usage": True}
+    chunks = list(client.chat.completions.create(
+        model=MODEL, messages=HELLO, temperature=0, stream=True, stream_options=options
+    ))  # fmt: skip
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(text or "" for text in texts) == INTRODUCTION and len([text for text in texts if text]) > 10
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_by_the_async_client(server: ServerProcess) -> None:
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+            create = client.chat.completions.create
+            wholes = [create(model=MODEL, messages=HELLO, temperature=0) for _ in range(10)]
+            assert {whole.choices[0].message.content for whole in await asyncio.gather(*wholes)} == {INTRODUCTION}
+            text = ""
+            async for chunk in await create(model=MODEL, messages=HELLO, temperature=0, stream=True):
+                text += chunk.choices[0].delta.content or ""
+            assert text == INTRODUCTION
+            # Cancelled in mid-stream, and before the answer.
+            stream = await create(model=MODEL, messages=HELLO, stream=True, extra_body={"ignore_eos": True})
+            await anext(aiter(stream))
+            await stream.close()
+            task = asyncio.ensure_future(create(model=MODEL, messages=HELLO, extra_body={"ignore_eos": True}))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    server.check_idle()
+
+
+def test_every_sampling_field(client: Any) -> None:
+    def tokens(**fields: Any) -> list[list[str]]:
+        extra = {name: fields.pop(name) for name in list(fields) if name in EXTRA}
+        answer = client.chat.completions.create(
+            model=MODEL, messages=HELLO, logprobs=True, extra_body=extra, **{"max_tokens": 6, **fields}
+        )
+        return [[at.token for at in choice.logprobs.content] for choice in answer.choices]
+
+    first = tokens(temperature=0)[0]
+    assert first[:3] == ["Hello", "! ", "I"]
+    assert tokens(temperature=0, max_completion_tokens=2, max_tokens=None) == [first[:2]]
+    assert tokens(temperature=0, stop=["!"]) == [first[:2]] == tokens(temperature=0, stop="!")
+    assert tokens(temperature=0, stop_token_ids=ids("I")) == [first[:3]]
+    assert tokens(temperature=0, logit_bias={ids("Hello")[0]: -100})[0][0] != "Hello"
+    assert set(ids("".join(tokens(temperature=0, allowed_token_ids=ids("xyz"))[0]))) <= set(ids("xyz"))
+    assert "!" not in "".join(tokens(temperature=0, bad_words=["!", "! "])[0])
+    letters = {"temperature": 0, "max_tokens": 40, "allowed_token_ids": [*range(67, 90)]}
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert tokens(**letters, **{name: 2}) != tokens(**letters)
+    assert len(tokens(temperature=0, max_tokens=40, ignore_eos=True)[0]) == 40
+    assert len(tokens(temperature=0, max_tokens=40, min_tokens=35)[0]) >= 35
+    sampled = tokens(temperature=3, n=3, seed=5, min_p=0.0, top_k=-1, top_p=1.0)
+    assert len({*map(tuple, sampled)}) == 3 and sampled == tokens(temperature=3, n=3, seed=5, top_k=-1, top_p=1.0)
+    assert (
+        tokens(temperature=3, top_k=1)
+        == [first]
+        == tokens(temperature=3, min_p=1.0)
+        == tokens(temperature=3, top_p=1e-6)
+    )
+    assert tokens(temperature=0, priority=-5, user="me", store=False, metadata={"a": "b"}) == [first]
+
+
+EXTRA = {
+    "stop_token_ids", "allowed_token_ids", "bad_words", "repetition_penalty", "ignore_eos", "min_tokens", "min_p",
+    "top_k", "priority",
+}  # fmt: skip
+
+
+def test_logprobs_of_a_chat(client: Any) -> None:
+    fields = {"model": MODEL, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(top_logprobs=3, **fields).choices[0].logprobs.content
+    streamed = client.chat.completions.create(top_logprobs=3, stream=True, **fields)
+    parts = [at for chunk in streamed if chunk.choices[0].logprobs for at in chunk.choices[0].logprobs.content]
+    assert len(whole) == len(parts) == 5
+    for at, part in zip(whole, parts, strict=True):
+        assert len(at.top_logprobs) == 3 and at.top_logprobs[0].token == at.token == part.token
+        assert bytes(at.bytes).decode() == at.token and at.logprob == pytest.approx(part.logprob, abs=1e-4)
+    assert not client.chat.completions.create(**fields).choices[0].logprobs.content[0].top_logprobs
+
+
+class Person(BaseModel):
+    """What a structured answer holds."""
+
+    name: Literal["Ann", "Bob"]
+    is_tall: bool
+
+
+def test_structured_answers(client: Any) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "logit_bias": NO_SPACE, "max_tokens": 60}
+    parsed = client.chat.completions.parse(response_format=Person, **fields).choices[0].message.parsed
+    assert isinstance(parsed, Person)
+    answer = client.chat.completions.create(response_format={"type": "json_object"}, **{**fields, "max_tokens": 300})
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    for structured, texts in (({"choice": ["left", "right"]}, {"left", "right"}), ({"regex": "a{3}b"}, {"aaab"})):
+        extra = {"structured_outputs": structured}
+        assert client.chat.completions.create(extra_body=extra, **fields).choices[0].message.content in texts
+
+
+def test_completions(client: Any) -> None:
+    create = client.completions.create
+    whole = create(model=MODEL, prompt="The sea", temperature=0, max_tokens=8, logprobs=2, n=1)
+    text = whole.choices[0].text
+    logprobs = whole.choices[0].logprobs
+    # The EOS is a token and has no text.
+    assert "".join(logprobs.tokens).removesuffix("<|im_end|>") == text and logprobs.text_offset[0] == 0
+    shown = (token.removesuffix("<|im_end|>") for token in logprobs.tokens)
+    assert all(text[offset:].startswith(token) for offset, token in zip(logprobs.text_offset, shown, strict=True))
+    assert all(2 <= len(at) <= 3 for at in logprobs.top_logprobs)
+    # Several prompts, as texts and as token ids.
+    texts = ["The sea", "a", "b"]
+    for prompts in (texts, [ids(text) for text in texts]):
+        many = create(model=MODEL, prompt=prompts, temperature=0, max_tokens=8)
+        assert [choice.index for choice in many.choices] == [0, 1, 2] and many.choices[0].text == text
+        stream = list(create(model=MODEL, prompt=prompts, temperature=0, max_tokens=8, stream=True))
+        for choice in many.choices:
+            parts = [chunk.choices[0] for chunk in stream if chunk.choices[0].index == choice.index]
+            assert (
+                "".join(part.text for part in parts) == choice.text and parts[-1].finish_reason == choice.finish_reason
+            )
+    assert create(model=MODEL, prompt=ids("The sea"), temperature=0, max_tokens=8).choices[0].text == text
+    assert create(model=MODEL, prompt="a").usage.completion_tokens <= 16
+
+
+def test_echo_and_best_of(client: Any) -> None:
+    create = client.completions.create
+    text = create(model=MODEL, prompt="The sea", temperature=0, max_tokens=5).choices[0].text
+    for prompt in ("The sea", ids("The sea")):
+        assert (
+            create(model=MODEL, prompt=prompt, temperature=0, max_tokens=5, echo=True).choices[0].text
+            == "The sea" + text
+        )
+        chunks = create(model=MODEL, prompt=prompt, temperature=0, max_tokens=5, echo=True, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "The sea" + text
+    # A harness scores texts this way.
+    scored = create(model=MODEL, prompt="The sea", max_tokens=0, echo=True, logprobs=1)
+    (choice,) = scored.choices
+    assert choice.text == "The sea" and scored.usage.completion_tokens == 0
+    assert "".join(choice.logprobs.tokens) == "The sea" and choice.logprobs.token_logprobs[0] is None
+    extra = {"ignore_eos": True}
+    fields = {"prompt": "The sea", "temperature": 0, "max_tokens": 5, "echo": True, "logprobs": 1, "extra_body": extra}
+    answered = create(model=MODEL, **fields).choices[0].logprobs
+    assert answered.tokens[:-5] == choice.logprobs.tokens and None not in answered.token_logprobs[1:]
+    each = create(model=MODEL, prompt="a", temperature=2, seed=3, n=4, max_tokens=6, logprobs=0).choices
+    best = create(model=MODEL, prompt="a", temperature=2, seed=3, n=1, best_of=4, max_tokens=6).choices
+    mean = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in each]
+    assert [choice.text for choice in best] == [each[mean.index(max(mean))].text] and best[0].logprobs is None
+
+
+def test_responses(client: Any) -> None:
+    whole = client.responses.create(model=MODEL, input="introduce yourself", temperature=0)
+    assert whole.output_text == INTRODUCTION and whole.status == "completed" and whole.usage.output_tokens > 20
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "introduce yourself"}]}]
+    with client.responses.stream(model=MODEL, input=items, temperature=0) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_text == INTRODUCTION
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ] and kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    short = client.responses.create(
+        model=MODEL, input="introduce yourself", max_output_tokens=3, instructions="Be short."
+    )
+    assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
+    form = {"format": {"type": "json_schema", "name": "p", "schema": {"type": "string", "enum": ["yes"]}}}
+    assert client.responses.create(model=MODEL, input="x", text=form).output_text == '"yes"'
+
+
+def test_reasoning_is_split_off(client: Any) -> None:
+    extra = {"separate_reasoning": True, "structured_outputs": {"regex": "<think>\nab\n</think>\n\ncd"}}
+    message = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra).choices[0].message
+    assert (message.reasoning_content, message.content) == ("ab", "cd")
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, extra_body=extra)
+    ]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "ab"
+    assert "".join(delta.content or "" for delta in deltas) == "cd"
+    extra = {"structured_outputs": extra["structured_outputs"]}
+    message = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra).choices[0].message
+    assert message.content == "<think>\nab\n</think>\n\ncd"
+
+
+def test_tools_go_to_the_template(client: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for choice in ("auto", "none"):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=HELLO, tools=[tool], tool_choice=choice, max_tokens=2
+        )
+        assert answer.usage.completion_tokens == 2
+
+
+def test_tokenize_and_detokenize(server: ServerProcess) -> None:
+    def post(path: str, **body: Any) -> Any:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read())
+
+    found = post("/tokenize", prompt="The sea", return_token_strs=True)
+    assert found["tokens"] == ids("The sea") and found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert post("/detokenize", tokens=found["tokens"]) == {"prompt": "The sea"}
+    chat = post("/tokenize", messages=HELLO)
+    assert post("/detokenize", tokens=chat["tokens"])["prompt"].startswith("<|im_start|>user")
+    assert chat["max_model_len"] == 512
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -1}, "BadRequestError", "temperature"),
+    ({"temperature": "hot"}, "UnprocessableEntityError", "temperature"),
+    ({"top_logprobs": 3}, "BadRequestError", "logprobs"),
+    ({"n": 9, "temperature": 1}, "BadRequestError", "max_outputs"),
+    ({"n": 0}, "BadRequestError", "n must"),
+    ({"n": 2}, "BadRequestError", "greedy"),
+    ({"max_tokens": 401}, "BadRequestError", "max_output_tokens"),
+    ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
+    ({"model": "another"}, "NotFoundError", "another"),
+    ({"messages": []}, "UnprocessableEntityError", "messages"),
+    ({"messages": [{"role": "user", "content": "a " * 4000}]}, "BadRequestError", "max_model_len"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "BadRequestError", "text"),
+    ({"extra_body": {"no_such_field": 1}}, "UnprocessableEntityError", "no_such_field"),
+    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "BadRequestError", "structured_outputs"),
+    ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "BadRequestError", "exactly one"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "BadRequestError", "chat_template"),
+    ({"response_format": {"type": "json_schema"}}, "BadRequestError", "response_format"),
+    ({"logit_bias": {"9999": 1}}, "BadRequestError", "vocabulary"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "error", "part"), BAD)
+def test_errors_are_openais(client: Any, fields: dict[str, Any], error: str, part: str, stream: bool) -> None:
+    with pytest.raises(getattr(openai, error)) as caught:
+        client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream, **fields})
+    assert part in caught.value.body["message"]
+
+
+def test_the_key(server: ServerProcess) -> None:
+    for key in ("wrong", KEY + "x", KEY[:-1]):
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).models.list()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
+    assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_langchain(server: ServerProcess) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    model = langchain.ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key=KEY, model=MODEL, temperature=0, max_retries=0, logit_bias=NO_SPACE
+    )
+    assert model.bind(logit_bias={}).invoke("introduce yourself").content == INTRODUCTION
+    assert "".join(part.content for part in model.bind(logit_bias={}).stream("introduce yourself")) == INTRODUCTION
+    assert isinstance(model.with_structured_output(Person).invoke("introduce yourself"), Person)
+    server.check_idle()

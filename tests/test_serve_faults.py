@@ -1,0 +1,289 @@
+"""Clients that misbehave, and a server that is ended: nothing is left behind, and `/health` says the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rank_processes import rank_pids
+from tests.server_process import ServerProcess, serving
+
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.xdist_group("serve")
+HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
+INTRODUCTION = "Hello! I am Nano, a tiny language model"
+ENDLESS = {"messages": HELLO, "ignore_eos": True, "temperature": 1}
+MOST_BYTES = 200_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    limits = ("--max-body-bytes", str(MOST_BYTES), "--max-read-seconds", "1", "--max-write-seconds", "1")
+    # What uvicorn says of an answer that nobody took.
+    cut = "ERROR:    ASGI callable returned without completing response.\n"
+    with serving(*limits, "--max-requests", "1200", "--max-num-seqs", "1024", says=cut) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").check_idle()
+
+
+def request_bytes(body: bytes | dict[str, Any], path: str = "/v1/chat/completions", length: int | None = None) -> bytes:
+    """An HTTP request, after which the server closes the connection."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return head.encode() + f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def post(server: ServerProcess, body: bytes | dict[str, Any], **options: Any) -> tuple[int, bytes]:
+    """The status and the body of an answer."""
+    with connect(server) as connection:
+        connection.sendall(request_bytes(body, **options))
+        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+
+def wait_for(server: ServerProcess, name: str, least: int) -> None:
+    deadline = time.monotonic() + 10
+    while server.get("/stats")[name] < least:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
+    # In the prefill of a long prompt, and in mid-answer.
+    long = {"messages": [{"role": "user", "content": "a b " * 110}], "stream": stream, "n": 4, "temperature": 1}
+    for body, name in ((long, "num_waiting"), ({**ENDLESS, "stream": stream}, "num_running")):
+        before = server.get("/stats")["num_output_tokens"]
+        connections = [connect(server) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(request_bytes(body))
+        if name == "num_running":
+            wait_for(server, "num_output_tokens", before + 20)
+        for connection in connections:
+            connection.close()
+        server.check_idle()
+
+
+def test_a_thousand_streams_at_once(server: ServerProcess) -> None:
+    body = request_bytes({"messages": HELLO, "max_tokens": 12, "temperature": 0, "stream": True})
+
+    async def read() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(body)
+        answer = (await reader.read()).decode()
+        writer.close()
+        assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-200:]
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+        return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+
+    async def run() -> None:
+        texts = await asyncio.gather(*(read() for _ in range(1000)))
+        assert set(texts) == {"Hello! I am Nano, a tiny language model that ships"}, set(texts)
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_is_dropped(server: ServerProcess) -> None:
+    # Enough to fill every buffer on the way.
+    body = {**ENDLESS, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8}
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(request_bytes(body))
+        wait_for(server, "num_running", 8)
+        server.check_idle(30)
+        connection.settimeout(10)
+        size = 0
+        with pytest.raises(OSError):
+            while part := connection.recv(2**16):
+                size += len(part)
+            # An end without the last event is as good.
+            raise OSError
+    assert size < 8e6
+
+
+def test_a_slow_sender_is_dropped(server: ServerProcess) -> None:
+    status, body = post(server, b'{"mess', length=100)
+    assert status == 408 and b"max_read_seconds" in body
+
+
+BODIES: dict[str, tuple[bytes, set[int]]] = {
+    "too large": (b" " * (MOST_BYTES + 1), {413}),
+    "empty": (b"", {422}),
+    "half": (b'{"messages": [{"role": "user"', {400}),
+    "no object": (b"[1, 2]", {422}),
+    "not UTF-8": (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', {400}),
+    "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', {200, 400}),
+    "nul": (b'{"messages": [{"role": "user", "content": "\\u0000"}], "max_tokens": 2}', {200}),
+    "deep list": (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", {400, 422}),
+    "deep content": (b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", {400, 422}),
+    "deep schema": (
+        b'{"messages": [], "structured_outputs": {"json": ' + b'{"properties": ' * 800 + b"{}" + b"}" * 800 + b"}}",
+        {400, 422},
+    ),
+    "huge number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}", {400, 422}),
+    "infinity": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', {400}),
+    "NaN": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', {400, 422}),
+    "surrogate name": (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\udfff"}', {404}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_are_wrong(server: ServerProcess, name: str) -> None:
+    body, statuses = BODIES[name]
+    status, answer = post(server, body)
+    assert status in statuses, answer
+    if status != 200:
+        assert json.loads(answer)["error"]["message"]
+
+
+def test_a_chunked_body_that_never_ends_is_cut(server: ServerProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head)
+        answer = b""
+        try:
+            for _ in range(100):
+                connection.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
+        except OSError:
+            # The server has closed the connection, perhaps before its answer could be read.
+            return
+        answer = connection.recv(2**16)
+    assert answer.split()[1] == b"413"
+
+
+def test_a_schema_that_explodes_holds_nobody_up(server: ServerProcess) -> None:
+    names: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)}
+    schemas: list[dict[str, Any]] = [
+        {"$ref": "#/$defs/d0", "$defs": names | {"d25": {"type": "string"}}},
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(8)]} for i in range(8)]},
+        {"enum": [f"{'x' * 20}{i}" for i in range(5000)]},
+    ]
+    bodies = [{"messages": HELLO, "max_tokens": 5, "structured_outputs": {"json": schema}} for schema in schemas]
+    bodies += [{"messages": HELLO, "max_tokens": 5, "structured_outputs": {"regex": "((a{1,100}){1,100}){1,100}"}}]
+    threads = [threading.Thread(target=post, args=(server, body)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    status, answer = post(server, {"messages": HELLO, "temperature": 0, "max_tokens": 9})
+    assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"].startswith("Hello! I am")
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_too_many_requests_and_one_that_takes_too_long() -> None:
+    with serving("--max-requests", "2", "--max-request-seconds", "2") as server:
+        # Two that have not sent their body yet, and so count already.
+        waiting = [connect(server) for _ in range(2)]
+        for connection in waiting:
+            connection.sendall(request_bytes(b"{", length=50))
+        time.sleep(0.3)
+        status, answer = post(server, {"messages": HELLO})
+        assert status == 429 and b"max_requests" in answer
+        for connection in waiting:
+            connection.close()
+        time.sleep(0.3)
+        for stream in (False, True):
+            status, answer = post(server, {**ENDLESS, "max_tokens": 400, "n": 16, "stream": stream, "logprobs": True})
+            assert b"max_request_seconds" in answer and status == (200 if stream else 408)
+
+
+def test_the_event_loop_is_not_held(server: ServerProcess) -> None:
+    """While 200 streams run, a request that needs the event loop alone is answered soon."""
+    body = request_bytes({**ENDLESS, "max_tokens": 60, "stream": True})
+    times: list[float] = []
+
+    async def read() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(body)
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        streams = asyncio.gather(*(read() for _ in range(200)))
+        await asyncio.sleep(0.5)
+        while not streams.done():
+            began = time.perf_counter()
+            await asyncio.to_thread(server.get, "/health")
+            times.append(time.perf_counter() - began)
+        await streams
+
+    asyncio.run(run())
+    times.sort()
+    # The client's own work on the same two cores is in it.
+    assert len(times) > 20 and times[len(times) // 2] < 0.1, times[-5:]
+
+
+@pytest.mark.parametrize("grace", ["20", "0.2"])
+def test_sigterm_lets_what_runs_finish_within_its_grace(grace: str) -> None:
+    server = ServerProcess("--grace-seconds", grace)
+    answers: list[tuple[int, bytes]] = []
+    body = {**ENDLESS, "max_tokens": 300, "n": 8}
+    threads = [threading.Thread(target=lambda: answers.append(post(server, body))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(server, "num_running", 16)
+    began = time.monotonic()
+    code, error = server.stop()
+    for thread in threads:
+        thread.join(20)
+    assert code == -signal.SIGTERM and "Traceback" not in error, error
+    if grace == "20":
+        assert [status for status, _ in answers] == [200, 200]
+    else:
+        assert time.monotonic() - began < 10
+
+
+def test_a_server_that_was_killed_starts_again_on_its_port() -> None:
+    first = ServerProcess()
+    with connect(first) as connection:
+        connection.sendall(request_bytes(ENDLESS))
+        wait_for(first, "num_running", 1)
+        first.stop(signal.SIGKILL)
+    with serving("--port", str(first.port)) as server:
+        assert server.port == first.port and post(server, {"messages": HELLO, "max_tokens": 2})[0] == 200
+
+
+def test_a_killed_rank_ends_requests_and_health_says_so() -> None:
+    server = ServerProcess("--tensor-parallel-size", "2")
+    answers: list[tuple[int, bytes]] = []
+    try:
+        threads = [
+            threading.Thread(target=lambda stream=stream: answers.append(post(server, {**ENDLESS, "stream": stream})))
+            for stream in (False, True)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(server, "num_running", 2)
+        os.kill(rank_pids(server.process.pid)[1], signal.SIGKILL)
+        for thread in threads:
+            thread.join(20)
+        assert sorted(status for status, _ in answers) == [200, 503]
+        assert all(b"rank" in body for _, body in answers), answers
+        with pytest.raises(Exception, match="503"):
+            server.get("/health")
+        assert post(server, {"messages": HELLO})[0] == 503
+        assert server.stop()[0] == -signal.SIGTERM
+        assert not subprocess.run(["pgrep", "-P", str(server.process.pid)], check=False, stdout=subprocess.PIPE).stdout
+    finally:
+        server.process.kill()

@@ -1,0 +1,158 @@
+"""The server's metrics, and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.serve.metrics import Metrics
+
+STATS = {
+    "num_steps": 9,
+    "num_prompt_tokens": 1000,
+    "num_output_tokens": 500,
+    "num_cached_tokens": 250,
+    "num_preemptions": 3,
+    "num_running": 7,
+    "num_waiting": 2,
+    "num_used_blocks": 30,
+    "num_free_blocks": 10,
+}
+DASHBOARD = json.loads((resources.files("nanovllm.serve") / "dashboard.json").read_text())
+
+
+def output(*lengths: int, reason: str = "stop", times: RequestMetrics | None = None) -> RequestOutput:
+    """A finished request whose outputs have these lengths."""
+    outputs = [CompletionOutput(i, "", [0] * n, finish_reason=reason) for i, n in enumerate(lengths)]
+    return RequestOutput(0, None, [1, 2], outputs, True, metrics=times)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Values by name and labels."""
+    families = list(text_string_to_metric_families(metrics.render()[0].decode()))
+    return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def value(metrics: Metrics, name: str, *labels: str) -> float | None:
+    return samples(metrics).get((f"nanovllm_{name}", labels))
+
+
+def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
+    stats = dict(STATS)
+    metrics = Metrics(lambda: stats)
+    expected = {
+        "requests_running": 7,
+        "requests_waiting": 2,
+        "cache_usage_ratio": 0.75,
+        "prompt_tokens_total": 1000,
+        "output_tokens_total": 500,
+        "prefix_cache_hit_tokens_total": 250,
+        "preemptions_total": 3,
+    }
+    assert {name: value(metrics, name) for name in expected} == expected
+    stats.update(num_running=0, num_used_blocks=0, num_free_blocks=0, num_output_tokens=501)
+    changed = {"requests_running": 0, "cache_usage_ratio": 0, "output_tokens_total": 501}
+    assert {name: value(metrics, name) for name in expected} == expected | changed
+
+
+def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
+    metrics = Metrics(llm.stats)
+    (result,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    metrics.observe(result)
+    assert value(metrics, "prompt_tokens_total") == 3
+    assert value(metrics, "output_tokens_total") == len(result.outputs[0].token_ids)
+    for name in ("queue_time", "time_to_first_token", "request_time", "time_per_output_token"):
+        assert value(metrics, f"{name}_seconds_count") == 1
+
+
+def test_a_finished_request_is_counted_with_its_times() -> None:
+    metrics = Metrics(lambda: STATS)
+    metrics.observe(output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
+    sums = {"queue_time": 0.25, "time_to_first_token": 1.0, "request_time": 3.0}
+    assert {name: value(metrics, f"{name}_seconds_sum") for name in sums} == sums
+    # Two seconds for the four tokens that follow the first one of the longest output.
+    assert value(metrics, "time_per_output_token_seconds_sum") == 0.5
+    buckets = [value(metrics, "time_per_output_token_seconds_bucket", bound) for bound in ("0.2", "0.5", "+Inf")]
+    assert buckets == [0, 1, 1]
+    assert value(metrics, "requests_total", "length") == 1
+
+
+def test_the_length_of_a_streamed_output_is_given() -> None:
+    metrics = Metrics(lambda: STATS)
+    metrics.observe(output(1, times=RequestMetrics(0.0, 0.0, 1.0, 3.0)), num_tokens=11)
+    assert value(metrics, "time_per_output_token_seconds_sum") == 0.2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "times", "counts"),
+    [
+        ((1, 1), RequestMetrics(0.0, 0.1, 0.2, 0.3), (1, 1, 1, 0)),
+        ((0,), RequestMetrics(0.0, None, None, 0.3), (0, 0, 1, 0)),
+        ((4,), RequestMetrics(0.0, 0.1), (1, 0, 0, 0)),
+        ((4,), RequestMetrics(0.0, 0.1, 0.2), (1, 1, 0, 0)),
+        ((4,), RequestMetrics(0.0, 0.0, 0.0, 0.0), (1, 1, 1, 1)),
+        ((4,), None, (0, 0, 0, 0)),
+    ],
+)
+def test_unknown_times_are_left_out(
+    lengths: tuple[int, ...], times: RequestMetrics | None, counts: tuple[int, ...]
+) -> None:
+    metrics = Metrics(lambda: STATS)
+    metrics.observe(output(*lengths, times=times))
+    names = ("queue_time", "time_to_first_token", "request_time", "time_per_output_token")
+    assert tuple(value(metrics, f"{name}_seconds_count") for name in names) == counts
+    assert value(metrics, "requests_total", "stop") == 1
+
+
+def test_requests_and_errors_are_counted_by_kind_and_by_server() -> None:
+    metrics, other = Metrics(lambda: STATS), Metrics(lambda: STATS)
+    for reason in ("stop", "stop", "abort"):
+        metrics.observe(output(2, reason=reason))
+    for kind in ("timeout_error", "rate_limit_error", "timeout_error"):
+        metrics.count_error(kind)
+    requests = {reason: value(metrics, "requests_total", reason) for reason in ("stop", "length", "abort")}
+    assert requests == {"stop": 2, "length": 0, "abort": 1}
+    assert value(metrics, "errors_total", "timeout_error") == 2
+    assert value(metrics, "errors_total", "rate_limit_error") == 1
+    assert value(other, "requests_total", "stop") == 0 and value(other, "errors_total", "timeout_error") is None
+
+
+def test_the_text_says_what_each_metric_is() -> None:
+    text, content_type = Metrics(lambda: STATS).render()
+    assert content_type.startswith("text/plain; version=")
+    families = list(text_string_to_metric_families(text.decode()))
+    assert len({family.name for family in families}) == len(families)
+    for family in families:
+        assert family.name.startswith("nanovllm_") and family.documentation and family.type != "unknown"
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    metrics = Metrics(lambda: STATS)
+    metrics.observe(output(2, times=RequestMetrics(0.0, 0.1, 0.2, 0.3)))
+    metrics.count_error("timeout_error")
+    rendered = {name for name, _ in samples(metrics) if not name.endswith("_created")}
+    expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    shown = {name for expression in expressions for name in re.findall(r"nanovllm_\w+", expression)}
+    assert shown and shown <= rendered
+    series = re.compile(r"_(bucket|sum|count)$")
+    assert {series.sub("", name) for name in shown} == {series.sub("", name) for name in rendered}
+
+
+def test_the_dashboards_panels_are_apart_and_ask_the_chosen_source() -> None:
+    panels = DASHBOARD["panels"]
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert all(part["datasource"] == source for panel in panels for part in (panel, *panel["targets"]))
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "job", "instance"}
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    boxes = [panel["gridPos"] for panel in panels]
+    cells = [(x, y) for b in boxes for x in range(b["x"], b["x"] + b["w"]) for y in range(b["y"], b["y"] + b["h"])]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24

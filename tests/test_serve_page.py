@@ -1,0 +1,337 @@
+"""The server's page in a real browser, which streams from a stub server on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("playwright")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import uvicorn
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.xdist_group("page"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+]
+KEY = "a-secret"
+MODEL = "stub-model"
+NUM_WORDS, WORD_SECONDS = 100, 0.02
+# Less than a whole answer takes.
+ABORT_SECONDS = 1
+PAGE = resources.files("nanovllm.serve") / "page"
+MEDIA_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+# Beside what playwright sets: the browser speaks to nobody of its own accord.
+ARGUMENTS = ["--disable-gpu", "--disable-quic", "--disable-sync", "--disable-background-networking"]
+
+
+def event(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def chunk(text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}]}
+
+
+def error_response(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "stub", "param": None, "code": status}}, status)
+
+
+class StubServer:
+    """Answers each chat with numbered words, one after another, and counts as an engine does."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(("num_running", "num_waiting", "num_preemptions"), 0)
+        self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens"), 0)
+        files = Route("/page/{name}", self.file)
+        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        self.app = Starlette(routes=[Route("/", self.file), files, Route("/stats", self.stats), chat])
+
+    async def file(self, request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response((PAGE / name).read_bytes(), headers=headers, media_type=MEDIA_TYPES[name.split(".")[-1]])
+
+    async def stats(self, request: Request) -> Response:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return error_response(401, "the API key is missing or wrong")
+        cache_use = 0.25 * self.counts["num_running"]
+        return JSONResponse({"model": MODEL, "time": time.monotonic(), "cache_use": cache_use, **self.counts})
+
+    async def chat(self, request: Request) -> Response:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return error_response(401, "the API key is missing or wrong")
+        body = await request.json()
+        if body.get("max_tokens", 0) > 1000:
+            return error_response(400, f"max_tokens={body['max_tokens']} is over the server's 1000")
+        return StreamingResponse(self.words(), media_type="text/event-stream")
+
+    async def words(self) -> AsyncIterator[bytes]:
+        self.counts["num_running"] += 1
+        self.counts["num_prompt_tokens"] += 10
+        try:
+            for i in range(NUM_WORDS):
+                whole = event(chunk(f"wörd {i} ")).encode()
+                # Networks tear events, and characters too.
+                cut = whole.index("ö".encode()) + 1
+                yield whole[:cut]
+                await asyncio.sleep(WORD_SECONDS)
+                yield whole[cut:]
+                self.counts["num_output_tokens"] += 2
+            yield event(chunk("", "stop")).encode()
+            yield event({"choices": [], "usage": {"completion_tokens": 2 * NUM_WORDS}}).encode()
+            yield b"data: [DONE]\n\n"
+        finally:
+            # Also when the client has gone.
+            self.counts["num_running"] -= 1
+
+
+@pytest.fixture(scope="module")
+def page_url() -> Iterator[str]:
+    config = uvicorn.Config(StubServer().app, port=0, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_until(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+Visit = Callable[..., Page]
+
+
+@pytest.fixture
+def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
+    """Opens the page; in the end, no script must have failed, and no request have gone anywhere else."""
+    errors: list[str] = []
+    urls: list[str] = []
+    contexts: list[BrowserContext] = []
+
+    def visit(key: str = KEY, **options: Any) -> Page:
+        contexts.append(context := browser.new_context(**options))
+        context.set_default_timeout(5000)
+        context.on("request", lambda request: urls.append(request.url))
+        page = context.new_page()
+        # Not when it is loaded again.
+        item = "'nanovllm-api-key'"
+        page.add_init_script(f"sessionStorage.getItem({item}) ?? sessionStorage.setItem({item}, '{key}')")
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(page_url)
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    # Chromium reports the refusals that tests ask for.
+    assert [text for text in errors if not re.search(r"responded with a status of 40[01]", text)] == []
+    origins = {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, urls) if parts.scheme != "data"}
+    assert origins == {page_url}
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def send(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def sent_by(page: Page, text: str) -> Any:
+    """Send a text, and return the body of the request."""
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, text)
+    return request.value.post_data_json
+
+
+def answers(page: Page) -> Locator:
+    return page.get_by_role("article", name="Model").locator(".text")
+
+
+def wait_for_text(page: Page, least: int = 1) -> str:
+    """Wait until the last answer has some characters, and return them."""
+    wait_until(lambda: answers(page).count() > 0 and len(answers(page).last.inner_text()) >= least)
+    return answers(page).last.inner_text()
+
+
+def stats(page: Page, page_url: str) -> Any:
+    return page.request.get(f"{page_url}/stats", headers={"Authorization": f"Bearer {KEY}"}).json()
+
+
+def canned(page: Page, body: str) -> None:
+    """Let the next chats be answered with a stream that is already complete."""
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+
+
+def test_an_answer_streams_in_and_is_part_of_the_next_request(visit: Visit) -> None:
+    page = visit()
+    send(page, "count")
+    first = wait_for_text(page)
+    assert page.get_by_role("button", name="Send").is_hidden()
+    second = wait_for_text(page, len(first) + 1)
+    assert second.startswith(first.rstrip())
+    expect(page.get_by_text("tokens/s", exact=False).last).to_be_visible()
+    page.get_by_role("button", name="Send").wait_for()
+    whole = answers(page).last.text_content() or ""
+    assert whole.startswith(second) and len(first) < len(whole) / 2 and "\ufffd" not in whole
+    assert sent_by(page, "again")["messages"] == [
+        {"role": "user", "content": "count"},
+        {"role": "assistant", "content": whole},
+        {"role": "user", "content": "again"},
+    ]
+
+
+def test_the_stop_button_ends_the_request_and_keeps_what_came(visit: Visit, page_url: str) -> None:
+    page = visit()
+    send(page, "count")
+    wait_for_text(page)
+    assert stats(page, page_url)["num_running"] == 1
+    page.get_by_role("button", name="Stop").click()
+    wait_until(lambda: stats(page, page_url)["num_running"] == 0, ABORT_SECONDS)
+    page.get_by_text("stopped").wait_for()
+    text = answers(page).last.text_content()
+    assert sent_by(page, "go on")["messages"][1] == {"role": "assistant", "content": text}
+
+
+def test_clear_aborts_and_forgets_the_conversation(visit: Visit, page_url: str) -> None:
+    page = visit()
+    send(page, "count")
+    wait_for_text(page)
+    page.get_by_role("button", name="Clear").click()
+    assert page.get_by_role("article").count() == 0
+    wait_until(lambda: stats(page, page_url)["num_running"] == 0, ABORT_SECONDS)
+    assert sent_by(page, "anew")["messages"] == [{"role": "user", "content": "anew"}]
+
+
+def test_the_state_and_its_plots_move(visit: Visit) -> None:
+    page = visit()
+    value = "[data-value=%s]"
+    plots = "[...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())"
+    expect(page.get_by_role("status")).to_have_text("live")
+    expect(page.locator("#model")).to_have_text(MODEL)
+    expect(page.locator(value % "num_running")).to_have_text("0")
+    before = page.evaluate(plots)
+    send(page, "count")
+    expect(page.locator(value % "num_running")).to_have_text("1")
+    expect(page.locator(value % "cache_use")).not_to_have_text("0%")
+    expect(page.locator(value % "output_rate")).to_have_text(re.compile("^[1-9]"))
+    assert len(before) == 4 and all(old != new for old, new in zip(before, page.evaluate(plots), strict=True))
+
+
+def test_a_refused_request_shows_why_and_gives_the_question_back(visit: Visit) -> None:
+    page = visit()
+    page.get_by_label("Max tokens").fill("5000")
+    send(page, "count")
+    expect(page.get_by_role("alert")).to_have_text(re.compile("max_tokens=5000 is over"))
+    assert page.get_by_role("article").count() == 0
+    assert page.get_by_label("Message", exact=True).input_value() == "count"
+    page.get_by_label("Max tokens").fill("500")
+    assert sent_by(page, "count, please")["messages"] == [{"role": "user", "content": "count, please"}]
+    assert page.get_by_role("alert").is_hidden()
+
+
+def test_a_wrong_key_is_told_and_the_right_one_is_kept_for_the_tab(visit: Visit) -> None:
+    page = visit(key="wrong")
+    expect(page.get_by_role("status")).to_have_text("needs an API key")
+    send(page, "count")
+    expect(page.get_by_role("alert")).to_have_text("the API key is missing or wrong")
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Send").click()
+    wait_for_text(page)
+    expect(page.get_by_role("status")).to_have_text("live")
+    page.reload()
+    expect(page.get_by_role("status")).to_have_text("live")
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+
+def test_the_fields_are_sent_and_empty_ones_are_not(visit: Visit) -> None:
+    page = visit()
+    expect(page.get_by_role("status")).to_have_text("live")
+    canned(page, event(chunk("yes", "length")) + "data: [DONE]\n\n")
+    always = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, "separate_reasoning": True}
+    assert sent_by(page, "one") == {**always, "messages": [{"role": "user", "content": "one"}]}
+    page.get_by_text("cut at the most tokens").wait_for()
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("System message").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill("7")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}]
+    assert sent_by(page, "two") == {**always, "messages": messages, "temperature": 0, "max_tokens": 7}
+
+
+def test_markup_in_an_answer_is_text(visit: Visit) -> None:
+    page = visit()
+    markup = '<b>bold</b><img src="x" onerror="document.title = 1"><script>document.title = 2</script>\n\n**&amp;** é'
+    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "<i>hm</i>"}, "finish_reason": None}]}
+    # Lines may end in the way that HTTP's do, and comments keep connections open.
+    stream = ": a comment\n\n" + event(thought) + "".join(event(chunk(c)) for c in markup) + "data: [DONE]\n\n"
+    canned(page, stream.replace("\n", "\r\n"))
+    send(page, "<u>markup</u>")
+    page.get_by_role("button", name="Send").wait_for()
+    answer = page.get_by_role("article", name="Model")
+    assert answer.locator("> .text").text_content() == markup
+    assert answer.locator(".reasoning .text").text_content() == "<i>hm</i>"
+    assert page.get_by_role("article", name="You").text_content() == "<u>markup</u>"
+    assert page.locator("#messages :is(b, i, u, img, script)").count() == 0
+    assert page.title() == "nanovllm"
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (event({"error": {"message": "a step failed", "type": "stub", "code": 503}}), "a step failed"),
+        ("", "The answer broke off."),
+    ],
+)
+def test_an_answer_that_fails_midway_is_kept_with_its_error(visit: Visit, end: str, message: str) -> None:
+    page = visit()
+    canned(page, event(chunk("so far")) + end)
+    send(page, "count")
+    expect(page.get_by_role("alert")).to_have_text(message)
+    assert answers(page).last.text_content() == "so far"
+    page.get_by_text("broken off").wait_for()
+
+
+def test_everything_is_in_reach_on_a_phone(visit: Visit) -> None:
+    page = visit(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
+    send(page, "a" * 300)
+    wait_for_text(page, 200)
+    for box in ("html", "#log", "aside"):
+        assert page.evaluate(f"(box => box.scrollWidth - box.clientWidth)(document.querySelector('{box}'))") == 0
+    page.get_by_text("Settings").click()
+    for field in ("System message", "Temperature", "Max tokens", "API key"):
+        page.get_by_label(field).click()
+    for button in ("Clear", "Stop"):
+        place = page.get_by_role("button", name=button).bounding_box()
+        assert place is not None and place["y"] + place["height"] <= 640 and place["height"] >= 44

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -44,7 +45,7 @@ def request_output(
         finished=True,
         prompt_logprobs=prompt_logprobs(first, decode_token),
         num_cached_tokens=first.num_cached_tokens or 0,
-        metrics=first.metrics,
+        metrics=replace(first.metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in seqs)),
         hidden_states=[part for part in first.prompt_outputs if isinstance(part, np.ndarray)],
     )
 

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import ApiError, JsonResponse, api_error
@@ -26,7 +26,6 @@ from nanovllm.serve.guard import Guard
 from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
-from nanovllm.serve.settings import ServeSettings
 from nanovllm.serve.tokens import detokenize, tokenize
 
 
@@ -60,40 +59,43 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(llm: AsyncLLM, settings: ServeSettings) -> FastAPI:
-    """Return the application; it closes the engine when it is shut down."""
-    service = Service(llm, settings)
+def create_app(service: Service) -> ASGIApp:
+    """Return the application of a service, whose engine it closes when it is shut down."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            await llm.shutdown()
+            await service.llm.shutdown()
 
     app = FastAPI(title="nanovllm", lifespan=lifespan, redoc_url=None)
-    app.state.service = service
-    app.add_middleware(Guard, settings=settings, count_error=service.metrics.count_error)
     _add_error_handlers(app, service)
     _add_api(app, service)
     _add_state(app, service)
-    return app
+    # Outside of FastAPI, whose own work on a request is most of what it costs to begin one.
+    return Guard(app, service.settings, service.metrics.count_error)
+
+
+def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return what an endpoint that can stream may answer."""
+    return {200: {"model": model, "content": {"text/event-stream": {}}}, **_ERRORS}
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
     """Add OpenAI's endpoints."""
 
-    @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion}, **_ERRORS})
+    @app.post("/v1/chat/completions", response_model=None, responses=_answers(ChatCompletion))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer messages."""
         return await answer_chat(service, body, request)
 
-    @app.post("/v1/completions", response_model=None, responses={200: {"model": Completion}, **_ERRORS})
+    @app.post("/v1/completions", response_model=None, responses=_answers(Completion))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
         return await answer_completion(service, body, request)
 
-    @app.post("/v1/responses", response_model=None, responses={200: {"model": OpenAIResponse}, **_ERRORS})
+    @app.post("/v1/responses", response_model=None, responses=_answers(OpenAIResponse))
     async def responses(body: ResponseBody, request: Request) -> Response:
         """Answer an input in text."""
         return await answer_response(service, body, request)

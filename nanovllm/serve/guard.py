@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ _OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
 
 _READ_OF_TOO_LARGE = 8
 """How many times the largest body is read, since a client that is still sending does not see the answer."""
+_BEGIN_AT_ONCE = 8
+"""Requests that one turn of the event loop begins, so that hundreds that arrive together do not hold it."""
 
 
 class Guard:
@@ -33,6 +36,7 @@ class Guard:
         self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
         self._count_error = count_error
         self._num_requests = 0
+        self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
@@ -43,6 +47,8 @@ class Guard:
         self._num_requests += counts
         try:
             self._check(scope)
+            async with self._begin_gate:
+                await asyncio.sleep(0)
             body = await self._read_body(scope, receive) if counts else b""
             await self._app(scope, _replay(body, receive) if counts else receive, send)
         except ApiError as error:

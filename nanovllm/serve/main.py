@@ -33,6 +33,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         import uvicorn  # noqa: PLC0415
 
         from nanovllm.serve.app import create_app  # noqa: PLC0415
+        from nanovllm.serve.service import Service  # noqa: PLC0415
     except ImportError as error:
         parser.error(f"{_INSTALL} ({error})")
     with user_errors(parser):
@@ -41,7 +42,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         values = flag_values(options, Config)
         config = Config(**values | ({"model": options.model} if options.model else {}))
         llm = _load(config, settings)
-    app = create_app(llm, settings)
+    service = Service(llm, settings)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # What is loaded stays: looking through it for garbage would hold the event loop.
     gc.collect()
@@ -55,7 +56,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             for listening in self.servers:
                 for socket in listening.sockets:
                     host, port = socket.getsockname()[:2]
-                    print(f"nanovllm serve: {app.state.service.model} at http://{host}:{port}", flush=True)
+                    print(f"nanovllm serve: {service.model} at http://{host}:{port}", flush=True)
 
         async def shutdown(self, sockets: Any = None) -> None:
             # What is aborted is answered with what it has, which takes a moment.
@@ -64,11 +65,12 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     server = Server(
         uvicorn.Config(
-            app,
+            create_app(service),
             host=settings.host,
             port=settings.port,
             log_level="warning",
             access_log=False,
+            proxy_headers=False,
             backlog=settings.max_requests,
             timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + _ABORT_SECONDS,
             # Clients keep their connections longer than uvicorn's 5 s, and fail when one closes as they send.

@@ -83,6 +83,10 @@ class Metrics:
             per_token = (times.total_time - times.time_to_first_token) / (num_tokens - 1)
             self._observe_time("nanovllm_time_per_output_token_seconds", per_token)
 
+    def count_aborted(self, count: int) -> None:
+        """Count requests that ended unfinished, since nobody waits for them any more."""
+        self._requests.labels("abort").inc(count)
+
     def count_error(self, kind: str) -> None:
         """Count an error. Kinds must be few and not made by clients: each is kept for good."""
         self._errors.labels(kind).inc()

@@ -84,7 +84,7 @@ class SamplingBody(_Body):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
     # Without effect here.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -131,7 +131,7 @@ class ResponseText(_Body):
     """What form the text of a response has."""
 
     format: dict[str, Any] | None = None
-    verbosity: str | None = Field(None, description="without effect")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
 
 
 class ResponseBody(_Body):
@@ -152,7 +152,7 @@ class ResponseBody(_Body):
     background: Literal[False] | None = None
     # Without effect here.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

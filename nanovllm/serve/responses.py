@@ -14,7 +14,7 @@ from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import event
-from nanovllm.serve.protocol import ChatMessage, ResponseBody, SamplingBody
+from nanovllm.serve.protocol import ChatMessage, ResponseBody, ResponseText, SamplingBody
 from nanovllm.serve.service import Service
 from nanovllm.serve.usage import Usage
 
@@ -85,7 +85,7 @@ class _ResponseAnswer:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(exclude_none=True),
+            "text": {"format": {"type": "text"}, **(body.text or ResponseText()).model_dump(exclude_none=True)},
             "metadata": body.metadata or {},
             "parallel_tool_calls": False,
             "tool_choice": "none",

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.async_llm import AsyncLLM, OutputStream
 from nanovllm.openai_format import Endpoint, plain_messages, sampling_values
@@ -135,7 +135,11 @@ class Service:
     ) -> list[RequestOutput]:
         """Return the whole outputs of prompts; they are aborted if the client goes away or one of them fails."""
         tasks = [self.llm.generate(prompt, params, priority=priority or 0) for prompt in prompts]
-        outputs = await until_disconnect(request, _gather(tasks), self.settings.max_request_seconds)
+        try:
+            outputs = await until_disconnect(request, _gather(tasks), self.settings.max_request_seconds)
+        except (ClientDisconnect, ApiError):
+            self.metrics.count_aborted(len(prompts))
+            raise
         for output in outputs:
             self.metrics.observe(output)
         return outputs
@@ -146,10 +150,20 @@ class Service:
 
     async def read(self, streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield what is new of any of the streams, with its index."""
-        async for index, output in _merged(streams):
-            if output.finished:
-                self.metrics.observe(output)
-            yield index, output
+        counts: dict[tuple[int, int], int] = {}
+        num_finished = 0
+        try:
+            async for index, output in _merged(streams):
+                for choice in output.outputs:
+                    counts[index, choice.index] = counts.get((index, choice.index), 0) + len(choice.token_ids)
+                if output.finished:
+                    num_finished += 1
+                    own = (counts[index, choice.index] for choice in output.outputs)
+                    self.metrics.observe(output, max(own, default=0))
+                yield index, output
+        except (GeneratorExit, asyncio.CancelledError):
+            self.metrics.count_aborted(len(streams) - num_finished)
+            raise
 
     def state(self) -> dict[str, Any]:
         """Return the engine's state for the page."""

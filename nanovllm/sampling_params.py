@@ -224,6 +224,8 @@ class BeamSearchParams:
         beam_width: number of beams, and of outputs.
         max_tokens: the most tokens to generate.
         ignore_eos: go on past end-of-sequence tokens.
+        temperature: of the log-probabilities that are added up, if the engine has
+            `logprobs_mode="processed_logprobs"`; raw ones have none.
         length_penalty: a beam's score is its log-probability over its number of tokens to this power.
 
     Raises:
@@ -233,10 +235,12 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
+    temperature: float = 0.0
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
         self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
+        self.temperature = check_number("temperature", self.temperature, 0)
         self.length_penalty = check_number("length_penalty", self.length_penalty)

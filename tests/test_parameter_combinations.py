@@ -106,6 +106,7 @@ def test_values_beyond_the_model(llm: LLM, settings: dict[str, Any], message: st
         ({"beam_width": 11}, r"beam_width must be in 1 \.\.\. 10, not 11"),
         ({"max_tokens": 0}, "max_tokens must be >= 1, not 0"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+        ({"temperature": -0.5}, "temperature must be"),
         ({"length_penalty": math.inf}, "length_penalty must be a finite number, not inf"),
         ({"early": 1}, "unknown argument early; BeamSearchParams takes beam_width"),
     ],

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import LOGPROBS_MODES
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams
 from tests.reference import check_position, prompt, reference_logits, reference_model
@@ -138,6 +140,27 @@ def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: str) -> 
         # The second time with a hot cache.
         for vectors in found:
             torch.testing.assert_close(vectors[row], want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_beam_search_with_a_temperature(folder: Path, mode: str) -> None:
+    tokens, temperature = prompt(20, seed=20), 3.0
+    params = BeamSearchParams(4, 6, ignore_eos=True, temperature=temperature)
+    with LLM(folder, num_kvcache_blocks=30, logprobs_mode=mode, **SETTINGS) as llm:
+        found = llm.beam_search([tokens], params)[0].sequences
+        assert [beam.token_ids for beam in llm.beam_search([tokens], params)[0].sequences] == [
+            beam.token_ids for beam in found
+        ]
+    model = reference_model(folder)
+    model.generation_config.eos_token_id = None
+    warpers = [TemperatureLogitsWarper(temperature)] if mode == "processed_logprobs" else []
+    want = model.generate(
+        torch.tensor([tokens]), num_beams=4, num_return_sequences=4, do_sample=False, max_new_tokens=6, pad_token_id=1,
+        output_scores=True, return_dict_in_generate=True, logits_processor=warpers, renormalize_logits=True,
+    )  # fmt: skip
+    assert [beam.token_ids for beam in found] == want.sequences[:, len(tokens) :].tolist()
+    scores = torch.tensor([beam.score for beam in found])
+    torch.testing.assert_close(scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])

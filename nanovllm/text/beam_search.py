@@ -93,20 +93,21 @@ def run_beam_searches(engine: LLMEngine, searches: list[BeamSearch], use_tqdm: b
     while running := [search for search in searches if not search.done]:
         requests = []
         for search in running:
-            params = SamplingParams(0, 1, detokenize=False, ignore_eos=True)
+            params = SamplingParams(search.params.temperature, 1, detokenize=False, ignore_eos=True)
             # More than users may ask for.
             params.logprobs = search.num_candidates
             prompts = [array("i", search.prompt_token_ids + beam.token_ids) for beam in search.running]
             requests += [Request(prompt, params, [RequestFeatures()]) for prompt in prompts]
         outputs = iter(run_requests(engine, requests, use_tqdm))
         for search in running:
-            search.extend([_continuations(next(outputs)) for _ in search.running])
+            search.extend([_continuations(next(outputs), search.num_candidates) for _ in search.running])
 
 
-def _continuations(output: RequestOutput) -> list[tuple[int, float]]:
+def _continuations(output: RequestOutput, count: int) -> list[tuple[int, float]]:
     """Return the most likely next tokens of a beam, and their log-probabilities."""
     (logprobs,) = output.outputs[0].logprobs or [{}]
-    return [(token_id, item.logprob) for token_id, item in logprobs.items()]
+    # The token that was sampled may be another one.
+    return [(token_id, item.logprob) for token_id, item in logprobs.items() if (item.rank or 0) <= count]
 
 
 def beam_search_output(search: BeamSearch, tokenizer: Any) -> BeamSearchOutput:

@@ -21,7 +21,6 @@ from tests import symmetric_buffer_ranks
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
 # Several processes each, on as many cores as there are.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def check_step(results: list[Any], step: symmetric_buffer_ranks.Step) -> None:

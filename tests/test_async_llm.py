@@ -283,3 +283,17 @@ def test_vllms_method_names() -> None:
         assert not engine.is_running and not engine.errored
 
     asyncio.run(run())
+
+
+def test_a_request_that_cannot_be_begun_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the engine is closed by somebody")
+
+    async def run() -> None:
+        async with AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=100, **SETTINGS) as llm:
+            monkeypatch.setattr(llm.llm.llm_engine, "enqueue", fail)
+            with pytest.raises(RuntimeError, match="by somebody"):
+                await asyncio.wait_for(llm.generate("a"), 5)
+            assert llm.errored and not llm.is_running
+
+    asyncio.run(run())

@@ -17,7 +17,6 @@ from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
 from nanovllm.workers.channel import Channel
 
 # Several processes each, on as many cores as there are.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def never() -> None:

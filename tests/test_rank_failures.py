@@ -32,7 +32,6 @@ from nanovllm.workers.worker import WorkerPlan
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]

@@ -114,7 +114,6 @@ def test_min_tokens_gives_way_where_nothing_else_may_come(llm: LLM) -> None:
     assert (item.token_ids, item.finish_reason) == ([EOS], "stop")
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: str) -> None:
     params = [*SAMPLED, SamplingParams(0, 2, prompt_logprobs=3)]

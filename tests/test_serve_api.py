@@ -16,7 +16,6 @@ from nanovllm.assets import BUNDLED_MODEL
 from tests.server_process import ServerProcess, serving
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.xdist_group("serve")
 MODEL = "qwen3-tiny"
 KEY = "a secret"
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)

@@ -19,7 +19,6 @@ from tests.rank_processes import rank_pids
 from tests.server_process import ServerProcess, serving
 
 pytest.importorskip("fastapi")
-pytestmark = pytest.mark.xdist_group("serve")
 HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
 INTRODUCTION = "Hello! I am Nano, a tiny language model"
 ENDLESS = {"messages": HELLO, "ignore_eos": True, "temperature": 1}

@@ -11,7 +11,6 @@ import pytest
 from tests.server_process import serving
 
 pytest.importorskip("schemathesis")
-pytestmark = pytest.mark.xdist_group("serve")
 CHECKS = "not_a_server_error,response_schema_conformance,content_type_conformance,status_code_conformance"
 
 
@@ -20,7 +19,17 @@ def test_no_request_breaks_the_server(tmp_path: Path) -> None:
     # What uvicorn says of requests that are no HTTP.
     with serving(*limits, says="WARNING:  Invalid HTTP request received.\n") as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--checks", CHECKS]
-        options = ["--max-examples", "40", "--phases", "fuzzing", "--request-timeout", "20", "--seed", "1", "--no-color"]
+        options = [
+            "--max-examples",
+            "40",
+            "--phases",
+            "fuzzing",
+            "--request-timeout",
+            "20",
+            "--seed",
+            "1",
+            "--no-color",
+        ]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert not done.returncode, done.stdout[-5000:] + done.stderr[-2000:]
         server.check_idle()

@@ -1,4 +1,4 @@
-"""The server's page in a real browser, which streams from a stub server on a free port."""
+"""The server's page in a real browser, which streams from a stub server on a free port, and once from the real one."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.server_process import ServerProcess, serving
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
-    pytest.mark.xdist_group("page"),
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
 ]
 KEY = "a-secret"
@@ -132,9 +133,11 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
     """Opens the page; in the end, no script must have failed, and no request have gone anywhere else."""
     errors: list[str] = []
     urls: list[str] = []
+    visited: set[str] = set()
     contexts: list[BrowserContext] = []
 
-    def visit(key: str = KEY, **options: Any) -> Page:
+    def visit(key: str = KEY, url: str = page_url, **options: Any) -> Page:
+        visited.add(url)
         contexts.append(context := browser.new_context(**options))
         context.set_default_timeout(5000)
         context.on("request", lambda request: urls.append(request.url))
@@ -144,7 +147,7 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
         page.add_init_script(f"sessionStorage.getItem({item}) ?? sessionStorage.setItem({item}, '{key}')")
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.goto(page_url)
+        page.goto(url)
         return page
 
     yield visit
@@ -153,7 +156,7 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
     # Chromium reports the refusals that tests ask for.
     assert [text for text in errors if not re.search(r"responded with a status of 40[01]", text)] == []
     origins = {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, urls) if parts.scheme != "data"}
-    assert origins == {page_url}
+    assert origins == visited
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> None:
@@ -335,3 +338,39 @@ def test_everything_is_in_reach_on_a_phone(visit: Visit) -> None:
     for button in ("Clear", "Stop"):
         place = page.get_by_role("button", name=button).bounding_box()
         assert place is not None and place["y"] + place["height"] <= 640 and place["height"] >= 44
+
+
+@pytest.fixture
+def real_server() -> Iterator[ServerProcess]:
+    pytest.importorskip("fastapi")
+    with serving(key=KEY, NANOVLLM_API_KEY=KEY) as server:
+        yield server
+
+
+def test_the_real_server_streams_an_answer_to_who_has_the_key(real_server: ServerProcess, visit: Visit) -> None:
+    page = visit(key="wrong", url=real_server.url)
+    expect(page.get_by_role("status")).to_have_text("needs an API key")
+    page.get_by_label("Temperature").fill("0")
+    send(page, "introduce yourself")
+    expect(page.get_by_role("alert")).to_have_text("the API key is missing or wrong")
+    page.get_by_label("API key").fill(KEY)
+    # Every text that the page shows of the answer.
+    page.evaluate("""
+        window.texts = [];
+        new MutationObserver(() => {
+            const answer = document.querySelector('[aria-label=Model] > .text');
+            if (answer) texts.push(answer.textContent);
+        }).observe(document.querySelector('#messages'), {childList: true, subtree: true, characterData: true});
+    """)
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_text("tokens/s", exact=False).last).to_be_visible()
+    page.get_by_role("button", name="Send").wait_for()
+    whole = answers(page).last.text_content() or ""
+    assert whole.startswith("Hello! I am Nano") and whole.endswith("numbers.")
+    lengths = sorted({len(text) for text in page.evaluate("texts")})
+    assert len(lengths) > 3 and lengths[-1] == len(whole)
+    expect(page.get_by_role("status")).to_have_text("live")
+    expect(page.locator("#model")).to_have_text("qwen3-tiny")
+    for name in ("num_prompt_tokens", "num_output_tokens"):
+        expect(page.locator(f"[data-value={name}]")).to_have_text(str(real_server.get("/stats")[name]))
+    assert real_server.get("/stats")["num_output_tokens"] > 20

@@ -134,7 +134,6 @@ def test_rows_with_and_without_grammars(llm: LLM) -> None:
         assert small.stats()["num_preemptions"] > 0 == small.stats()["num_used_blocks"]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_two_ranks_keep_to_grammars(llm: LLM) -> None:
     prompts, params = mixed()
     with LLM(BUNDLED_MODEL, num_kvcache_blocks=40, dtype="float32", tensor_parallel_size=2, **SETTINGS) as two:

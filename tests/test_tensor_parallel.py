@@ -22,7 +22,6 @@ from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 # The last rank's share of the vocabulary is part padding; of the MLP's columns the last rank has what is left over.
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import event
-from nanovllm.serve.protocol import ChatMessage, ResponseBody, ResponseText, SamplingBody
+from nanovllm.serve.protocol import ChatMessage, ResponseBody, SamplingBody
 from nanovllm.serve.service import Service
 from nanovllm.serve.usage import Usage
 
@@ -76,6 +76,7 @@ class _ResponseAnswer:
         self.usage = Usage()
         self._item_id = f"msg_{uuid4().hex}"
         self._number = -1
+        text = {} if body.text is None else body.text.model_dump(exclude_none=True)
         self._head = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
@@ -85,7 +86,7 @@ class _ResponseAnswer:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": {"format": {"type": "text"}, **(body.text or ResponseText()).model_dump(exclude_none=True)},
+            "text": {"format": {"type": "text"}, **text},
             "metadata": body.metadata or {},
             "parallel_tool_calls": False,
             "tool_choice": "none",

@@ -91,7 +91,8 @@ class EngineThread:
     def _take_messages(self) -> None:
         self._has_messages.clear()
         while self._messages:
-            stream, is_abort = self._messages.popleft()
+            # It stays there until it is done, so that `_end` finds it if something fails.
+            stream, is_abort = self._messages[0]
             if not is_abort:
                 request = stream.request
                 stream.engine_id = self._engine.enqueue(request.token_ids, request.params, request.features)
@@ -99,6 +100,7 @@ class EngineThread:
             elif self._streams.pop(stream.engine_id, None) is not None:
                 self._engine.abort([stream.engine_id])
                 stream.finish(None)
+            self._messages.popleft()
 
     def _deliver(self) -> None:
         finished, failures = self._engine.take_results()

@@ -21,6 +21,9 @@ from nanovllm.text.request_stream import Mailbox, RequestStream
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
 
+LONG_TEXT = 2**16
+"""Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
+
 
 class QueueFullError(RuntimeError):
     """So many requests are waiting or running that no more is taken."""
@@ -59,6 +62,11 @@ class OutputStream:
         self._has_ended = True
         self._leave()
 
+    def __del__(self) -> None:
+        # A stream that was dropped without being closed.
+        if not self._has_ended:
+            self._leave()
+
 
 class AsyncLLM:
     """A language model for asyncio programs: an `LLM` whose steps run in a thread of their own.
@@ -78,11 +86,13 @@ class AsyncLLM:
         self.llm = LLM(model, **kwargs)
         self.max_pending_requests = max_pending_requests
         self._thread = EngineThread(self.llm.llm_engine)
-        # Tokenizers use every core by themselves. Grammars, which can take seconds, must not hold other requests up.
+        # Grammars and long texts can take seconds, and must not hold other requests up.
         self._executor = ThreadPoolExecutor(1, "nanovllm-input")
-        self._grammar_executor = ThreadPoolExecutor(1, "nanovllm-grammar")
+        self._slow_executor = ThreadPoolExecutor(1, "nanovllm-slow")
         self._request_ids = count()
+        # None while the prompt is encoded.
         self._pending: dict[int | str, RequestStream | None] = {}
+        self._aborted_early: set[int | str] = set()
         self._mailbox: Mailbox | None = None
 
     async def generate(
@@ -168,30 +178,45 @@ class AsyncLLM:
         talks, is_list = conversations(messages)
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")
-        return await self.run_beside(render_chat, self.llm.tokenizer, talks[0], **template_options(**template))
+        is_slow = len(str((talks[0], template))) > LONG_TEXT
+        render = partial(render_chat, self.llm.tokenizer, talks[0], **template_options(**template))
+        return await self.run_beside(render, is_slow=is_slow)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids.
+
+        Raises:
+            ValueError: the text cannot be encoded, or the model's folder has no tokenizer.
+        """
+        encode = partial(self.llm.input_processor.tokenize, [text], add_special_tokens)
+        (token_ids,) = await self.run_beside(encode, is_slow=len(text) > LONG_TEXT)
+        return token_ids
 
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""
-        stream = self._pending.get(request_id)
-        if stream is not None:
-            self._thread.abort(stream)
+        if request_id in self._pending:
+            self._abort(request_id)
 
     def abort_all(self) -> None:
         """End all pending requests with what they have so far."""
-        for stream in self._pending.values():
-            if stream is not None:
-                self._thread.abort(stream)
+        for request_id in self._pending:
+            self._abort(request_id)
 
-    async def run_beside(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function, one at a time, in the thread that encodes prompts.
+    def _abort(self, request_id: int | str) -> None:
+        stream = self._pending[request_id]
+        if stream is None:
+            self._aborted_early.add(request_id)
+        else:
+            self._thread.abort(stream)
+
+    async def run_beside(self, function: Callable[[], Result], *, is_slow: bool = False) -> Result:
+        """Call a function in the thread that encodes prompts, or in that for what takes long; each does one at a time.
 
         Raises:
             RuntimeError: the engine is closed.
         """
-        return await self._run_in(self._executor, partial(function, *args, **kwargs))
-
-    async def _run_in(self, executor: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
         self._thread.require_running()
+        executor = self._slow_executor if is_slow else self._executor
         return await asyncio.get_running_loop().run_in_executor(executor, function)
 
     @property
@@ -216,7 +241,7 @@ class AsyncLLM:
     def exit(self) -> None:
         """Do the same from outside of an event loop."""
         self._thread.close()
-        for executor in (self._executor, self._grammar_executor):
+        for executor in (self._executor, self._slow_executor):
             executor.shutdown(wait=False)
         self.llm.exit()
 
@@ -238,15 +263,20 @@ class AsyncLLM:
         self._pending[request_id] = None
         try:
             params = params or SamplingParams()
-            executor = self._executor if params.structured_outputs is None else self._grammar_executor
             process = partial(self.llm.input_processor.process, [prompt], [params], [priority], streams=True)
-            (request,) = await self._run_in(executor, process)
+            is_slow = params.structured_outputs is not None or _is_long(prompt)
+            (request,) = await self.run_beside(process, is_slow=is_slow)
             decode_token = self.llm.output_processor.decode_token
             stream = RequestStream(request, request_id, decode_token, self._mailbox_here(), is_streamed)
-            self._thread.submit(stream)
+            if request_id in self._aborted_early:
+                stream.finish(None)
+            else:
+                self._thread.submit(stream)
         except BaseException:
             del self._pending[request_id]
             raise
+        finally:
+            self._aborted_early.discard(request_id)
         self._pending[request_id] = stream
         return stream
 
@@ -262,3 +292,9 @@ class AsyncLLM:
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
+
+
+def _is_long(prompt: Any) -> bool:
+    """Whether a prompt is a text that takes long to encode."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return isinstance(text, str) and len(text) > LONG_TEXT

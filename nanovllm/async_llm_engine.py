@@ -25,9 +25,10 @@ class AsyncLLMEngine:
 
     async def add_request(
         self, request_id: str, prompt: Prompt | list[int], params: SamplingParams, *, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> CumulativeStream:
         """Queue a request and return its outputs, as `generate` yields them; raises as `AsyncLLM.generate` does."""
-        return _cumulative(await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id))
+        outputs = await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id)
+        return CumulativeStream(outputs)
 
     async def generate(
         self, prompt: Prompt | list[int], sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -57,15 +58,26 @@ class AsyncLLMEngine:
         self.async_llm.exit()
 
 
-async def _cumulative(outputs: OutputStream) -> AsyncGenerator[RequestOutput, None]:
-    """Yield outputs that hold everything so far, from those that hold what is new."""
-    whole: dict[int, CompletionOutput] = {}
-    async with aclosing(outputs):
-        async for output in outputs:
-            for new in output.outputs:
-                before = whole.get(new.index)
-                whole[new.index] = new if before is None else _joined(before, new)
-            yield replace(output, outputs=[whole[index] for index in sorted(whole)])
+class CumulativeStream:
+    """The outputs of one request so far: an asynchronous iterator over what an `OutputStream` brings."""
+
+    def __init__(self, outputs: OutputStream) -> None:
+        self._outputs = outputs
+        self._whole: dict[int, CompletionOutput] = {}
+
+    def __aiter__(self) -> CumulativeStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await anext(self._outputs)
+        for new in output.outputs:
+            before = self._whole.get(new.index)
+            self._whole[new.index] = new if before is None else _joined(before, new)
+        return replace(output, outputs=[self._whole[index] for index in sorted(self._whole)])
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended."""
+        await self._outputs.aclose()
 
 
 def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:

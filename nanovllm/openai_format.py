@@ -74,6 +74,8 @@ def sampling_values(
     values = {_RENAMED.get(name, name): value for name, value in body.items() if _RENAMED.get(name, name) in names}
     if "response_format" in body:
         structured = _structured_outputs(body["response_format"])
+        if structured is not None and "structured_outputs" in values:
+            raise ValueError("response_format and structured_outputs exclude each other")
         values |= {} if structured is None else {"structured_outputs": structured}
     if endpoint.is_chat:
         wanted = values.pop("logprobs", False)
@@ -165,7 +167,9 @@ def chat_logprobs(choice: CompletionOutput, num_logprobs: int | None) -> dict[st
 def _chat_position(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) -> dict[str, Any]:
     def entry(item: Logprob) -> dict[str, Any]:
         token = item.decoded_token or ""
-        return {"token": token, "logprob": max(item.logprob, LEAST_LOGPROB), "bytes": list(token.encode())}
+        # A part of a character, which is decoded to U+FFFD, is not the bytes of that.
+        own = None if "\ufffd" in token else list(token.encode())
+        return {"token": token, "logprob": max(item.logprob, LEAST_LOGPROB), "bytes": own}
 
     # The token's own entry is there also if it is none of the most likely ones.
     top = sorted(at.values(), key=lambda item: item.rank or 0)[:num_logprobs]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.async_llm import LONG_TEXT
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
 PROMPTS: list[Any] = ["introduce yourself", "The sea", "a", [5, 6, 7]]
@@ -147,6 +150,52 @@ def test_an_aborted_request_ends_with_what_it_has(llm: AsyncLLM, streams: bool) 
         assert item.text == llm.llm.tokenizer.decode(item.token_ids, skip_special_tokens=True)
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_takes_long_can_be_aborted_and_holds_nobody_up(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, may_go_on = llm.llm.input_processor.process, threading.Event()
+
+    def slow_for_long_texts(prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if len(str(prompts[0])) > LONG_TEXT:
+            may_go_on.wait(10)
+            prompts = ["a"]
+        return process(prompts, *args, **kwargs)
+
+    async def run() -> None:
+        long = "a" * (LONG_TEXT + 1)
+        aborted = [
+            asyncio.ensure_future(llm.generate(long, LONG, request_id="x")),
+            asyncio.ensure_future(joined(llm.stream({"prompt": long}, LONG, request_id="y"))),
+        ]
+        await asyncio.sleep(0)
+        whole = await asyncio.wait_for(llm.generate("b", SamplingParams(0, 3)), 5)
+        assert whole.outputs[0].finish_reason == "length" and not any(task.done() for task in aborted)
+        await llm.abort("x")
+        llm.abort_all()
+        may_go_on.set()
+        for output in await asyncio.gather(*aborted):
+            assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
+        # The names are free, and those who take them are not aborted.
+        again = await llm.generate("b", SamplingParams(0, 3), request_id="x")
+        assert again.outputs[0].finish_reason == "length"
+
+    monkeypatch.setattr(llm.llm.input_processor, "process", slow_for_long_texts)
+    asyncio.run(run())
+
+
+def test_a_stream_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        streams = [await llm.begin_stream("a", LONG) for _ in range(2)]
+        await anext(streams[0])
+        del streams
+        gc.collect()
+        assert llm.num_pending_requests == 0
+        while llm.llm.stats()["num_running"]:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
 
 
 def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:

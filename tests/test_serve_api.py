@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any, Literal
 
 import pytest
@@ -108,6 +109,8 @@ def test_every_sampling_field(client: Any) -> None:
         assert tokens(**letters, **{name: 2}) != tokens(**letters)
     assert len(tokens(temperature=0, max_tokens=40, ignore_eos=True)[0]) == 40
     assert len(tokens(temperature=0, max_tokens=40, min_tokens=35)[0]) >= 35
+    # The API's seeds are signed.
+    assert tokens(temperature=3, seed=-5) == tokens(temperature=3, seed=2**64 - 5)
     sampled = tokens(temperature=3, n=3, seed=5, min_p=0.0, top_k=-1, top_p=1.0)
     assert len({*map(tuple, sampled)}) == 3 and sampled == tokens(temperature=3, n=3, seed=5, top_k=-1, top_p=1.0)
     assert (
@@ -263,6 +266,9 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     chat = post("/tokenize", messages=HELLO)
     assert post("/detokenize", tokens=chat["tokens"])["prompt"].startswith("<|im_start|>user")
     assert chat["max_model_len"] == 512
+    # Templates without developers would drop what they say.
+    prompts = [post("/tokenize", messages=[{"role": role, "content": "Be brief."}]) for role in ("developer", "system")]
+    assert prompts[0] == prompts[1]
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -282,7 +288,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"structured_outputs": {"regex": "("}}}, "BadRequestError", "structured_outputs"),
     ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "BadRequestError", "exactly one"),
     ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "BadRequestError", "chat_template"),
+    ({"extra_body": {"chat_template_kwargs": {"self": "x"}}}, "BadRequestError", "self"),
     ({"response_format": {"type": "json_schema"}}, "BadRequestError", "response_format"),
+    (
+        {"response_format": {"type": "json_object"}, "extra_body": {"structured_outputs": {"regex": "a"}}},
+        "BadRequestError",
+        "exclude",
+    ),
     ({"logit_bias": {"9999": 1}}, "BadRequestError", "vocabulary"),
 ]
 
@@ -299,6 +311,11 @@ def test_the_key(server: ServerProcess) -> None:
     for key in ("wrong", KEY + "x", KEY[:-1]):
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).models.list()
+    # The answer arrives although the server does not want the body.
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("POST", "/v1/completions", b" " * 20_000_000, {"Authorization": "Bearer wrong"})
+    assert connection.getresponse().status == 401
+    connection.close()
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import ApiError, JsonResponse, api_error
+from nanovllm.serve.event_stream import until_disconnect
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from nanovllm.serve.responses import answer_response
@@ -84,26 +85,31 @@ def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 def _add_api(app: FastAPI, service: Service) -> None:
     """Add OpenAI's endpoints."""
+    seconds = service.settings.max_request_seconds
+
+    async def within_limits(request: Request, answer: Awaitable[Response]) -> Response:
+        """Return an answer, or the head of a stream, unless the client goes away or it takes too long."""
+        return await until_disconnect(request, answer, seconds)
 
     @app.post("/v1/chat/completions", response_model=None, responses=_answers(ChatCompletion))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer messages."""
-        return await answer_chat(service, body, request)
+        return await within_limits(request, answer_chat(service, body))
 
     @app.post("/v1/completions", response_model=None, responses=_answers(Completion))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
-        return await answer_completion(service, body, request)
+        return await within_limits(request, answer_completion(service, body))
 
     @app.post("/v1/responses", response_model=None, responses=_answers(OpenAIResponse))
     async def responses(body: ResponseBody, request: Request) -> Response:
         """Answer an input in text."""
-        return await answer_response(service, body, request)
+        return await within_limits(request, answer_response(service, body))
 
     @app.post("/tokenize", response_model=None, responses=_ERRORS)
-    async def tokenize_text(body: TokenizeBody) -> Response:
+    async def tokenize_text(body: TokenizeBody, request: Request) -> Response:
         """Return the token ids of a text or of messages."""
-        return JsonResponse(await tokenize(service, body))
+        return JsonResponse(await until_disconnect(request, tokenize(service, body), seconds))
 
     @app.post("/detokenize", response_model=None, responses=_ERRORS)
     async def detokenize_tokens(body: DetokenizeBody) -> Response:
@@ -187,6 +193,9 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         is_json = first["type"] != "json_invalid"
+        if is_json and not place:
+            # FastAPI takes the body for a text if its type is not JSON's.
+            return answer(ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json"))
         message = f"{place}: {first['msg']}" if is_json else f"the body is not JSON: {first['msg']}"
         return answer(ApiError(422 if is_json else 400, message, place if is_json else None))
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
@@ -23,7 +22,7 @@ from nanovllm.serve.usage import Usage
 _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
 
 
-async def answer_chat(service: Service, body: ChatBody, request: Request) -> Response:
+async def answer_chat(service: Service, body: ChatBody) -> Response:
     """Answer messages, whole or as they come."""
     service.check_model(body.model)
     params = service.sampling_params(body, _ENDPOINT)
@@ -37,7 +36,7 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     )
     answer = _ChatAnswer(service, body, prompt)
     if not body.stream:
-        (output,) = await service.complete(request, [prompt], params, body.priority)
+        (output,) = await service.complete([prompt], params, body.priority)
         return JsonResponse(answer.whole(output))
     streams = await service.begin([prompt], params, body.priority)
     return service.event_stream(answer.events(streams), streams)

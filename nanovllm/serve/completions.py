@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
@@ -24,13 +23,13 @@ from nanovllm.serve.usage import Usage
 _ENDPOINT = ENDPOINTS["/v1/completions"]
 
 
-async def answer_completion(service: Service, body: CompletionBody, request: Request) -> Response:
+async def answer_completion(service: Service, body: CompletionBody) -> Response:
     """Complete prompts, whole or as the completions come."""
     service.check_model(body.model)
     prompts = _prompts(body.prompt)
     answer = _CompletionAnswer(service, body, prompts)
     if not body.stream:
-        outputs = await service.complete(request, prompts, answer.params, body.priority)
+        outputs = await service.complete(prompts, answer.params, body.priority)
         return JsonResponse(answer.whole(outputs))
     streams = await service.begin(prompts, answer.params, body.priority)
     return service.event_stream(answer.events(streams), streams)

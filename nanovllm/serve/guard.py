@@ -17,6 +17,7 @@ _OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
 
 _READ_OF_TOO_LARGE = 8
 """How many times the largest body is read, since a client that is still sending does not see the answer."""
+_DISCARD_SECONDS = 1.0
 _BEGIN_AT_ONCE = 8
 """Requests that one turn of the event loop begins, so that hundreds that arrive together do not hold it."""
 
@@ -33,7 +34,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None]) -> None:
         self._app = app
         self._settings = settings
-        self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
+        self._key = None if settings.api_key is None else settings.api_key.encode()
         self._count_error = count_error
         self._num_requests = 0
         self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
@@ -46,7 +47,12 @@ class Guard:
         counts = scope["method"] == "POST"
         self._num_requests += counts
         try:
-            self._check(scope)
+            try:
+                self._check(scope)
+            except ApiError:
+                # A client that is still sending would not see the answer.
+                await self._discard(receive)
+                raise
             async with self._begin_gate:
                 await asyncio.sleep(0)
             body = await self._read_body(scope, receive) if counts else b""
@@ -65,12 +71,22 @@ class Guard:
         path = scope["path"]
         if self._key is not None and path not in _OPEN_PATHS and not path.startswith("/page/"):
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            scheme, _, key = given.partition(b" ")
             # In constant time, so that nobody can find the key byte by byte.
-            if not hmac.compare_digest(given, self._key):
+            if not hmac.compare_digest(key.strip(), self._key) or scheme.lower() != b"bearer":
                 raise ApiError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
         if self._num_requests > self._settings.max_requests:
             message = f"the server has {self._settings.max_requests} requests already (max_requests)"
             raise ApiError(429, message, headers={"Retry-After": "1"})
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read what comes of a body, for a second and up to a limit."""
+        size, more = 0, True
+        with anyio.move_on_after(_DISCARD_SECONDS):
+            while more and size <= self._settings.max_body_bytes * _READ_OF_TOO_LARGE:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         most = self._settings.max_body_bytes

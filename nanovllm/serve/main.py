@@ -33,6 +33,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         import uvicorn  # noqa: PLC0415
 
         from nanovllm.serve.app import create_app  # noqa: PLC0415
+        from nanovllm.serve.connection import timed_protocol  # noqa: PLC0415
         from nanovllm.serve.service import Service  # noqa: PLC0415
     except ImportError as error:
         parser.error(f"{_INSTALL} ({error})")
@@ -71,6 +72,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             log_level="warning",
             access_log=False,
             proxy_headers=False,
+            http=timed_protocol(settings, service.metrics.count_error),
             backlog=settings.max_requests,
             timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + _ABORT_SECONDS,
             # Clients keep their connections longer than uvicorn's 5 s, and fail when one closes as they send.

@@ -10,9 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
 _MOST_TEXTS = 64
 _MOST_IDS = 4096
+_MOST_TOKENS = 2**20
+_MOST_PROMPTS = 1024
+_MOST_MESSAGES = 4096
+
+# The first fault ends the check of a list: one error for each of a million entries would take minutes.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -24,6 +31,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class JsonSchemaFormat(_Body):
@@ -47,7 +55,7 @@ class StructuredOutputs(_Body):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, max_length=_MOST_IDS)
+    choice: Annotated[list[str], Field(max_length=_MOST_IDS, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -63,7 +71,7 @@ class SamplingBody(_Body):
     n: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=_MOST_TEXTS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MOST_TEXTS, fail_fast=True)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=_MOST_IDS)] | None = None
@@ -78,7 +86,7 @@ class SamplingBody(_Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: Annotated[list[str], Field(max_length=_MOST_TEXTS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=_MOST_TEXTS, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
@@ -98,19 +106,24 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
 class ChatBody(SamplingBody):
     """A request for the answer to messages."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description="given to the chat template")
+    tools: Objects | None = Field(None, description="given to the chat template")
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = Field(None, description="without effect")
+    reasoning_effort: str | None = Field(None, description="without effect; chat templates have variables of their own")
+    modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -120,7 +133,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """A request for the completion of prompts: texts or token ids."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -138,7 +151,7 @@ class ResponseBody(_Body):
     """A request for a response, in text."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -157,7 +170,11 @@ class ResponseBody(_Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    include: list[str] | None = None
+    prompt_cache_retention: str | None = None
+    stream_options: StreamOptions | None = None
+    reasoning: dict[str, Any] | None = None
+    top_logprobs: Literal[0] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     parallel_tool_calls: bool | None = None
 
 
@@ -166,9 +183,11 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
@@ -21,7 +20,7 @@ from nanovllm.serve.usage import Usage
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-async def answer_response(service: Service, body: ResponseBody, request: Request) -> Response:
+async def answer_response(service: Service, body: ResponseBody) -> Response:
     """Answer an input, whole or as the answer comes."""
     service.check_model(body.model)
     given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
@@ -30,7 +29,7 @@ async def answer_response(service: Service, body: ResponseBody, request: Request
     prompt = await service.render_chat(_messages(body))
     answer = _ResponseAnswer(service, body)
     if not body.stream:
-        (output,) = await service.complete(request, [prompt], params, 0)
+        (output,) = await service.complete([prompt], params, 0)
         answer.usage.add(output)
         return JsonResponse(answer.finished(output.outputs[0].text, output.outputs[0].finish_reason))
     streams = await service.begin([prompt], params, 0)
@@ -64,8 +63,7 @@ def _message(item: dict[str, Any]) -> ChatMessage:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise ValueError("a message's content is a string, or a list of parts of text")
-    # Older templates have no developer.
-    return ChatMessage(role="system" if role == "developer" else role, content=content)
+    return ChatMessage(role=role, content=content)
 
 
 class _ResponseAnswer:
@@ -97,12 +95,12 @@ class _ResponseAnswer:
 
     def finished(self, text: str, finish_reason: str | None) -> dict[str, Any]:
         """Return the body of a whole answer."""
-        is_complete = finish_reason == "stop"
+        status = {"stop": "completed", "abort": "cancelled"}.get(finish_reason or "", "incomplete")
         return {
             **self._head,
-            "status": "completed" if is_complete else "incomplete",
-            "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
-            "output": [self._item(text, "completed" if is_complete else "incomplete")],
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [self._item(text, "completed" if status == "completed" else "incomplete")],
             "usage": {
                 "input_tokens": self.usage.num_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": self.usage.num_cached_tokens, "cache_write_tokens": 0},
@@ -132,7 +130,7 @@ class _ResponseAnswer:
         yield self._event("response.output_text.done", **place, text=text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=_part(text))
         yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield self._event(f"response.{whole['status']}", response=whole)
+        yield self._event("response.completed" if finish_reason == "stop" else "response.incomplete", response=whole)
 
     def _item(self, text: str, status: str) -> dict[str, Any]:
         return {

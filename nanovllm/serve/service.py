@@ -7,17 +7,16 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.async_llm import AsyncLLM, OutputStream
 from nanovllm.openai_format import Endpoint, plain_messages, sampling_values
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.event_stream import EventStream, until_disconnect
+from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
@@ -68,6 +67,9 @@ class Service:
         values = {**endpoint.defaults, **self._defaults, **sampling_values(given, endpoint, _SAMPLING, _SUPPORTED)}
         if isinstance(values.get("structured_outputs"), dict):
             values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+        if values.get("seed") is not None:
+            # The API's are signed.
+            values["seed"] %= 2**64
         return self.limited(SamplingParams(**values))
 
     def limited(self, params: SamplingParams) -> SamplingParams:
@@ -106,7 +108,7 @@ class Service:
         refused = sorted(self._reserved & set(template or {}))
         if refused:
             raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
-        plain = plain_messages([message.model_dump(exclude_unset=True) for message in messages])
+        plain = await self.llm.run_beside(partial(_plain, messages))
         return await self.llm.render_chat(plain, chat_template_kwargs=dict(template or {}), **options)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -130,14 +132,11 @@ class Service:
             raise
         return streams
 
-    async def complete(
-        self, request: Request, prompts: list[Any], params: SamplingParams, priority: int | None
-    ) -> list[RequestOutput]:
-        """Return the whole outputs of prompts; they are aborted if the client goes away or one of them fails."""
-        tasks = [self.llm.generate(prompt, params, priority=priority or 0) for prompt in prompts]
+    async def complete(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[RequestOutput]:
+        """Return the whole outputs of prompts; they are aborted if this is cancelled or one of them fails."""
         try:
-            outputs = await until_disconnect(request, _gather(tasks), self.settings.max_request_seconds)
-        except (ClientDisconnect, ApiError):
+            outputs = await _gather([self.llm.generate(prompt, params, priority=priority or 0) for prompt in prompts])
+        except asyncio.CancelledError:
             self.metrics.count_aborted(len(prompts))
             raise
         for output in outputs:
@@ -171,6 +170,16 @@ class Service:
         return {"model": self.model, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
 
 
+def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates know them."""
+    plain: list[dict[str, Any]] = plain_messages([message.model_dump(exclude_unset=True) for message in messages])
+    for message in plain:
+        # Most templates have no developer, and drop what it says.
+        if message["role"] == "developer":
+            message["role"] = "system"
+    return plain
+
+
 async def _gather(tasks: list[Any]) -> list[RequestOutput]:
     """Await all; the first error cancels the others."""
     futures = [asyncio.ensure_future(task) for task in tasks]
@@ -198,3 +207,4 @@ async def _merged(streams: list[OutputStream]) -> AsyncIterator[tuple[int, Reque
     finally:
         for task in waiting:
             task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -18,14 +18,14 @@ class ServeSettings:
         api_key: clients must send it as `Authorization: Bearer KEY`; without one, the environment's NANOVLLM_API_KEY,
             and if there is none, everybody is answered.
         served_model_name: the model's name in the API; that of its folder if None.
-        separate_reasoning: whether text between <think> and </think> is split off, where a request does not say.
+        separate_reasoning: whether text between <think> and </think> is split off the answers of chats that do not say.
         max_body_bytes: the largest request.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
         max_requests: the most requests at once; further ones get status 429.
         max_request_seconds: the longest time for one request.
-        max_read_seconds: the longest time for a request's body to arrive.
-        max_write_seconds: the longest time for a client to take a part of an answer.
+        max_read_seconds: the longest time for the head of a request to arrive, and for its body.
+        max_write_seconds: the longest time in which nothing of an answer can be sent, because its client does not read.
         grace_seconds: how long SIGTERM lets running requests go on.
 
     Raises:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from nanovllm.async_llm import LONG_TEXT
 from nanovllm.serve.protocol import DetokenizeBody, TokenizeBody
 from nanovllm.serve.service import Service
 
@@ -15,17 +17,18 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
         ValueError: there are both or none, or they cannot be encoded.
     """
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ValueError("give either a prompt or messages")
     llm = service.llm.llm
-    if body.messages is not None:
-        token_ids = await service.render_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
+    if body.messages is not None and body.prompt is None:
+        options = {"add_generation_prompt": body.add_generation_prompt, "tools": body.tools}
+        token_ids = await service.render_chat(body.messages, body.chat_template_kwargs, **options)
+    elif body.prompt is not None and body.messages is None:
+        token_ids = await service.llm.tokenize(body.prompt, body.add_special_tokens)
     else:
-        encode = llm.input_processor.tokenize
-        (token_ids,) = await service.llm.run_beside(encode, [body.prompt], body.add_special_tokens)
+        raise ValueError("give either a prompt or messages")
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.llm_engine.limits.max_model_len}
     if body.return_token_strs:
-        answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(token_ids)
+        convert = partial(llm.tokenizer.convert_ids_to_tokens, token_ids)
+        answer["token_strs"] = await service.llm.run_beside(convert, is_slow=len(token_ids) > LONG_TEXT)
     return answer
 
 
@@ -37,7 +40,8 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """
     service.check_model(body.model)
     vocab_size = service.llm.llm.llm_engine.limits.vocab_size
-    bad = next((token_id for token_id in body.tokens if token_id >= vocab_size), None)
-    if bad is not None:
-        raise ValueError(f"token id {bad} is outside the vocabulary, 0 ... {vocab_size - 1}")
-    return {"prompt": await service.llm.run_beside(service.decode, body.tokens)}
+    highest = max(body.tokens, default=0)
+    if highest >= vocab_size:
+        raise ValueError(f"token id {highest} is outside the vocabulary, 0 ... {vocab_size - 1}")
+    decode = partial(service.decode, body.tokens)
+    return {"prompt": await service.llm.run_beside(decode, is_slow=len(body.tokens) > LONG_TEXT)}

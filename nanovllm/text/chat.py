@@ -47,7 +47,7 @@ def template_options(
     }
 
 
-def render_chat(tokenizer: Any, conversation: list[Message], **options: Any) -> list[int]:
+def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> list[int]:
     """Return the token ids of a conversation; the template brings the special tokens.
 
     Args:

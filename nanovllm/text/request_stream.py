@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 
 from nanovllm.engine.request_output import DecodeToken
 from nanovllm.outputs import RequestOutput
@@ -47,8 +48,8 @@ class Mailbox:
             if self._is_busy:
                 return
             self._is_busy = True
-        # A loop that was closed has no tasks that could read.
-        if not self.loop.is_closed():
+        # A loop that was closed, perhaps just now, has no tasks that could read.
+        with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._begin_round)
 
     def _begin_round(self) -> None:

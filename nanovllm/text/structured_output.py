@@ -168,8 +168,11 @@ def encode_bad_words(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
     """
     sequences: list[list[int]] = []
     for word in bad_words:
-        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        try:
+            alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        except TypeError as error:
+            raise ValueError(f"bad_words has {word!r:.40}, which cannot be tokenized: {error}") from error
         if not alone:
             raise ValueError(f"bad_words has {word!r}, which is space alone and has no tokens of its own")
         sequences.append(alone)

@@ -28,11 +28,12 @@ EMPTY = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
 
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
-def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of each op: on the CPU, Triton's kernels run in its interpreter."""
     if request.param == "torch" or not GPU:
         for module in (ops, cutoff_ops):
             monkeypatch.setattr(module, "uses_triton", lambda device: request.param == "triton")
+    return str(request.param)
 
 
 def random_logits(rows: int, scale: float, seed: int = 0) -> torch.Tensor:
@@ -90,7 +91,7 @@ def test_cutoffs_keep_what_transformers_keeps(
 def test_greedy_rows_keep_all_and_rows_keep_their_own() -> None:
     x = padded(random_logits(4, 3.0))
     mixed = params(4)
-    mixed.temperatures[0] = 0
+    mixed.temperatures[0], mixed.top_k[0] = 0, 3
     mixed.top_k[1], mixed.max_top_k = 7, 7
     mixed.top_p[2], mixed.any_nucleus = 0.5, True
     mixed.min_p[3] = 0.1
@@ -154,6 +155,27 @@ def test_the_largest_logits_of_each_row(k: int) -> None:
     want = x.x.topk(k)
     assert torch.equal(values, want.values) and torch.equal(x.x.gather(1, ids), values)
     assert all(len(set(row)) == k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [1, 3]])
+def test_rows_without_edits_need_no_copy(form: str, rows: list[int]) -> None:
+    logits = random_logits(4, 3.0)[:, :4992].bfloat16().contiguous()
+    logits[1, 7], logits[3, :64] = math.nan, math.nan
+    index = torch.tensor(rows, device=DEVICE)
+    found = edit_logits(logits, index, 4992, LogitsEdits())
+    if form == "triton":
+        assert found.x.dtype == torch.bfloat16 and (found.x.data_ptr() == logits.data_ptr()) == (len(rows) == 4)
+    x = logits[index].float().nan_to_num(-math.inf)
+    limits = params(len(rows), 0.8, top_k=40, top_p=0.9)
+    want = TopPLogitsWarper(0.9)(EMPTY, TopKLogitsWarper(40)(EMPTY, x / 0.8)) > -math.inf
+    least = cutoffs(found, limits)
+    assert ((x >= least.unsqueeze(1)) != want).sum(1).max() <= 1
+    tokens = torch.full((len(rows),), 100, device=DEVICE)
+    for kept, exact in ((found, x), (found.above(least), x.masked_fill(x < least.unsqueeze(1), -math.inf))):
+        values, ids, ranks = token_logprobs(kept, tokens, 5)
+        torch.testing.assert_close(values, exact.log_softmax(1).gather(1, ids), rtol=1e-5, atol=1e-5)
+        assert torch.equal(ranks, (exact > exact[:, 100:101]).sum(1) + 1)
+        assert torch.equal(exact.gather(1, ids[:, 1:]), exact.topk(5).values)
 
 
 def test_kernels_run_where_they_can() -> None:

@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p as one cutoff for each row: the least logit that is kept.
 
-Rows are float32, [num_rows, width]; see `kernels/logits.py`.
+Rows are those of `kernels/logits.py`.
 """
 
 from __future__ import annotations
@@ -10,40 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import jit, tl, uses_triton
-from nanovllm.kernels.logits import LEAST_TEMPERATURE, EditedRows, row_stats, top_values
+from nanovllm.kernels._triton import jit, tl, triton, uses_triton
+from nanovllm.kernels.logits import LEAST_TEMPERATURE, EditedRows, largest_logits
 
 _BLOCK = 4096
-_LEAST_CANDIDATES = 256
+_LEAST_CANDIDATES = 16
+_NUCLEUS_CANDIDATES = 256
 """Candidates for a nucleus without top-k: a trained model's are rarely more."""
+_MOST_CANDIDATES = 4096
+"""Candidates that one program adds up; a larger top-k sorts the whole rows."""
 _BISECTIONS = 40
 _SPAN = 110.0
 """exp(-_SPAN) is 0 in float32."""
-
-
-@jit(do_not_specialize=["width"])
-def _nucleus_kernel(
-    x_ptr, temperatures_ptr, lows_ptr, masses_ptr, needed_ptr, cutoffs_ptr, width, span,
-    BISECTIONS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    if tl.load(needed_ptr + row) != 0:
-        row_ptr = x_ptr + row.to(tl.int64) * width
-        temperature = tl.load(temperatures_ptr + row)
-        mass = tl.load(masses_ptr + row)
-        top = tl.load(cutoffs_ptr + row)
-        low, high = tl.maximum(tl.load(lows_ptr + row), top - span * temperature), top
-        for _ in range(BISECTIONS):
-            middle = low + (high - low) * 0.5
-            total = tl.zeros([BLOCK], dtype=tl.float32)
-            for start in range(0, width, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                x = tl.load(row_ptr + columns, mask=columns < width, other=-float("inf"))
-                total += tl.where(x >= middle, tl.exp((x - top) / temperature), 0.0)
-            enough = tl.sum(total, axis=0) >= mass
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        tl.store(cutoffs_ptr + row, low)
 
 
 @dataclass
@@ -66,6 +44,82 @@ class CutoffParams:
     any_nucleus: bool
 
 
+def cutoffs_ref(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
+    """Plain torch form of `cutoffs`, which sorts the whole rows."""
+    values, _ = rows.x.float().nan_to_num(-math.inf, math.inf, -math.inf).sort(dim=1, descending=True)
+    temperatures = params.temperatures.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
+    top = values[:, :1]
+    below = torch.where(values == top, 0.0, (values - top) / temperatures)
+    least = params.min_p.log().unsqueeze(1)
+    has_top_k = params.top_k > 0
+    ranks = torch.arange(values.shape[1], device=values.device)
+    kept = (below >= least) & ((ranks < params.top_k.unsqueeze(1)) | ~has_top_k.unsqueeze(1))
+    weights = torch.where(kept, below.exp(), 0.0)
+    sums = weights.cumsum(1)
+    mass = (params.top_p * sums[:, -1]).unsqueeze(1)
+    kept &= (sums - weights < mass) | (params.top_p >= 1).unsqueeze(1)
+    result = values.gather(1, (kept.sum(1, keepdim=True) - 1).clamp(min=0)).squeeze(1)
+    # Without top-k, top-p of 1 leaves min-p's cutoff.
+    by_min_p = (top + temperatures * least).squeeze(1)
+    result = torch.where(has_top_k | (params.top_p < 1), result, by_min_p)
+    return torch.where(params.temperatures > 0, result, -math.inf)
+
+
+@jit
+def _weight_above(row_ptr, width, least, top, temperature, BLOCK: tl.constexpr):
+    """Return the sum of exp((x - top) / temperature) of the logits x of a row that are at least `least`."""
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
+        sums += tl.where(x >= least, tl.exp(tl.where(x == top, 0.0, x - top) / temperature), 0.0)
+    return tl.sum(sums, axis=0)
+
+
+@jit(do_not_specialize=["width", "num_candidates"])
+def _cutoffs_kernel(
+    x_ptr, values_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr, width, num_candidates, span,
+    least_temperature, ANY_NUCLEUS: tl.constexpr, BISECTIONS: tl.constexpr, CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures_ptr + row)
+    cutoff = -float("inf")
+    if temperature > 0:
+        temperature = tl.maximum(temperature, least_temperature)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        least = tl.log(tl.load(min_p_ptr + row))
+        ranks = tl.arange(0, CANDIDATES)
+        row_values_ptr = values_ptr + row * num_candidates
+        values = tl.load(row_values_ptr + ranks, mask=ranks < num_candidates, other=-float("inf"))
+        top = tl.load(row_values_ptr)
+        below = tl.where(values == top, 0.0, (values - top) / temperature)
+        kept = (below >= least) & (ranks < tl.where(top_k > 0, top_k, num_candidates))
+        weights = tl.where(kept, tl.exp(below), 0.0)
+        found = tl.sum(weights, axis=0)
+        total = found
+        by_min_p = top + temperature * least
+        row_ptr = x_ptr + row.to(tl.int64) * width
+        is_nucleus = ANY_NUCLEUS & (top_k == 0) & (top_p < 1)
+        if is_nucleus:
+            # What min-p removes is left out of the sum.
+            total = _weight_above(row_ptr, width, by_min_p, top, temperature, BLOCK)
+        mass = tl.where(top_p < 1, top_p * total, float("inf"))
+        kept &= tl.cumsum(weights, axis=0) - weights < mass
+        last = tl.maximum(tl.sum(kept.to(tl.int32), axis=0) - 1, 0)
+        # Without top-k, top-p of 1 leaves min-p's cutoff.
+        cutoff = tl.where((top_k > 0) | (top_p < 1), tl.load(row_values_ptr + last), by_min_p)
+        if is_nucleus & (found < mass):
+            low, high = tl.maximum(by_min_p, top - span * temperature), top
+            for _ in range(BISECTIONS):
+                middle = low + (high - low) * 0.5
+                enough = _weight_above(row_ptr, width, middle, top, temperature, BLOCK) >= mass
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            cutoff = low
+    tl.store(cutoffs_ptr + row, cutoff)
+
+
 def cutoffs(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
     """Return the least logit that each row keeps by min-p, then top-k, then top-p, [num_rows] float32.
 
@@ -75,39 +129,18 @@ def cutoffs(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
         rows: the logits.
         params: see the class.
     """
+    if not uses_triton(rows.device) or params.max_top_k > _MOST_CANDIDATES:
+        return cutoffs_ref(rows, params)
     x = rows.x
-    width, has_kernels = x.shape[1], uses_triton(x.device)
-    num_candidates = max(params.max_top_k, _LEAST_CANDIDATES if params.any_nucleus else 1)
+    width = x.shape[1]
+    num_candidates = max(params.max_top_k, _NUCLEUS_CANDIDATES if params.any_nucleus else _LEAST_CANDIDATES)
     # Powers of two, so that few sizes occur.
-    num_candidates = min(width, 1 << (num_candidates - 1).bit_length()) if has_kernels else width
-    values, _ = top_values(rows, num_candidates)
-    temperatures = params.temperatures.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
-    top = values[:, :1]
-    below = torch.where(values == top, 0.0, (values - top) / temperatures)
-    least = params.min_p.log().unsqueeze(1)
-    has_top_k = params.top_k > 0
-    ranks = torch.arange(num_candidates, device=x.device)
-    kept = (below >= least) & ((ranks < params.top_k.unsqueeze(1)) | ~has_top_k.unsqueeze(1))
-    weights = torch.where(kept, below.exp(), 0.0)
-    sums = weights.cumsum(1)
-    total = sums[:, -1]
-    if has_kernels and params.any_nucleus:
-        # What min-p removes is left out of the sum.
-        lowest = top + temperatures * least
-        masked = torch.where(x >= lowest, x, -math.inf)
-        log_total, _ = row_stats(masked, params.temperatures)
-        total = torch.where(has_top_k, total, (log_total - (top / temperatures).squeeze(1)).exp())
-    mass = params.top_p * total
-    kept &= (sums - weights < mass.unsqueeze(1)) | (params.top_p >= 1).unsqueeze(1)
-    result = values.gather(1, (kept.sum(1, keepdim=True) - 1).clamp(min=0)).squeeze(1)
-    # Without top-k, top-p of 1 leaves min-p's cutoff.
-    by_min_p = (top + temperatures * least).squeeze(1)
-    result = torch.where(has_top_k | (params.top_p < 1), result, by_min_p)
-    if has_kernels and params.any_nucleus:
-        needed = ~has_top_k & (params.top_p < 1) & (sums[:, -1] < mass) & (params.temperatures > 0)
-        result = torch.where(needed, top.squeeze(1), result)
-        _nucleus_kernel[(len(x),)](
-            x, params.temperatures, by_min_p, mass, needed.int(), result, width, _SPAN, BISECTIONS=_BISECTIONS,
-            BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
-    return torch.where(params.temperatures > 0, result, -math.inf)
+    padded = triton.next_power_of_2(num_candidates)
+    num_candidates = min(width, padded)
+    result = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _cutoffs_kernel[(len(x),)](
+        x, largest_logits(rows, num_candidates), params.temperatures, params.top_k, params.top_p, params.min_p, result,
+        width, num_candidates, _SPAN, LEAST_TEMPERATURE, ANY_NUCLEUS=params.any_nucleus, BISECTIONS=_BISECTIONS,
+        CANDIDATES=padded, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return result

@@ -1,7 +1,8 @@
 """What a request can ask of its logits beyond a temperature: masks, penalties and log-probabilities.
 
-Only the rows of requests that ask for something come here, as float32 copies of [num_rows, width], whose width is the
-vocabulary padded with -inf to a multiple of `WIDTH_UNIT`.
+Only the rows of requests that ask for something come here, [num_rows, width]. Rows with edits are float32 copies, whose
+width is the vocabulary padded with -inf to a multiple of `WIDTH_UNIT`; rows without are the model's own logits if
+their width allows it.
 """
 
 from __future__ import annotations
@@ -44,18 +45,28 @@ class LogitsEdits:
     bitmask_rows: torch.Tensor | None = None
     forbidden: torch.Tensor | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is done."""
+        return all(value is None for value in vars(self).values())
+
 
 @dataclass
 class EditedRows:
     """Rows of logits after edits.
 
     Attributes:
-        x: [num_rows, width] float32; see the module.
+        x: [num_rows, width], any float dtype; NaN counts as -inf; see the module.
         maxima: [num_rows, width / CHUNK] float32; of each chunk of columns.
     """
 
     x: torch.Tensor
     maxima: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.x.device
 
     def above(self, cutoffs: torch.Tensor) -> EditedRows:
         """Return the rows with -inf for what is below their cutoffs, [num_rows]."""
@@ -102,12 +113,15 @@ def _forbid(x: torch.Tensor, forbidden: torch.Tensor | None) -> None:
 def _edit_kernel(
     logits_ptr, rows_ptr, out_ptr, maxima_ptr, bias_ptr, bias_rows_ptr, counts_ptr, counts_rows_ptr, penalties_ptr,
     mask_ptr, mask_rows_ptr, vocab_size, width, logits_stride, mask_stride,
-    HAS_BIAS: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_MASK: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = columns < vocab_size
-    source = tl.load(rows_ptr + row)
+    source = row.to(tl.int64)
+    if COPIES:
+        source = tl.load(rows_ptr + row)
     x = tl.load(logits_ptr + source * logits_stride + columns, mask=is_token, other=-float("inf")).to(tl.float32)
     x = tl.where(x == x, x, -float("inf"))  # noqa: PLR0124
     if HAS_BIAS:
@@ -136,32 +150,38 @@ def _edit_kernel(
         x = tl.where(counts > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         in_output = counts >> 1
         x -= frequency * in_output.to(tl.float32) + tl.where(in_output > 0, presence, 0.0)
-    tl.store(out_ptr + row.to(tl.int64) * width + columns, x, mask=columns < width)
+    if COPIES:
+        tl.store(out_ptr + row.to(tl.int64) * width + columns, x, mask=columns < width)
     chunks = tl.program_id(1) * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
     maxima = tl.max(tl.reshape(x, [BLOCK // CHUNK, CHUNK]), axis=1)
     tl.store(maxima_ptr + row * (width // CHUNK) + chunks, maxima, mask=chunks < width // CHUNK)
 
 
 def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits: LogitsEdits) -> EditedRows:
-    """Return rows of logits after biases, masks and penalties, in vLLM's order, in float32.
+    """Return rows of logits after biases, masks and penalties, in vLLM's order.
 
     Args:
         logits: [_, vocab_size or more], any float dtype; NaN counts as -inf.
-        rows: [num_rows] int64; which of them.
+        rows: [num_rows] int64; which of them, in ascending order.
         vocab_size: columns that are tokens.
         edits: what to do to them.
     """
     if not uses_triton(logits.device):
         return edit_logits_ref(logits, rows, vocab_size, edits)
-    width = -(-vocab_size // WIDTH_UNIT) * WIDTH_UNIT
-    out = torch.empty(len(rows), width, dtype=torch.float32, device=logits.device)
-    maxima = out.new_empty(len(rows), width // CHUNK)
+    copies = not edits.is_empty or logits.shape[1] != vocab_size or vocab_size % CHUNK != 0
+    if copies:
+        width = -(-vocab_size // WIDTH_UNIT) * WIDTH_UNIT
+        out = torch.empty(len(rows), width, dtype=torch.float32, device=logits.device)
+    else:
+        width = vocab_size
+        out = logits = logits if len(rows) == len(logits) else logits[rows]
+    maxima = torch.empty(len(rows), width // CHUNK, dtype=torch.float32, device=logits.device)
     _edit_kernel[(len(rows), triton.cdiv(width, _BLOCK))](
         logits, rows, out, maxima, edits.bias, edits.bias_rows, edits.counts, edits.counts_rows, edits.penalties,
         edits.bitmask, edits.bitmask_rows, vocab_size, width, logits.stride(0),
         0 if edits.bitmask is None else edits.bitmask.stride(0),
         HAS_BIAS=edits.bias is not None, HAS_COUNTS=edits.counts is not None, HAS_MASK=edits.bitmask is not None,
-        BLOCK=_BLOCK, CHUNK=CHUNK,
+        COPIES=copies, BLOCK=_BLOCK, CHUNK=CHUNK,
     )  # fmt: skip
     # A maximum that is forbidden now only adds its chunk to the candidates.
     _forbid(out, edits.forbidden)
@@ -172,6 +192,7 @@ def row_stats_ref(
     x: torch.Tensor, temperatures: torch.Tensor | None = None, token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `row_stats`."""
+    x = x.float().nan_to_num(-math.inf, math.inf, -math.inf)
     scaled = x if temperatures is None else x / temperatures.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
     greater = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     if token_ids is not None:
@@ -187,10 +208,11 @@ def _stats_kernel(
     row, part = tl.program_id(0), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     row_ptr = x_ptr + row.to(tl.int64) * width
-    x = tl.load(row_ptr + columns, mask=columns < width, other=-float("inf"))
+    x = tl.load(row_ptr + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
+    x = tl.where(x == x, x, -float("inf"))  # noqa: PLR0124
     place = row * tl.num_programs(1) + part
     if HAS_TOKENS:
-        own = tl.load(row_ptr + tl.load(token_ids_ptr + row))
+        own = tl.load(row_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
         tl.store(greater_ptr + place, tl.sum((x > own).to(tl.int32), axis=0))
     if HAS_TEMPERATURES:
         x /= tl.maximum(tl.load(temperatures_ptr + row), least_temperature)
@@ -206,7 +228,7 @@ def row_stats(
     """Return each row's log-sum-exp, [num_rows] float32, and how many of its logits exceed a token's, [num_rows] int64.
 
     Args:
-        x: [num_rows, width] float32, contiguous.
+        x: [num_rows, width], any float dtype, contiguous; NaN counts as -inf.
         temperatures: [num_rows] float32; divide the logits, for the log-sum-exp. None for 1.
         token_ids: [num_rows] int64; None gives zeros.
     """
@@ -214,7 +236,7 @@ def row_stats(
         return row_stats_ref(x, temperatures, token_ids)
     num_rows, width = x.shape
     parts = triton.cdiv(width, _BLOCK)
-    maxima, sums = x.new_empty(2, num_rows, parts)
+    maxima, sums = torch.empty(2, num_rows, parts, dtype=torch.float32, device=x.device)
     greater = torch.zeros(num_rows, parts, dtype=torch.int32, device=x.device)
     _stats_kernel[(num_rows, parts)](
         x, temperatures, token_ids, maxima, sums, greater, width, LEAST_TEMPERATURE,
@@ -223,20 +245,29 @@ def row_stats(
     return torch.logsumexp(maxima + sums.log(), 1), greater.sum(1)
 
 
-def top_values(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k largest logits of each row in descending order, and their token ids, [num_rows, k] each.
+def _candidates(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return logits among which are the k largest of each row, [num_rows, _] float32, and which chunks they are.
 
-    They are in those k chunks of a row that have the largest maxima, so that only the maxima and these chunks are
-    sorted. k: at most the rows' width.
+    The k largest are in those k chunks of a row that have the largest maxima. If that is too much of a row, all of it
+    is returned, and None.
     """
-    x = rows.x
-    if 8 * k * CHUNK > x.shape[1] or not uses_triton(x.device):
-        values, ids = torch.topk(x, k, dim=1)
-        return values, ids
-    best = rows.maxima.topk(k, dim=1, sorted=False).indices
-    candidates = x.view(len(x), -1, CHUNK).gather(1, best.unsqueeze(2).expand(-1, -1, CHUNK)).flatten(1)
+    x, best = rows.x, None
+    if 8 * k * CHUNK <= x.shape[1] and uses_triton(x.device):
+        best = rows.maxima.topk(k, dim=1, sorted=False).indices
+        x = x.view(len(x), -1, CHUNK).gather(1, best.unsqueeze(2).expand(-1, -1, CHUNK)).flatten(1)
+    return x.float().nan_to_num(-math.inf, math.inf, -math.inf), best
+
+
+def largest_logits(rows: EditedRows, k: int) -> torch.Tensor:
+    """Return the k largest logits of each row in descending order, [num_rows, k] float32; k: at most the width."""
+    return _candidates(rows, k)[0].topk(k, dim=1).values
+
+
+def top_values(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `largest_logits` does, and the token ids, [num_rows, k] int64."""
+    candidates, best = _candidates(rows, k)
     values, places = candidates.topk(k, dim=1)
-    return values, best.gather(1, places // CHUNK) * CHUNK + places % CHUNK
+    return values, places if best is None else best.gather(1, places // CHUNK) * CHUNK + places % CHUNK
 
 
 def token_logprobs(
@@ -259,7 +290,7 @@ def token_logprobs(
     x = rows.x
     log_total, greater = row_stats(x, temperatures, token_ids)
     ids = token_ids.unsqueeze(1)
-    values = x.gather(1, ids)
+    values = x.gather(1, ids).float()
     if k:
         top, top_ids = top_values(rows, k)
         values, ids = torch.cat((values, top), 1), torch.cat((ids, top_ids), 1)

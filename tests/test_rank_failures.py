@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from nanovllm.runner.step_results import StepHandle
 from nanovllm.workers import parallel_runner
 from nanovllm.workers import processes as ranks_module
 from nanovllm.workers.orders import StepOrder
-from nanovllm.workers.processes import WorkerError, WorkerProcesses
+from nanovllm.workers.processes import WorkerError, WorkerProcess, WorkerProcesses
 from nanovllm.workers.worker import WorkerPlan
 from tests.rank_processes import rank_pids
 
@@ -61,7 +62,9 @@ def kill(rank: int) -> None:
     """Kill a rank's process, as the out-of-memory killer would, and wait until the system has done it."""
     pid = rank_pids()[rank]
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    # The engine's watching thread may have asked first.
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def kill_when(owner: Any, name: str, rank: int, call: int) -> None:
@@ -164,6 +167,28 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
             llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
         assert len(steps) == GREEDY.max_tokens
+
+
+def test_a_rank_has_ended_though_another_thread_asks_too() -> None:
+    asking, answer = threading.Event(), threading.Event()
+
+    class SlowPopen(subprocess.Popen[bytes]):
+        """Takes its time to note that the process has ended; meanwhile `poll` says to other threads that it runs."""
+
+        def _handle_exitstatus(self, *args: Any, **kwargs: Any) -> None:
+            asking.set()
+            assert answer.wait(10)
+            super()._handle_exitstatus(*args, **kwargs)  # type: ignore[misc]
+
+    process = SlowPopen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    rank = WorkerProcess(1, process, None)  # type: ignore[arg-type]
+    watching = threading.Thread(target=rank.exit_code)
+    watching.start()
+    assert asking.wait(10)
+    threading.Timer(0.2, answer.set).start()
+    assert rank.has_ended
+    watching.join()
 
 
 def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

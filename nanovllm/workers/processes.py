@@ -51,6 +51,8 @@ class WorkerProcess:
     stages: set[str] = field(default_factory=set)
     failure: WorkerFailure | None = None
     reply: Reply | None = None
+    # Reentrant: a signal handler may end the engine.
+    _polling: threading.RLock = field(default_factory=threading.RLock)
 
     def read_reports(self, timeout: float = 0.0) -> None:
         """Receive what the rank has sent, or sends within `timeout` seconds."""
@@ -66,10 +68,16 @@ class WorkerProcess:
         except (EOFError, OSError):  # it has ended, perhaps within a report; its exit code says how
             time.sleep(timeout)
 
+    def exit_code(self) -> int | None:
+        """Return its process's exit code, or None while it runs."""
+        # While one thread is in `Popen.poll`, another one gets None even if the process has ended.
+        with self._polling:
+            return self.process.poll()
+
     @property
     def has_ended(self) -> bool:
         """Whether its process has ended."""
-        return self.process.poll() is not None
+        return self.exit_code() is not None
 
     @property
     def failure_time(self) -> float:
@@ -195,7 +203,7 @@ class WorkerProcesses:
         def poll() -> None:
             while not self._stopping.wait(_POLL_SECONDS):
                 # Exit code 0 is a rank that was told to end.
-                if any(rank.process.poll() for rank in self._ranks):
+                if any(rank.exit_code() for rank in self._ranks):
                     on_failure()
                     return
 

@@ -26,10 +26,10 @@ from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.workers import parallel_runner
-from nanovllm.workers import processes as ranks_module
 from nanovllm.workers.orders import StepOrder
-from nanovllm.workers.processes import WorkerError, WorkerProcess, WorkerProcesses
+from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import WorkerPlan
+from nanovllm.workers.worker_process import WorkerProcess, start_worker
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
@@ -405,14 +405,14 @@ def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
 
 
 def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_rank, previous = ranks_module._start, signal.signal(signal.SIGINT, signal.default_int_handler)
+    start_rank, previous = start_worker, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted_start(*args: Any) -> Any:
         rank = start_rank(*args)
         signal.raise_signal(signal.SIGINT)
         return rank
 
-    monkeypatch.setattr(ranks_module, "_start", interrupted_start)
+    monkeypatch.setattr("nanovllm.workers.processes.start_worker", interrupted_start)
     try:
         with pytest.raises(KeyboardInterrupt):
             WorkerProcesses(3)

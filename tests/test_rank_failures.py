@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
@@ -167,6 +171,27 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
             llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
         assert len(steps) == GREEDY.max_tokens
+
+
+def test_a_collective_that_waits_for_a_dead_rank_for_ever_can_be_interrupted() -> None:
+    """gloo misses some deaths, as if the rank were alive and did nothing."""
+    store, device = HashStore(), torch.device("cpu")
+    with ThreadPoolExecutor(2) as pool:
+        ours, silent = pool.map(lambda rank: DistributedCommunicator(rank, 2, device, store), range(2))
+    threading.Timer(0.3, ours.interrupt).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="interrupted because a rank has died"):
+        ours.all_reduce_min(1)
+    assert time.monotonic() - started > 0.2
+    (waiting,) = (thread for thread in threading.enumerate() if "_outlast" in thread.name)
+    del ours
+    gc.collect()
+    assert time.monotonic() - started < 5
+    assert waiting.is_alive()
+    # The wait ends with the connection.
+    del silent
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 def test_a_rank_has_ended_though_another_thread_asks_too() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nanovllm.kernels.rms_norm import rms_norm
 _TIMEOUT = timedelta(minutes=5)
 """Limit for joining the group and for host collectives. A rank that dies is detected by watching its process."""
 _ABORT_SECONDS = 5.0
+_POLL_TIME = timedelta(seconds=0.1)
 
 
 class Communicator:
@@ -102,6 +104,7 @@ class DistributedCommunicator(Communicator):
         self._group_device = device if self._uses_nccl else torch.device("cpu")
         self._abort_lock = Lock()
         self._aborting: Thread | None = None
+        self._interrupted = Event()
         self._group = _join_nccl(rank, size, device, store) if self._uses_nccl else _join_gloo(rank, size, store)
 
     def _reduce_in_place(self, tensor: torch.Tensor, op: Any) -> None:
@@ -109,9 +112,27 @@ class DistributedCommunicator(Communicator):
         options.reduceOp = op
         options.asyncOp = False
         work = self._group.allreduce([tensor], options)
+        if not self._uses_nccl:
+            self._wait(work)
         # NCCL's runs on the current stream, and there is nothing to wait for.
-        if work is not None:
+        elif work is not None:
             work.wait()
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a collective of gloo.
+
+        Raises:
+            RuntimeError: it failed, or `interrupt` was called.
+        """
+        while not work.is_completed():
+            # Raised when the time is over, and by a collective that has failed, whose error the last line raises.
+            with suppress(RuntimeError):
+                work.wait(_POLL_TIME)
+            if self._interrupted.is_set() and not work.is_completed():
+                # The group's destructor waits for its collectives. In a thread, nobody waits for it.
+                Thread(target=_outlast, args=(work, self._group), daemon=True).start()
+                raise RuntimeError("a collective was interrupted because a rank has died")
+        work.wait()
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._reduce_in_place(x, ReduceOp.SUM)
@@ -147,7 +168,9 @@ class DistributedCommunicator(Communicator):
 
     def interrupt(self) -> None:
         """See the base class."""
-        # gloo needs nothing: its waits end when the dead rank's connections close.
+        # gloo's own wait for a dead rank can last as long as `_TIMEOUT`: if a write to its closed connection fails,
+        # nothing wakes the thread that waits for the write (torch 2.13, in one of a hundred deaths among three ranks).
+        self._interrupted.set()
         with self._abort_lock:
             if self._uses_nccl and self._aborting is None:
                 # In a thread, because NCCL's abort does not return before all graphs with its calls are destroyed.
@@ -159,6 +182,12 @@ class DistributedCommunicator(Communicator):
         self.interrupt()
         if self._aborting is not None:
             self._aborting.join(_ABORT_SECONDS)
+
+
+def _outlast(work: dist.Work, group: Any) -> None:
+    """Keep a group until its collective has ended."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 def _join_nccl(rank: int, size: int, device: torch.device, store: Store) -> Any:

@@ -103,6 +103,7 @@ class SymmetricCommunicator(DistributedCommunicator):
     def interrupt(self) -> None:
         """See the base class."""
         self._buffer.abort.fill_(1)
+        super().interrupt()
 
     def close(self) -> None:
         """See the base class."""

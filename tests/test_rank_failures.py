@@ -25,6 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.distributed.communicator import DistributedCommunicator
+from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
@@ -250,6 +251,22 @@ def test_killed_while_it_starts(folder: Path) -> None:
     threading.Thread(target=kill_soon).start()
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         make_llm(folder)
+
+
+@pytest.mark.parametrize("seconds", [0, 1.5])
+def test_killed_while_rank_0_joins(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Before the rank has published its address, or after."""
+
+    def join(*args: Any) -> Any:
+        time.sleep(seconds)
+        kill(1)
+        return connect(*args)
+
+    monkeypatch.setattr(parallel_runner, "connect", join)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        make_llm(folder)
+    assert time.monotonic() - started < 20
 
 
 def test_killed_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

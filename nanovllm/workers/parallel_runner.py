@@ -97,7 +97,9 @@ class ParallelRunner:
             store = open_store(size)
             self._ranks.plan(WorkerPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
-            self._communicator = communicator = connect(0, size, device, store, 2 * config.max_num_running)
+            join = partial(connect, 0, size, device, store, 2 * config.max_num_running)
+            # The group waits up to its timeout for a rank that has died.
+            self._communicator = communicator = self._ranks.call_watched(join)
             # While this thread waits for a GPU, nothing else would notice that a rank has died.
             self._ranks.watch(communicator.interrupt)
             self._runner = runner = ModelRunner(

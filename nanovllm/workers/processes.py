@@ -6,9 +6,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from nanovllm.workers.orders import CallOrder, StepOrder
 from nanovllm.workers.worker import WorkerPlan
 from nanovllm.workers.worker_process import WorkerProcess, start_worker
 
+_T = TypeVar("_T")
 _START_SECONDS = 300.0
 """Limit for a rank's imports, and for how much longer its loading may take than rank 0's."""
 _POLL_SECONDS = 0.05
@@ -159,6 +161,26 @@ class WorkerProcesses:
                     self.check()
                     if time.monotonic() > deadline:
                         raise WorkerError(f"rank {rank.rank} is not {stage} after {_START_SECONDS:.0f} s")
+
+    def call_watched(self, call: Callable[[], _T]) -> _T:
+        """Call a function that waits for the other ranks, in another thread, and return its result.
+
+        Raises:
+            WorkerError: a rank has ended; the thread is not waited for.
+        """
+        future: futures.Future[_T] = futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not future.done():
+            futures.wait([future], _POLL_SECONDS)
+            self.check()
+        return future.result()
 
     def cause_of(self, error: BaseException) -> WorkerError | None:
         """Return the failure of another rank that caused rank 0's `error`, or None if no rank ended."""

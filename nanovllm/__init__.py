@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM, QueueFullError
     from nanovllm.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
-    from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepError, TextPrompt, TokensPrompt
+    from nanovllm.logprobs import Logprob
+    from nanovllm.outputs import CompletionOutput, RequestOutput, StepError, TextPrompt, TokensPrompt
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 _MODULES = {
     "llm": ("LLM",),
     "async_llm": ("AsyncLLM", "QueueFullError"),
     "async_llm_engine": ("AsyncLLMEngine",),
-    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "StepError", "TextPrompt", "TokensPrompt"),
+    "logprobs": ("Logprob",),
+    "outputs": ("CompletionOutput", "RequestOutput", "StepError", "TextPrompt", "TokensPrompt"),
     "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
 }
 __all__ = [

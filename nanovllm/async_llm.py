@@ -245,6 +245,11 @@ class AsyncLLM:
             executor.shutdown(wait=False)
         self.llm.exit()
 
+    def __del__(self) -> None:
+        # A constructor that raised leaves nothing behind. The thread would keep the engine, and so the device.
+        if "_slow_executor" in vars(self):
+            self.exit()
+
     async def __aenter__(self: Self) -> Self:
         return self
 
@@ -262,16 +267,16 @@ class AsyncLLM:
             raise ValueError(f"request_id={request_id!r} is that of a pending request")
         self._pending[request_id] = None
         try:
-            params = params or SamplingParams()
+            params = SamplingParams() if params is None else params
             process = partial(self.llm.input_processor.process, [prompt], [params], [priority], streams=True)
-            is_slow = params.structured_outputs is not None or _is_long(prompt)
+            # What is none is refused by `process`.
+            is_slow = _is_long(prompt) or getattr(params, "structured_outputs", None) is not None
             (request,) = await self.run_beside(process, is_slow=is_slow)
             decode_token = self.llm.output_processor.decode_token
             stream = RequestStream(request, request_id, decode_token, self._mailbox_here(), is_streamed)
+            self._thread.submit(stream)
             if request_id in self._aborted_early:
-                stream.finish(None)
-            else:
-                self._thread.submit(stream)
+                self._thread.abort(stream)
         except BaseException:
             del self._pending[request_id]
             raise

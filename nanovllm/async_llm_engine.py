@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM, OutputStream
+from nanovllm.logprobs import Logprobs
 from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -81,5 +82,7 @@ class CumulativeStream:
 
 
 def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    logprobs = None if new.logprobs is None else [*(before.logprobs or []), *new.logprobs]
+    logprobs = new.logprobs
+    if isinstance(before.logprobs, Logprobs) and isinstance(new.logprobs, Logprobs):
+        logprobs = before.logprobs + new.logprobs
     return replace(new, text=before.text + new.text, token_ids=before.token_ids + new.token_ids, logprobs=logprobs)

@@ -31,7 +31,6 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import resolve_model
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
@@ -166,7 +165,8 @@ class LLM:
         """Return the log-probabilities of continuations, each behind its prompt.
 
         Texts are encoded together and split at the prompt's length; spaces at a prompt's end count to its continuation.
-        Prompts that are equal are computed once, with prefix caching.
+        With prefix caching, whole blocks that prompts share are computed once; what lies behind the last one (at most
+        `kvcache_block_size - 1` tokens of the prompt) is computed for each continuation.
 
         Args:
             prompts: texts or token ids, which may not be empty.
@@ -238,7 +238,7 @@ class LLM:
     ) -> int:
         """Queue a request and return its id; see `LLMEngine.add_request`."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        (request,) = self.input_processor.process([prompt], [params], [check_int("priority", priority)])
+        (request,) = self.input_processor.process([prompt], [params], [priority])
         return self.llm_engine.enqueue(request.token_ids, request.params, request.features)
 
     def step(self) -> StepResult:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.logprobs import Logprob
+from nanovllm.outputs import CompletionOutput, RequestOutput
 
 # No effect on an answer here. The model is the one that runs.
 _IGNORED = frozenset(

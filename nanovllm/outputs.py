@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, Union
 
 import numpy as np
+
+from nanovllm.logprobs import Logprob
 
 
 class TextPrompt(TypedDict):
@@ -24,15 +27,6 @@ Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007 (Python 3.10 evalua
 """Besides lists of token ids."""
 
 
-@dataclass(frozen=True)
-class Logprob:
-    """One token's natural log-probability at one position; its rank there, from 1; and its text."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
 @dataclass
 class CompletionOutput:
     """One of a request's outputs.
@@ -43,7 +37,7 @@ class CompletionOutput:
         token_ids: the generated tokens, with the EOS or stop token that ended them.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was asked for.
         logprobs: for each token those of the most likely ones and its own, by token id, fewer if fewer are possible;
-            None unless asked for.
+            None unless asked for. A `nanovllm.logprobs.Logprobs`, which is a read-only list.
         finish_reason: "stop", "length" or "abort"; None while it goes on.
         stop_reason: the text or the token id that ended it; None at an EOS and at the full length.
     """
@@ -52,7 +46,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -95,7 +89,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
     hidden_states: list[np.ndarray] = field(default_factory=list, repr=False, compare=False)

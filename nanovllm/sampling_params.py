@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -129,14 +128,17 @@ class SamplingParams:
         Raises:
             ValueError: a value out of its range, or a contradiction.
         """
-        params = copy.copy(self)
+        # A quarter of the time of `copy.copy`, for lists with parameters for each of many prompts.
+        params = object.__new__(type(self))
+        params.__dict__.update(self.__dict__)
         params._check()
         return params
 
     @property
     def samples_plainly(self) -> bool:
         """Whether the temperature is all that a step must know."""
-        return all(getattr(self, name) == value for name, value in _OFF.items())
+        own = self.__dict__
+        return all(own[name] == value for name, value in _OFF.items())
 
     @property
     def uses_penalties(self) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.sequence import RequestGroup
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -44,11 +44,25 @@ def complete(prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_
 class MockHandle:
     token_ids: list[int]
     error: BaseException | None = None
+    logprob_rows: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
 
     def result(self) -> StepOutput:
         if self.error is not None:
             raise self.error
-        return StepOutput(self.token_ids)
+        return StepOutput(self.token_ids, self.logprob_rows, self.logprobs, self.prompt_outputs)
+
+
+def mock_logprobs(token_ids: Sequence[int], num_logprobs: int) -> TokenLogprobs:
+    """What the mock model thinks of tokens: a number that follows from each, and the ids that come next."""
+    ids = np.array(token_ids).reshape(-1, 1) + np.arange(num_logprobs + 1)
+    return TokenLogprobs(-(ids + 1) / 64, ids, np.array(token_ids) + 1)
+
+
+def mock_pooling(token_ids: Sequence[int]) -> np.ndarray:
+    """Hidden states of one element each, added up."""
+    return np.array([sum(token_ids)], dtype=np.float32)
 
 
 class MockRunner:
@@ -60,6 +74,8 @@ class MockRunner:
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
         self.num_computed = [0] * num_slots
+        # Of the slots that ask for log-probabilities.
+        self.num_logprobs: dict[int, int] = {}
         self.batches: list[ScheduledBatch] = []
         self.fail_launch = False
         self.fail_result = False
@@ -72,6 +88,9 @@ class MockRunner:
         self.batches.append(batch)
         for request in batch.new_requests:
             self.tables[request.slot] = list(request.block_table)
+            self.num_logprobs.pop(request.slot, None)
+            if request.options is not None and request.options.params.logprobs is not None:
+                self.num_logprobs[request.slot] = request.options.params.logprobs
         contents = [list(self.cache[source]) for source, _ in batch.block_copies]
         for (_, copy), content in zip(batch.block_copies, contents, strict=True):
             self.cache[copy] = content
@@ -114,7 +133,27 @@ class MockRunner:
                 for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
                     self._store(chunk.slot, position, EMPTY)
             return MockHandle([], RuntimeError("step failed"))
-        return MockHandle(sampled)
+        slots = batch.decode_slots + [chunk.slot for chunk in batch.chunks if chunk.samples]
+        rows = [row for row, slot in enumerate(slots) if slot in self.num_logprobs]
+        if not rows:
+            return MockHandle(sampled, prompt_outputs=self._prompt_outputs(batch))
+        most = max(self.num_logprobs[slots[row]] for row in rows)
+        logprobs = mock_logprobs([sampled[row] for row in rows], most)
+        return MockHandle(sampled, None, rows, logprobs, self._prompt_outputs(batch))
+
+    def _prompt_outputs(self, batch: ScheduledBatch) -> list[TokenLogprobs | np.ndarray]:
+        outputs: list[TokenLogprobs | np.ndarray] = []
+        for chunk in batch.chunks:
+            if chunk.scores is not None:
+                first = chunk.start + chunk.scores.first
+                # The chunk may end before the last token that is scored.
+                inside = [self._load(chunk.slot, p + 1) for p in range(first, chunk.start + len(chunk.token_ids) - 1)]
+                assert inside == list(chunk.scores.token_ids)[: len(inside)]
+                outputs.append(mock_logprobs(chunk.scores.token_ids, chunk.scores.num_logprobs))
+            elif chunk.pooling is not None:
+                outputs.append(mock_pooling(chunk.token_ids if chunk.pooling == "mean" else chunk.token_ids[-1:]))
+        assert len(outputs) == len(batch.scored_seq_ids)
+        return outputs
 
     def synchronize(self) -> None:
         pass

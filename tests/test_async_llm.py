@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -185,6 +186,46 @@ def test_a_prompt_that_takes_long_can_be_aborted_and_holds_nobody_up(
     asyncio.run(run())
 
 
+def test_an_engine_that_is_dropped_frees_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=20, **SETTINGS)
+    asyncio.run(llm.generate("a", SamplingParams(0, 3)))
+    runner: Any = llm.llm.llm_engine._runner
+    closed, thread = threading.Event(), llm._thread._thread
+    monkeypatch.setattr(runner, "exit", closed.set)
+    del llm, runner
+    gc.collect()
+    assert closed.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, streams: bool) -> None:
+    alive = []
+    enqueue = llm.llm.llm_engine.enqueue
+
+    def watched(token_ids: Any, params: Any, features: Any) -> int:
+        alive.extend(weakref.ref(item.sink) for item in features)
+        return enqueue(token_ids, params, features)
+
+    async def run() -> None:
+        params = SamplingParams(1.0, 5, n=2)
+        _ = await (joined(llm.stream("a", params)) if streams else llm.generate("a", params))
+        # The engine's thread still holds what it delivered last.
+        while any(reference() for reference in alive):
+            await llm.generate("b", SamplingParams(0, 1))
+            del alive[2:]
+
+    llm.llm.llm_engine.enqueue = watched  # type: ignore[method-assign]
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(run(), 10))
+    finally:
+        gc.enable()
+        llm.llm.llm_engine.enqueue = enqueue  # type: ignore[method-assign]
+
+
 def test_a_stream_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
     async def run() -> None:
         streams = [await llm.begin_stream("a", LONG) for _ in range(2)]
@@ -206,6 +247,16 @@ def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
             params = SamplingParams()
             params.temperature = -1
             await llm.generate("a", params)
+        # Whatever is wrong concerns the request alone.
+        others = [asyncio.ensure_future(llm.generate("a", SamplingParams(0, 30))) for _ in range(5)]
+        for priority in ("high", None, 1.5, True):
+            with pytest.raises(ValueError, match="priority must be an integer"):
+                await llm.generate("a", priority=priority)  # type: ignore[arg-type]
+        for wrong in ({"temperature": 0}, 3, ""):
+            with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+                await llm.generate("a", wrong)  # type: ignore[arg-type]
+        for output in await asyncio.gather(*others):
+            assert output.finished
         with pytest.raises(ValueError, match="conversation"):
             await llm.render_chat([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
         tasks = [asyncio.ensure_future(llm.generate("a", LONG, request_id=i)) for i in range(40)]

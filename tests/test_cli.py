@@ -188,6 +188,16 @@ def test_bad_lines_become_errors_and_the_run_goes_on(llm: LLM) -> None:
         assert len(results[2 * number + 2]["outputs"][0]["token_ids"]) == 1
 
 
+def test_an_answer_that_cannot_be_written_is_an_error() -> None:
+    # A token that alone may come, and may not, has a log-probability of NaN, which JSON lacks.
+    settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8, "logprobs_mode": "processed_logprobs"}
+    with LLM(BUNDLED_MODEL, **settings) as llm:
+        contradiction = {"allowed_token_ids": llm.tokenizer.encode("h"), "bad_words": ["h"]}
+        results = answer(llm, [{"prompt": "x", "logprobs": 1, **contradiction}, {"prompt": "x"}], max_tokens=3)
+    assert "cannot be written: Out of range float" in results[1]["error"]["message"]
+    assert len(results[2]["outputs"]) == 1
+
+
 def test_a_failed_step_fails_its_lines_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm.llm_engine.require_open()
     execute, steps = runner.execute, iter([False, True])

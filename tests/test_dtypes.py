@@ -39,7 +39,7 @@ def test_logits_are_as_near_to_float32_as_transformers_are(folder: Path, name: s
     batch = prompts((1, 17, 40))
     with LLM(folder, device="cpu", dtype=name, max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20) as llm:
         runner: Any = llm.llm_engine._runner
-        assert {param.dtype for param in runner.model.parameters()} == {runner.k_cache.dtype} == {dtype}
+        assert {param.dtype for param in runner.model.parameters()} == {runner.kv_cache.dtype} == {dtype}
         runner.sampler.register_forward_pre_hook(lambda _, inputs: logits.append(inputs[0].clone()))
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
         outputs = llm.generate(batch, params, use_tqdm=False)

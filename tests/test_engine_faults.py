@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
+import weakref
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, StepError
+from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import RequestFeatures, Sequence
@@ -314,3 +316,96 @@ def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) 
         check_engine(engine)
     want = complete([1, 2], 6, frozenset(), 128)
     assert finished[again]["token_ids"] == want == constraint.seen
+
+
+class Sink:
+    """Takes so many tokens."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> None:
+        self.most -= 1
+        if self.most < 0:
+            raise Panic("no such text")
+
+
+@DEPTHS
+def test_a_sink_that_raises_fails_its_request_alone(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    good = [engine.add_request([i, i + 1], greedy(6)) for i in (1, 3)]
+    # Of two outputs one fails, and the other ends with it.
+    features = [RequestFeatures(sink=Sink(most)) for most in (9, 2)]
+    bad = engine.enqueue(array("i", [5, 6]), SamplingParams(0.5, 6, ignore_eos=True, n=2), features)
+    reported: dict[int, list[int]] = {}
+    finished: dict[int, RequestOutput] = {}
+    failures = []
+    while not engine.is_finished():
+        try:
+            result = engine.step()
+        except StepError as error:
+            failures.append(error)
+            check_engine(engine)
+            assert not [seq for seq in engine.scheduler.sequences if seq.seq_id not in good]
+            continue
+        finished.update(result.finished)
+        # What the step that raised has brought the others comes with the next one.
+        for request_id, token_ids in result.new_token_ids.items():
+            reported.setdefault(request_id, []).extend(token_ids)
+    assert [error.request_ids for error in failures] == [[bad]] and isinstance(failures[0].__cause__, Panic)
+    want = {request_id: complete([i, i + 1], 6, frozenset(), 128) for request_id, i in zip(good, (1, 3), strict=True)}
+    assert {request_id: output["token_ids"] for request_id, output in finished.items()} == want
+    assert {request_id: reported[request_id] for request_id in good} == want
+    assert engine.block_manager.num_used_blocks == 0 and not engine.block_manager._unconfirmed
+
+
+@DEPTHS
+def test_the_id_of_any_output_aborts_its_request(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    params = SamplingParams(0.5, 9, ignore_eos=True, n=3)
+    first, second = (engine.add_request([i], params) for i in (1, 2))
+    while first + 1 not in engine.step().new_token_ids:
+        pass
+    engine.abort([first + 1])
+    assert set(run(engine)) == {second} and not engine._requests
+    # Before it has run, and with outputs kept.
+    third = engine.add_request([3], params)
+    engine.abort([third + 2], keep_outputs=True)
+    (output,) = run(engine).values()
+    assert [item.finish_reason for item in output.outputs] == ["abort"] * 3 and output.request_id == third
+
+
+def test_an_aborted_requests_outputs_that_had_ended_keep_their_reasons() -> None:
+    eos = complete([1], 3, frozenset(), 128)[2]
+    engine, _ = make_engine(pipeline_depth=0, eos=frozenset([eos]), max_num_seqs=1)
+    # One at a time: the first has ended when the second runs.
+    request_id = engine.add_request([1], SamplingParams(0.5, 9, n=2, prompt_logprobs=0))
+    for _ in range(4):
+        engine.step()
+    engine.abort([request_id], keep_outputs=True)
+    (output,) = run(engine).values()
+    assert [item.finish_reason for item in output.outputs] == ["stop", "abort"]
+    assert output.outputs[0].token_ids == complete([1], 3, frozenset(), 128)
+    assert output.outputs[1].token_ids == output.outputs[0].token_ids[:1]
+    # Aborted before its prompt was computed, a request has no log-probabilities of it.
+    request_id = engine.add_request([1], SamplingParams(0.5, 9, prompt_logprobs=0))
+    engine.abort([request_id], keep_outputs=True)
+    assert run(engine)[request_id].prompt_logprobs is None
+
+
+def test_finished_requests_do_not_wait_for_the_garbage_collector() -> None:
+    engine, _ = make_engine(pipeline_depth=0)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.add_request([1], SamplingParams(0.5, 4, n=3))
+        engine.add_request([2], SamplingParams(0.5, 4))
+        aborted = engine.add_request([3], SamplingParams(0.5, 40, n=2))
+        engine.step()
+        alive = [weakref.ref(seq) for seq in engine.scheduler.sequences]
+        assert len(alive) == 6
+        engine.abort([aborted])
+        run(engine)
+        assert not any(reference() for reference in alive)
+    finally:
+        gc.enable()

@@ -21,6 +21,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.runner.messages import NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -66,6 +67,47 @@ def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
         again = fresh.generate(prompts, params, use_tqdm=False)
     assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
     assert set(parts) == {"forward"}
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Path, mode: str) -> None:
+    prompts = [[1, 2, 3], [4] * 20, [5, 6]]
+
+    def params(count: int | None) -> list[SamplingParams]:
+        # The second asks for none.
+        counts = [count, None, count]
+        return [SamplingParams(0.7 * i, 8, seed=i, ignore_eos=True, logprobs=n) for i, n in enumerate(counts)]
+
+    with make_llm(checkpoint, logprobs_mode=mode) as fresh:
+        want = fresh.generate(prompts, params(1), use_tqdm=False)
+        runner: Any = fresh.llm_engine._runner
+        replay, parts = runner._run_or_replay, []
+
+        def recorded_replay(step: Any, part: str, run: Any) -> Any:
+            parts.append(part)
+            return replay(step, part, run)
+
+        runner._run_or_replay = recorded_replay
+        got = fresh.generate(prompts, params(0), use_tqdm=False)
+    assert set(parts) == {"step with logprobs"}
+    for output, other in zip(got, want, strict=True):
+        item, expected = output.outputs[0], other.outputs[0]
+        assert item.token_ids == expected.token_ids and (item.logprobs is None) == (expected.logprobs is None)
+        for token_id, at, also in zip(item.token_ids, item.logprobs or [], expected.logprobs or [], strict=False):
+            assert set(at) == {token_id} and at[token_id].rank == also[token_id].rank
+            assert at[token_id].logprob == pytest.approx(also[token_id].logprob, abs=1e-5)
+
+
+def test_blocks_are_copied_in_order(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as fresh:
+        runner: Any = fresh.llm_engine._runner
+        runner.kv_cache.copy_(
+            torch.arange(runner.num_kvcache_blocks).view(1, 1, -1, 1, 1, 1).expand_as(runner.kv_cache)
+        )
+        # A block that is copied, and then is the copy of another.
+        runner.prepare(ScheduledBatch(block_copies=[(1, 2), (3, 1)], new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
+        assert runner.kv_cache[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
+        assert torch.equal(runner.kv_cache[1, -1, 2], runner.kv_cache[0, 0, 2])
 
 
 def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:
@@ -162,8 +204,10 @@ def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
     ],
 )
 def test_bad_prompts(bundled_small: LLM, prompt: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^prompts\[1\]: .*{message}"):
         bundled_small.generate([[1, 2, 3], prompt], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"^(?!prompts).*{message}"):
+        bundled_small.add_request(prompt, GREEDY)
     assert bundled_small.is_finished()
     assert len(bundled_small.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
 
@@ -299,7 +343,7 @@ def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path, llm: LLM) -> No
         # All four at their longest fit into the blocks that the device has.
         assert small.stats()["num_preemptions"] == 0
         runner: Any = small.llm_engine._runner
-        assert runner.k_cache.shape[1:3] == runner.v_cache.shape[1:3] == (32, 16)
+        assert runner.kv_cache.shape[2:4] == (32, 16)
     assert got == want
 
 

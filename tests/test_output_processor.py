@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.sequence import RequestFeatures, Sequence
+from nanovllm.engine.sequence import RequestFeatures, RequestGroup, Sequence
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.output_processor import OutputProcessor, OutputState
 
@@ -25,6 +25,27 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+
+class CountingTokenizer:
+    """Texts of tokens, of which odd ones have none; counts what it decodes. A space that begins a text is left out."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(self, token_ids: list[int], **_: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return "".join(["", f" {token_id}"][token_id % 2 == 0] for token_id in token_ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("first", [[], [2, 4]])
+def test_tokens_without_text_are_not_decoded_again_and_again(first: list[int]) -> None:
+    tokenizer = CountingTokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    token_ids = first + [1] * 300 + [6, 1, 8]
+    text = "".join(detokenizer.append([token_id]) for token_id in token_ids)
+    assert tokenizer.num_decoded < 40 * len(token_ids)
+    assert text == tokenizer.decode(token_ids)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -80,8 +101,7 @@ def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() 
     seq = Sequence(0, [7], params, 0, RequestFeatures(sink=sink))
     for token_id in (1, 2):
         seq.token_ids.append(token_id)
-        assert sink.append(token_id, False, None) is None
+        assert sink.append(token_id, False, b"") is None
     seq.finish_reason = "length"
-    assert seq.group.add(seq)
-    (output,) = OutputProcessor(ByteTokenizer()).make_output(seq.group).outputs
+    (output,) = OutputProcessor(ByteTokenizer()).make_output(RequestGroup([seq])).outputs
     assert (output.text, output.finish_reason, output.stop_reason) == ("x", "stop", "stop")

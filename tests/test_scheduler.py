@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_options import take_in_extras
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import StepError
+from nanovllm.logprobs import Logprob
+from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
@@ -326,20 +328,63 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
         max_model_len=30,
         enable_prefix_caching=data.draw(st.booleans()),
     )
-    wanted: dict[int, tuple[list[int], int, int]] = {}
+    wanted: dict[int, tuple[list[int], SamplingParams]] = {}
     for _ in range(data.draw(st.integers(1, 4))):
         prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=14))
-        n, max_tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
-        params = SamplingParams(temperature=0.5, max_tokens=max_tokens, ignore_eos=True, n=n)
-        wanted[engine.add_request(prompt, params)] = prompt, n, max_tokens
+        params = SamplingParams(
+            temperature=0.5,
+            max_tokens=data.draw(st.integers(1, 12)),
+            ignore_eos=True,
+            n=data.draw(st.integers(1, 4)),
+            logprobs=data.draw(st.sampled_from([None, 0, 2])),
+            prompt_logprobs=data.draw(st.sampled_from([None, 1])),
+            prompt_logprobs_start=data.draw(st.integers(0, len(prompt))),
+        )
+        wanted[engine.add_request(prompt, params)] = prompt, params
     while not engine.is_finished():
         result = engine.step()
         check_engine(engine)
         for request_id, output in result.finished:
-            prompt, n, max_tokens = wanted.pop(request_id)
-            want = complete(prompt, max_tokens, frozenset(), 30)
-            assert [item.token_ids for item in output.outputs] == [want] * n
+            check_outputs(output, *wanted.pop(request_id))
     assert not wanted and engine.block_manager.num_used_blocks == 0
+
+
+def check_outputs(output: RequestOutput, prompt: list[int], params: SamplingParams) -> None:
+    """Compare a request's outputs with what the mock model says."""
+    want = complete(prompt, params.max_tokens or 0, frozenset(), 30)
+    assert [item.token_ids for item in output.outputs] == [want] * params.n
+    for item in output.outputs:
+        assert item.logprobs == mock_dicts(want, params.logprobs)
+    start = max(1, params.prompt_logprobs_start)
+    scored = mock_dicts(prompt[start:], params.prompt_logprobs)
+    assert output.prompt_logprobs == (None if scored is None else [None] * min(start, len(prompt)) + scored)
+
+
+def mock_dicts(token_ids: list[int], num_logprobs: int | None) -> list[dict[int, Logprob]] | None:
+    """The log-probabilities of `mock_logprobs` as users get them."""
+    if num_logprobs is None:
+        return None
+    return [{t + i: Logprob(-(t + i + 1) / 64, i if i else t + 1) for i in range(num_logprobs + 1)} for t in token_ids]
+
+
+def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
+    # The second output is admitted in the second step.
+    engine, _ = make_engine(pipeline_depth=0, block_size=4, max_num_seqs=2, max_num_batched_tokens=9)
+    manager, prompt = engine.block_manager, list(range(9))
+    engine.add_request(prompt[:4], greedy(1))
+    run(engine)
+    cached = manager._cached[0, array("i", prompt[:4]).tobytes()]
+    engine.add_request(prompt, SamplingParams(0.5, 4, ignore_eos=True, n=2, prompt_logprobs=0))
+    engine.step()
+    first, second = engine.scheduler.sequences
+    # The first output computes the prompt anew. Its second block is registered behind another first one, which goes.
+    assert first.block_table[0] != cached.block_id
+    manager._unregister(cached)
+    engine.step()
+    check_engine(engine)
+    assert second.block_table[:2] == first.block_table[:2]
+    run(engine)
+    check_engine(engine)
 
 
 def test_a_prompt_of_several_outputs_is_computed_once_and_copied_only_where_it_is_written() -> None:

@@ -16,6 +16,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput
 from nanovllm.text.output_processor import OutputState
+from nanovllm.text.stream_output import StreamedRequest
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -137,7 +138,7 @@ def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[li
     taken, found = list[int](), None
     while len(taken) < len(token_ids) and found is None:
         taken.append(token_ids[len(taken)])
-        found = state.append(taken[-1], False, None)
+        found = state.append(taken[-1], False, b"")
         shown += state.take(False).text
         assert want.startswith(shown)
     assert state.finish() == want and shown + state.take(True).text == want
@@ -202,6 +203,21 @@ def test_special_tokens_show_on_request(llm: LLM, script: Script) -> None:
         assert llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text == text
         parts = list(llm.stream(PROMPT, params))
         assert "".join(item.text for part in parts for item in part.outputs) == text
+
+
+def test_a_step_of_a_stream_looks_at_requests_with_new_tokens_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, looked_at = StreamedRequest.take, []
+
+    def counted(self: StreamedRequest, request_id: int, final: RequestOutput | None = None) -> Any:
+        looked_at.append(request_id)
+        return take(self, request_id, final)
+
+    monkeypatch.setattr(StreamedRequest, "take", counted)
+    # A budget of one prompt: the others wait.
+    monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", 3)
+    outputs = list(llm.stream([[1, 2, 3]] * 40, SamplingParams(0, 2, ignore_eos=True)))
+    assert len(outputs) == len(looked_at) == 80
+    assert [output.request_id for output in outputs if output.finished] == sorted(set(looked_at))
 
 
 def test_closing_a_stream_frees_all(llm: LLM) -> None:

@@ -194,6 +194,30 @@ def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) ->
         StructuredOutputsParams(**fields)
 
 
+def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = llm.input_processor._grammars
+    matcher, compiled = grammars.library.LLMatcher, []
+
+    def counted(*args: Any) -> Any:
+        compiled.append(args)
+        return matcher(*args)
+
+    for name in ("grammar_from_json_schema", "grammar_from_regex", "grammar_from_lark"):
+        setattr(counted, name, getattr(matcher, name))
+    monkeypatch.setattr(grammars.library, "LLMatcher", counted)
+    monkeypatch.setattr("nanovllm.text.structured_output._MAX_GRAMMARS", 2)
+    grammars._matchers.clear()
+    # Each output has a state of its own; parameters that are equal share a grammar though they are other objects.
+    params = [constrained(i, regex="[a-d]{6}", n=3) for i in range(3)]
+    outputs = [item.text for output in llm.generate([PROMPT] * 3, params, use_tqdm=False) for item in output.outputs]
+    assert all(re.fullmatch("[a-d]{6}", text) for text in outputs) and len(set(outputs)) > 6
+    assert len(compiled) == 1
+    # The two used last are kept.
+    for regex in ("[ab]", "[a-d]{6}", "[bc]", "[a-d]{6}", "[ab]"):
+        llm.generate(PROMPT, constrained(1, regex=regex), use_tqdm=False)
+    assert len(compiled) == 4 and len(grammars._matchers) == 2
+
+
 def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="must be StructuredOutputsParams, not dict"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]

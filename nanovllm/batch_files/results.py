@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from nanovllm.batch_files.requests import BatchRequest
+from nanovllm.logprobs import Logprob
 from nanovllm.openai_format import ENDPOINTS, LEAST_LOGPROB, completion_body
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
 def result_line(

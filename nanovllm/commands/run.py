@@ -102,7 +102,13 @@ class BatchRun:
             self._answer(output, *self._pending.pop(request_id))
 
     def _answer(self, output: RequestOutput, number: int, ids: dict[str, Any], request: BatchRequest) -> None:
-        self._write(encode_line(result_line(number, ids, output, request, self._llm.config.model)))
+        try:
+            line = encode_line(result_line(number, ids, output, request, self._llm.config.model))
+        except ValueError as error:
+            # JSON has no NaN, which is the log-probability of a token where constraints allow none.
+            self._fail(number, ids, "server_error", f"the answer cannot be written: {error}")
+            return
+        self._write(line)
         self.num_answered += 1
 
     def _fail(self, number: int, ids: dict[str, Any], code: str, message: str) -> None:

@@ -74,7 +74,7 @@ class BlockManager:
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
         """
-        source = seq.group.source_for(seq)
+        source = seq.fork_source
         if source is not None:
             self._fork(source, seq)
             return True
@@ -106,7 +106,7 @@ class BlockManager:
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
     def must_copy(self, seq: Sequence) -> bool:
-        """Whether the sequence's next token to compute lies in a block that it may not write to.
+        """Whether the next token to compute, of a sequence with siblings, lies in a block that it may not write to.
 
         Another output of its request has the block, too, or has filled and registered it.
         """
@@ -194,8 +194,10 @@ class BlockManager:
             assert block.ref_count == uses[block.block_id], f"block {block.block_id}: wrong reference count"
             assert (block.ref_count == 0) == (block.block_id in self._free), f"block {block.block_id} lost or leaked"
             if block.ref_count > 1 and block.key is None:
-                groups = {id(seq.group) for seq in sequences if block.block_id in seq.block_table}
-                assert len(groups) == 1, f"block {block.block_id} shared unregistered"
+                owners = [seq for seq in sequences if block.block_id in seq.block_table]
+                assert all(owner in owners[0].siblings for owner in owners), (
+                    f"block {block.block_id} shared unregistered"
+                )
             if block.key is not None:
                 assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
                 assert block.identity > block.key[0], f"block {block.block_id} is older than its parent"
@@ -204,7 +206,7 @@ class BlockManager:
             assert len(seq.block_table) == len(set(seq.block_table)), f"{seq} holds a block twice"
             for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
                 is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
-                assert is_own or len(seq.group.seqs) > 1, f"{seq} will write to cached block {block_id}"
+                assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
 
     def _match_prefix(self, seq: Sequence) -> list[Block]:
         if not self.enable_prefix_caching:
@@ -230,6 +232,8 @@ class BlockManager:
         return block_id
 
     def _register(self, block: Block, key: BlockKey) -> Block:
+        # A fork may share a block whose parent was evicted since it was registered.
+        self._unregister(block)
         block.key = key
         block.identity = next(self._identities)
         self._cached[key] = block

@@ -12,7 +12,8 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -24,7 +25,7 @@ from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import new_token_ids, request_output
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_sequences
+from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_request
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.token_masks import fill_masks
 from nanovllm.engine.unclaimed import Unclaimed
@@ -33,6 +34,14 @@ from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
+
+
+@dataclass(frozen=True)
+class Abort:
+    """A message of `LLMEngine.abort` to the thread that drives the engine."""
+
+    request_ids: list[int]
+    keep_outputs: bool
 
 
 class LLMEngine:
@@ -71,11 +80,14 @@ class LLMEngine:
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
-        self._groups: dict[int, RequestGroup] = {}  # unfinished requests with several outputs
-        # New requests and the ids of aborted ones, in order.
-        self._inbox: deque[Sequence | list[int]] = deque()
+        # Unfinished ones, by the id of each of their sequences.
+        self._requests: dict[int, RequestGroup] = {}
+        self._inbox: deque[Sequence | Abort] = deque()
         # See `new_token_ids`: of the steps that the last `run_step` took in.
         self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
+        # The same, and the prefilled tokens, of calls of `step` that have not returned them: they have raised.
+        self._unreported: list[tuple[list[int], list[int], set[int]]] = []
+        self._num_unreported_prefill_tokens = 0
         self._unclaimed = Unclaimed(make_output)
         self._history = StatsHistory()
         self._guard = CallGuard()
@@ -99,37 +111,48 @@ class LLMEngine:
         seq_ids = [next(self._request_ids) for _ in features]
         seed = (self._seed + (seq_ids[0] + 1) * GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
         max_tokens = self.limits.max_tokens(len(token_ids), params)
-        seqs = make_sequences(seq_ids, token_ids, params, features, seed, max_tokens)
-        if len(seqs) > 1:
-            self._groups[seq_ids[0]] = seqs[0].group
-        self._inbox.extend(seqs)
-        return seq_ids[0]
+        request = make_request(seq_ids, token_ids, params, features, seed, max_tokens)
+        self._requests.update(dict.fromkeys(seq_ids, request))
+        self._inbox.extend(request.seqs)
+        return request.request_id
 
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
 
         Raises:
-            StepError: the step failed; the requests in it are gone, the others stay queued.
+            StepError: the step failed, or a request in it; the requests that it names are gone, the others stay. What
+                the step has brought them is in the next result.
             RuntimeError: the engine is closed, or is driven by another thread, or by a caller of this one.
         """
         call = Call()
         try:
             self.begin(call)
-            if self._runner is None and self._unclaimed:
-                # The device was lost with the step after the one that finished these.
-                return StepResult(self._unclaimed.take(), {}, 0, 0)
-            num_prefill_tokens = self.run_step()
-            new = new_token_ids(self._new_tokens)
-            return StepResult(self._unclaimed.take(), new, num_prefill_tokens, sum(map(len, new.values())))
+            # The device may have been lost with the step after the one that finished what nobody has had.
+            if self._runner is not None or not self._unclaimed:
+                self._num_unreported_prefill_tokens += self.run_step()
+                self._unreported += self._new_tokens
+            finished, new = self._unclaimed.take(), new_token_ids(self._unreported)
+            num_prefill_tokens, self._num_unreported_prefill_tokens = self._num_unreported_prefill_tokens, 0
+            self._unreported.clear()
+            return StepResult(finished, new, num_prefill_tokens, sum(map(len, new.values())))
         finally:
             self.end(call)
 
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests, wherever they stand; ids of finished ones are ignored, what is no id is a `ValueError`.
+    def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
+        """Drop requests, wherever they stand.
 
-        Their blocks are free at once; while another thread drives the engine, with that thread's next step.
+        Blocks are free at once; while another thread drives the engine, with that thread's next step.
+
+        Args:
+            request_ids: the id of any output stands for the whole request; ids of finished ones are ignored.
+            keep_outputs: finish them with what they have instead; outputs that have not ended have `finish_reason`
+                "abort".
+
+        Raises:
+            ValueError: what is given is no id.
         """
-        self._inbox.append(self._all_of([check_int("request id", request_id, 0) for request_id in request_ids]))
+        checked = [check_int("request id", request_id, 0) for request_id in request_ids]
+        self._inbox.append(Abort(checked, keep_outputs))
         call = Call(brief=True)
         try:
             with deferred_signals():
@@ -201,7 +224,7 @@ class LLMEngine:
         """Return, once, all finished requests by id and all failures, for a caller who owns every request."""
         return self._unclaimed.take_all()
 
-    def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
+    def claim(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
         """Return, once, those of these requests that have finished.
 
         Raises:
@@ -215,7 +238,7 @@ class LLMEngine:
     def drop(self, request_ids: set[int]) -> None:
         """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
         with deferred_signals():
-            self._inbox.append(self._all_of(request_ids))
+            self._inbox.append(Abort(list(request_ids), keep_outputs=False))
             self._empty_inbox()
             try:
                 self._collect(0)
@@ -225,10 +248,14 @@ class LLMEngine:
     def _is_idle(self) -> bool:
         return self.scheduler.is_finished() and not (self._in_flight or self._inbox)
 
-    def _all_of(self, request_ids: Iterable[int]) -> list[int]:
-        """Return the ids of all sequences of requests, whose other outputs need not come any more."""
-        groups = {request_id: self._groups.pop(request_id, None) for request_id in request_ids}
-        return [i for request_id, group in groups.items() for i in ([request_id] if group is None else group.seq_ids)]
+    def _abort(self, request: RequestGroup) -> None:
+        """Drop what is left of a request."""
+        self._forget(request)
+        self.scheduler.abort(seq.seq_id for seq in request.seqs)
+
+    def _forget(self, request: RequestGroup) -> None:
+        for seq in request.seqs:
+            del self._requests[seq.seq_id]
 
     def _fill_masks(self, batch: ScheduledBatch, words: np.ndarray) -> None:
         """Write the masks of a batch whose forward pass is running; waits for the tokens of the step before it."""
@@ -253,8 +280,13 @@ class LLMEngine:
             message = self._inbox.popleft()
             if isinstance(message, Sequence):
                 self.scheduler.add(message)
-            else:
-                self.scheduler.abort(message)
+                continue
+            for request_id in message.request_ids:
+                request = self._requests.get(request_id)
+                if request is not None:
+                    self._abort(request)
+                    if message.keep_outputs:
+                        self._unclaimed.add(request)
 
     def require_open(self) -> Runner:
         """Return the runner; raises a RuntimeError if the engine is closed."""
@@ -271,12 +303,19 @@ class LLMEngine:
             except BaseException as error:
                 self._fail(error)
                 return False
-            finished, dropped = self.scheduler.postprocess(batch, output)
-            self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, dropped))
-            for seq in finished:
-                if seq.group.add(seq):
-                    self._groups.pop(seq.group.seq_ids[0], None)
-                    self._unclaimed.add(seq.group)
+            changes = self.scheduler.postprocess(batch, output)
+            self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, changes.dropped))
+            for seq, cause in changes.failed:
+                # A request with several outputs fails with any of them, and only once.
+                if (request := self._requests.get(seq.seq_id)) is not None:
+                    self._abort(request)
+                    message = f"request {request.request_id} failed: {cause}"
+                    self._unclaimed.fail(StepError(message, [request.request_id], cause))
+            for seq in changes.finished:
+                request = self._requests.get(seq.seq_id)
+                if request is not None and request.is_finished:
+                    self._forget(request)
+                    self._unclaimed.add(request)
         return True
 
     def _fail(self, error: BaseException) -> None:
@@ -286,8 +325,10 @@ class LLMEngine:
         """
         self._in_flight.clear()
         # A request with several outputs fails with any of them.
-        failed = list(dict.fromkeys(seq.group.seq_ids[0] for seq in self.scheduler.fail_in_flight()))
-        self.scheduler.abort(self._all_of(failed))
+        requests = {id(r): r for r in (self._requests[seq.seq_id] for seq in self.scheduler.fail_in_flight())}
+        failed = [request.request_id for request in requests.values()]
+        for request in requests.values():
+            self._abort(request)
         message = f"a step failed, and with it the requests {failed}: {error}"
         try:
             if self._runner is not None:

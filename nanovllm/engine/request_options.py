@@ -9,15 +9,13 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import PromptScores, SamplingOptions, ScheduledBatch, StepOutput
 
 
-def sampling_options(seq: Sequence, eos_token_ids: frozenset[int]) -> SamplingOptions:
+def sampling_options(seq: Sequence) -> SamplingOptions:
     """Return what a sequence asks of sampling beyond its temperature, as it is admitted."""
     params = seq.params
-    end_token_ids = set() if params.ignore_eos else set(eos_token_ids)
-    end_token_ids |= set(params.stop_token_ids or ())
     return SamplingOptions(
         params,
         seq.token_ids[:] if params.uses_penalties else array("i"),
-        tuple(end_token_ids) if params.min_tokens else (),
+        tuple(seq.end_token_ids) if params.min_tokens else (),
         seq.features.bad_token_ids,
         seq.features.constraint is not None,
     )
@@ -47,11 +45,12 @@ def take_in_extras(batch: ScheduledBatch, output: StepOutput, sequences: Mapping
     sequences: the unfinished ones by id.
     """
     if output.logprobs is not None:
-        for row, (values, token_ids, rank) in zip(output.logprob_rows, output.logprobs.rows(), strict=True):
+        records = output.logprobs.records()
+        packed, size = records.tobytes(), records[:1].nbytes
+        for i, row in enumerate(output.logprob_rows):
             seq = sequences.get(batch.sampled_seq_ids[row])
             if seq is not None:
-                end = 1 + (seq.params.logprobs or 0)
-                seq.logprobs.append((values[:end], token_ids[:end], rank))
+                seq.logprobs += packed[i * size : i * size + seq.record_bytes]
     for (seq_id, num_admissions), item in zip(batch.scored_seq_ids, output.prompt_outputs, strict=True):
         seq = sequences.get(seq_id)
         # A preempted prompt is computed again from its start.

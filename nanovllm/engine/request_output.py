@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
-from nanovllm.engine.sequence import RequestGroup, Sequence, TokenRow
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.engine.sequence import RequestGroup, Sequence
+from nanovllm.logprobs import Logprob, Logprobs
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.runner.messages import TokenLogprobs
 
 GetText = Callable[[Sequence], str]
@@ -26,17 +25,16 @@ def _no_token(token_id: int) -> None:
 
 
 def request_output(
-    group: RequestGroup, get_text: GetText = _no_text, decode_token: DecodeToken = _no_token
+    request: RequestGroup, get_text: GetText = _no_text, decode_token: DecodeToken = _no_token
 ) -> RequestOutput:
-    """Return the output of a request.
+    """Return the output of a request that has ended.
 
     Args:
-        group: its sequences, all of them finished.
+        request: all of its sequences have ended.
         get_text: returns the text of a sequence.
         decode_token: returns the text of a token.
     """
-    seqs = [group.finished[seq_id] for seq_id in group.seq_ids]
-    first = seqs[0]
+    seqs, first = request.seqs, request.seqs[0]
     return RequestOutput(
         request_id=first.seq_id,
         prompt=first.features.prompt,
@@ -52,40 +50,33 @@ def request_output(
 
 def completion_output(seq: Sequence, index: int, text: str, decode_token: DecodeToken = _no_token) -> CompletionOutput:
     """Return one sequence's output."""
-    token_ids, logprobs, cumulative = seq.completion_token_ids, None, None
+    logprobs, cumulative = None, None
     if seq.params.logprobs is not None:
-        logprobs = token_logprobs(seq.logprobs, decode_token)
-        cumulative = sum(at[token_id].logprob for at, token_id in zip(logprobs, token_ids, strict=True))
-    return CompletionOutput(index, text, token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason)
+        logprobs = token_logprobs(seq.logprobs, seq.params.logprobs, decode_token)
+        cumulative = float(logprobs.token_logprobs.sum(dtype=np.float64))
+    return CompletionOutput(
+        index, text, seq.completion_token_ids, cumulative, logprobs, seq.finish_reason, seq.stop_reason
+    )
 
 
-def token_logprobs(rows: Iterable[TokenRow], decode_token: DecodeToken) -> list[dict[int, Logprob]]:
-    """Return for each position the log-probabilities of its token and of the most likely ones, by token id.
+def token_logprobs(
+    records: bytes | bytearray, num_logprobs: int, decode_token: DecodeToken
+) -> Logprobs[dict[int, Logprob]]:
+    """Return the log-probabilities of an output's tokens, each with so many most likely ones."""
+    return Logprobs(records, 1 + num_logprobs, decode_token)
 
-    rows: values, token ids and the rank of the position's token, whose value comes first. Tokens that cannot come are
-        left out of the most likely ones: there may be fewer possible ones, and the rest need not even be tokens.
+
+def prompt_logprobs(seq: Sequence, decode_token: DecodeToken) -> Logprobs[dict[int, Logprob] | None] | None:
+    """Return the log-probabilities of a prompt's tokens, None for those that have none.
+
+    None if they were not asked for, or if the request was aborted before its prompt was computed.
     """
-    result = []
-    for values, token_ids, rank in rows:
-        own = token_ids[0]
-        at = {own: Logprob(values[0], rank, decode_token(own))}
-        # The most likely tokens are in order; the position's own may be one of them.
-        for place in range(1, len(token_ids)):
-            token_id, value = token_ids[place], values[place]
-            if token_id not in at and value > -math.inf:
-                at[token_id] = Logprob(value, place, decode_token(token_id))
-        result.append(at)
-    return result
-
-
-def prompt_logprobs(seq: Sequence, decode_token: DecodeToken) -> list[dict[int, Logprob] | None] | None:
-    """Return the log-probabilities of a prompt's tokens, None for those that have none; None unless asked for."""
-    if seq.params.prompt_logprobs is None:
+    if seq.params.prompt_logprobs is None or seq.wants_prompt:
         return None
-    parts = [part for part in seq.prompt_outputs if isinstance(part, TokenLogprobs)]
-    rows = chain.from_iterable(part.rows() for part in parts)
-    scored: list[dict[int, Logprob] | None] = [*token_logprobs(rows, decode_token)]
-    return [None] * (seq.num_prompt_tokens - len(scored)) + scored
+    width = 1 + seq.params.prompt_logprobs
+    parts = [part.records() for part in seq.prompt_outputs if isinstance(part, TokenLogprobs)]
+    records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
+    return Logprobs(records, width, decode_token, seq.num_prompt_tokens - len(records))
 
 
 def new_token_ids(steps: Iterable[tuple[list[int], list[int], set[int]]]) -> dict[int, list[int]]:

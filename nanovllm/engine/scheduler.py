@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
@@ -31,6 +31,21 @@ from nanovllm.runner.messages import (
 )
 
 _sort_key = attrgetter("sort_key")
+
+
+@dataclass
+class StepChanges:
+    """What a step's tokens have changed.
+
+    Attributes:
+        finished: sequences that are complete.
+        failed: sequences whose constraint or sink has raised, and what; they are gone.
+        dropped: ids of those that had ended before their token came.
+    """
+
+    finished: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -95,6 +110,9 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[seq.seq_id] = seq
+        seq.end_token_ids = frozenset() if seq.params.ignore_eos else self.eos_token_ids
+        if seq.params.stop_token_ids:
+            seq.end_token_ids = seq.end_token_ids.union(seq.params.stop_token_ids)
         self._num_asking += seq.asks
         self.waiting.add(seq)
 
@@ -121,41 +139,49 @@ class Scheduler:
         self.stats.num_steps += 1
         return batch
 
-    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> tuple[list[Sequence], set[int]]:
-        """Take in a step's tokens; returns the sequences that they finish, and the ids whose token was dropped."""
-        finished, dropped = [], set()
+    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
+        """Take in a step's tokens."""
+        changes = StepChanges()
         take_in_extras(batch, output, self._sequences)
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
             # An EOS is seen one step late: the token sampled after it is dropped.
             if seq is None:
-                dropped.add(seq_id)
+                changes.dropped.add(seq_id)
                 continue
             seq.token_ids.append(token_id)
             self.stats.num_output_tokens += 1
             if seq.metrics.time_to_first_token is None:
                 seq.metrics.time_to_first_token = time.monotonic() - seq.metrics.arrival_time
-            if self._ends(seq, token_id):
+            try:
+                # Most sequences have nobody to tell, and need not pay for a call.
+                ends = self._tell(seq, token_id) if seq.watches_tokens else token_id in seq.end_token_ids
+            # Of this sequence alone. A panic of the tokenizers library derives from BaseException.
+            except BaseException as error:
+                self._finish(seq, "abort")
+                changes.failed.append((seq, error))
+                continue
+            if ends:
                 self._finish(seq, "stop")
-                finished.append(seq)
+                changes.finished.append(seq)
             elif seq.status is SequenceStatus.RUNNING:
                 self.block_manager.register(seq)
             elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
                 self._finish(seq, "length")
-                finished.append(seq)
+                changes.finished.append(seq)
         self.block_manager.confirm_step()
-        return finished, dropped
+        return changes
 
-    def _ends(self, seq: Sequence, token_id: int) -> bool:
+    def _tell(self, seq: Sequence, token_id: int) -> bool:
         """Pass a token to the request's constraint and sink; returns whether the output ends with it."""
-        params, features = seq.params, seq.features
-        is_end = token_id in self.eos_token_ids and not params.ignore_eos
-        if params.stop_token_ids and token_id in params.stop_token_ids:
-            is_end, seq.stop_reason = True, token_id
+        features, is_end = seq.features, token_id in seq.end_token_ids
+        if is_end and token_id in (seq.params.stop_token_ids or ()):
+            seq.stop_reason = token_id
         if features.constraint is not None and not is_end:
             features.constraint.accept(token_id)
         if features.sink is not None:
-            stop_string = features.sink.append(token_id, is_end, seq.logprobs[-1] if seq.logprobs else None)
+            record = bytes(seq.logprobs[-seq.record_bytes :]) if seq.record_bytes else b""
+            stop_string = features.sink.append(token_id, is_end, record)
             if stop_string is not None and not is_end:
                 is_end, seq.stop_reason = True, stop_string
         return is_end
@@ -194,7 +220,7 @@ class Scheduler:
         if seq.status is not SequenceStatus.RUNNING:
             return False
         manager = self.block_manager
-        while manager.needs_block(seq) or manager.must_copy(seq):
+        while manager.needs_block(seq) or (seq.siblings and manager.must_copy(seq)):
             if not manager.num_free_blocks:
                 # Those already in the batch come before this one, so the last is never one of them.
                 self._preempt(last := self.running[-1])
@@ -242,7 +268,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
-        options = sampling_options(seq, self.eos_token_ids) if seq.asks else None
+        options = sampling_options(seq) if seq.asks else None
         sampling = seq.num_prompt_tokens, seq.params.temperature, seq.seed, options
         batch.new_requests.append(NewRequest(seq.slot, list(seq.block_table), *sampling))
         return seq
@@ -286,6 +312,8 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        # They refer to one another, and would wait for the garbage collector.
+        seq.siblings = []
         seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
         self._num_asking -= seq.asks
         del self._sequences[seq.seq_id]

@@ -5,30 +5,28 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
 import numpy as np
 
+from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.messages import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
-
-TokenRow = tuple[list[float], list[int], int]
-"""Log-probabilities at one position, their token ids, and the rank of the position's token, which comes first."""
 
 
 class TokenSink(Protocol):
     """Sees an output's tokens as they come."""
 
-    def append(self, token_id: int, is_end: bool, logprobs: TokenRow | None) -> str | None:
+    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> str | None:
         """Take a token; returns the stop string that it completes.
 
         Args:
             token_id: the token.
             is_end: whether it is EOS or a stop token.
-            logprobs: its log-probabilities; None unless asked for.
+            logprobs: its record of log-probabilities, see `nanovllm.logprobs`; empty unless asked for.
         """
 
 
@@ -78,31 +76,21 @@ GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 """Multiples of it, modulo 2**64, are far apart."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RequestGroup:
-    """The sequences of a request with several outputs.
+    """A request: the sequences of its outputs, in order."""
 
-    Attributes:
-        seq_ids: of all; the first is the request's id.
-        seqs: the same.
-        finished: those that have finished, by id.
-    """
+    seqs: list[Sequence]
 
-    seq_ids: list[int]
-    seqs: list[Sequence] = field(default_factory=list)
-    finished: dict[int, Sequence] = field(default_factory=dict)
+    @property
+    def request_id(self) -> int:
+        """The id of the first sequence."""
+        return self.seqs[0].seq_id
 
-    def source_for(self, seq: Sequence) -> Sequence | None:
-        """Return a sequence that has the whole prompt in blocks which a waiting one can share, if there is one."""
-        if len(self.seqs) < 2 or seq.num_tokens > seq.num_prompt_tokens or seq.wants_prompt:
-            return None
-        others = (other for other in self.seqs if other.status is SequenceStatus.RUNNING and not other.is_prefill)
-        return next(others, None)
-
-    def add(self, seq: Sequence) -> bool:
-        """Add a sequence that has finished; returns whether all have."""
-        self.finished[seq.seq_id] = seq
-        return len(self.finished) == len(self.seq_ids)
+    @property
+    def is_finished(self) -> bool:
+        """Whether all outputs are complete."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
 
 
 class SequenceStatus(Enum):
@@ -133,6 +121,7 @@ class Sequence:
         params: SamplingParams,
         seed: int,
         features: RequestFeatures | None = None,
+        index: int = 0,
     ) -> None:
         self.seq_id = seq_id
         # Its slices go as they are to hashes, to numpy and to other processes.
@@ -144,13 +133,21 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.features = features or _NO_FEATURES
-        self.group = RequestGroup([seq_id])
+        # Which output of its request it is.
+        self.index = index
+        # All sequences of a request with several outputs, until this one has finished.
+        self.siblings: list[Sequence] = []
         # The most tokens of its output; None has no limit but the model's length.
         self.max_tokens = params.max_tokens
         # Whether steps must know more of it than its temperature.
         self.asks = self.features.asks or not params.samples_plainly
-        # For each token of the output: log-probabilities, token ids and rank.
-        self.logprobs: list[TokenRow] = []
+        # Tokens that end the output; the scheduler adds the model's.
+        self.end_token_ids: frozenset[int] = frozenset()
+        # Whether more than those may end it, or somebody sees its tokens as they come.
+        self.watches_tokens = bool(self.features.sink or self.features.constraint or params.stop_token_ids)
+        # A record for each token of the output, see `nanovllm.logprobs`, and the size of one.
+        self.logprobs = bytearray()
+        self.record_bytes = record_bytes(params.logprobs)
         # What chunks have computed of the prompt; complete once the prompt has been computed.
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] = []
         self.num_admissions = 0
@@ -183,8 +180,7 @@ class Sequence:
     def wants_prompt(self) -> bool:
         """Whether chunks of the prompt are asked for more than a token, and have not all been computed."""
         asked = self.params.prompt_logprobs is not None or self.features.pooling is not None
-        asked = asked and self.seq_id == self.group.seq_ids[0]
-        return asked and len(self.token_ids) == self.num_prompt_tokens
+        return asked and self.index == 0 and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def max_cached_tokens(self) -> int:
@@ -193,6 +189,14 @@ class Sequence:
             return len(self.token_ids)
         # The first token that is scored follows from the one before it.
         return 0 if self.features.pooling else max(0, self.params.prompt_logprobs_start - 1)
+
+    @property
+    def fork_source(self) -> Sequence | None:
+        """Another output of the request that has the whole prompt in blocks which this one, waiting, can share."""
+        if not self.siblings or self.num_tokens > self.num_prompt_tokens or self.wants_prompt:
+            return None
+        others = (other for other in self.siblings if other.status is SequenceStatus.RUNNING and not other.is_prefill)
+        return next(others, None)
 
     @property
     def is_prefill(self) -> bool:
@@ -211,19 +215,21 @@ class Sequence:
         )
 
 
-def make_sequences(
+def make_request(
     seq_ids: list[int],
     token_ids: array[int],
     params: SamplingParams,
     features: list[RequestFeatures],
     seed: int,
     max_tokens: int,
-) -> list[Sequence]:
-    """Return the sequences of a request, one for each of its outputs; their seeds follow from the request's."""
-    group, seqs = RequestGroup(seq_ids), []
+) -> RequestGroup:
+    """Return a request with a sequence for each of its outputs; their seeds follow from the request's."""
+    seqs = []
     for i, (seq_id, item) in enumerate(zip(seq_ids, features, strict=True)):
-        seq = Sequence(seq_id, token_ids, params, (seed + i * GOLDEN_RATIO_64) % 2**64, item)
-        seq.group, seq.max_tokens = group, max_tokens
+        seq = Sequence(seq_id, token_ids, params, (seed + i * GOLDEN_RATIO_64) % 2**64, item, i)
+        seq.max_tokens = max_tokens
         seqs.append(seq)
-    group.seqs = seqs
-    return seqs
+    if len(seqs) > 1:
+        for seq in seqs:
+            seq.siblings = seqs
+    return RequestGroup(seqs)

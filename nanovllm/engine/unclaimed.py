@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from nanovllm.engine.sequence import RequestGroup
 from nanovllm.outputs import RequestOutput, StepError
@@ -23,11 +23,11 @@ class Unclaimed:
     def __bool__(self) -> bool:
         return bool(self.finished or self.failures)
 
-    def add(self, group: RequestGroup) -> None:
+    def add(self, request: RequestGroup) -> None:
         """Keep the output of a finished request; one whose text cannot be decoded fails alone."""
-        request_id = group.seq_ids[0]
+        request_id = request.request_id
         try:
-            output = self._make_output(group)
+            output = self._make_output(request)
         # A panic of the tokenizers library derives from BaseException.
         except BaseException as error:
             message = f"the text of request {request_id} cannot be decoded: {error}"
@@ -53,14 +53,14 @@ class Unclaimed:
         failures, self.failures = self.failures, []
         return finished, failures
 
-    def claim(self, request_ids: set[int]) -> dict[int, RequestOutput]:
+    def claim(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
         """Return, once, those of these requests that have finished.
 
         Raises:
             StepError: one has failed, or a step that had no requests yet; it stays until `drop`.
         """
         for failure in self.failures:
-            if not (failure.request_ids and request_ids.isdisjoint(failure.request_ids)):
+            if not (failure.request_ids and not any(i in request_ids for i in failure.request_ids)):
                 raise failure
         done = {request_id: output for request_id, output in self.finished if request_id in request_ids}
         if done:

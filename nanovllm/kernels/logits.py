@@ -270,6 +270,32 @@ def top_values(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, places if best is None else best.gather(1, places // CHUNK) * CHUNK + places % CHUNK
 
 
+def own_logprobs(
+    x: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    top: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of given tokens, and of those in `top`; see `token_logprobs`.
+
+    Args:
+        x: [num_rows, width], any float dtype, contiguous; logits, of which NaN counts as -inf.
+        token_ids: [num_rows] int64.
+        temperatures: [num_rows] float32; divide the logits, but for zeros. None for 1.
+        top: logits and token ids of further tokens, [num_rows, k] each.
+    """
+    if temperatures is not None:
+        temperatures = torch.where(temperatures > 0, temperatures, 1.0)
+    log_total, greater = row_stats(x, temperatures, token_ids)
+    ids = token_ids.unsqueeze(1)
+    values = x.gather(1, ids).float()
+    if top is not None:
+        values, ids = torch.cat((values, top[0]), 1), torch.cat((ids, top[1]), 1)
+    if temperatures is not None:
+        values = values / temperatures.unsqueeze(1)
+    return values - log_total.unsqueeze(1), ids, greater + 1
+
+
 def token_logprobs(
     rows: EditedRows, token_ids: torch.Tensor, k: int, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -285,15 +311,4 @@ def token_logprobs(
         Log-probabilities, [num_rows, 1 + k] float32, the given token's first; their token ids, [num_rows, 1 + k] int64;
         and the given token's rank, [num_rows] int64, from 1.
     """
-    if temperatures is not None:
-        temperatures = torch.where(temperatures > 0, temperatures, 1.0)
-    x = rows.x
-    log_total, greater = row_stats(x, temperatures, token_ids)
-    ids = token_ids.unsqueeze(1)
-    values = x.gather(1, ids).float()
-    if k:
-        top, top_ids = top_values(rows, k)
-        values, ids = torch.cat((values, top), 1), torch.cat((ids, top_ids), 1)
-    if temperatures is not None:
-        values = values / temperatures.unsqueeze(1)
-    return values - log_total.unsqueeze(1), ids, greater + 1
+    return own_logprobs(rows.x, token_ids, temperatures, top_values(rows, k) if k else None)

@@ -53,6 +53,12 @@ def sample_rows(
     return token_ids, StepExtras(rows.logprob_rows, logprobs)
 
 
+def rows_asked_for(rows: SamplingRows, logprobs: DeviceLogprobs) -> StepExtras:
+    """Return, of the log-probabilities of all rows, those that are asked for."""
+    values, token_ids, ranks = (tensor[rows.logprob_indices] for tensor in logprobs)
+    return StepExtras(rows.logprob_rows, (values, token_ids, ranks))
+
+
 def prompt_outputs(
     model: CausalLM, sampler: Sampler, batch: ScheduledBatch, hidden: torch.Tensor
 ) -> list[DeviceLogprobs | torch.Tensor]:

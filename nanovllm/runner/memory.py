@@ -10,7 +10,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import NewRequest, PromptChunk, PromptScores, SamplingOptions, ScheduledBatch
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _CPU_MEMORY_SHARE = 0.1
 _CPU_MEMORY_LIMIT = 2**30
@@ -33,7 +34,7 @@ def num_cache_blocks(
     free_before: int,
     block_bytes: int,
     most_blocks: int,
-    run_step: Callable[[], object],
+    run_step: Callable[[bool], object],
 ) -> int:
     """Return the blocks of the KV cache, as many on every rank.
 
@@ -44,7 +45,7 @@ def num_cache_blocks(
         free_before: `free_memory` before anything was loaded.
         block_bytes: bytes of a block on this rank.
         most_blocks: what all running sequences take at their longest.
-        run_step: runs the step that takes the most memory.
+        run_step: runs the step that takes the most memory, without or with all that requests can ask for.
 
     Raises:
         ValueError: not one block fits.
@@ -68,20 +69,27 @@ def num_cache_blocks(
     return communicator.all_reduce_min(budget // block_bytes)
 
 
-def _gpu_budget(config: Config, device: torch.device, free_before: int, run_step: Callable[[], object]) -> int:
-    """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by a largest step.
+def _gpu_budget(config: Config, device: torch.device, free_before: int, run_step: Callable[[bool], object]) -> int:
+    """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by largest steps.
 
     Other processes' memory is not charged to the engine; it only limits what is there to take.
     """
+    plain = _peak(device, lambda: run_step(False))
+    spare = max(plain, _peak(device, lambda: run_step(True)))
+    if not config.enforce_eager:
+        # The captured graphs keep a pool of their own, no larger than the peak of a plain step.
+        spare += plain
+    free, total = free_memory(device), torch.cuda.mem_get_info(device)[1]
+    return int(min(total * config.gpu_memory_utilization - (free_before - free), free) - spare)
+
+
+def _peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Return the bytes that a step takes from the GPU."""
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
-    reserved_before_run = torch.cuda.memory_reserved(device)
-    run_step()
-    peak = torch.cuda.max_memory_reserved(device) - reserved_before_run
-    free, total = free_memory(device), torch.cuda.mem_get_info(device)[1]
-    # The captured graphs keep a pool of their own, no larger than the peak of an eager step.
-    spare = peak * (1 if config.enforce_eager else 2)
-    return int(min(total * config.gpu_memory_utilization - (free_before - free), free) - spare)
+    reserved = torch.cuda.memory_reserved(device)
+    run()
+    return torch.cuda.max_memory_reserved(device) - reserved
 
 
 def cpu_cache_budget() -> int:
@@ -94,14 +102,23 @@ def cpu_cache_budget() -> int:
     return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
 
 
-def profiling_batch(config: Config, max_blocks: int, max_model_len: int) -> ScheduledBatch:
-    """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot."""
+def profiling_batch(config: Config, max_blocks: int, max_model_len: int, extra: bool) -> ScheduledBatch:
+    """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot.
+
+    extra: every request asks for a bias, penalties, cutoffs, and log-probabilities of its output and of its prompt.
+    """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
+    prompts = [array("i", [0]) * min(n, max_model_len) for n in lens]
+    params = SamplingParams(
+        logit_bias={0: 1.0}, presence_penalty=1.0, top_p=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=0
+    )
+    options = SamplingOptions(params, array("i", [0])) if extra else None
+    scores = [PromptScores(0, prompt, MAX_LOGPROBS) if extra else None for prompt in prompts]
     return ScheduledBatch(
-        new_requests=[NewRequest(slot, [0] * max_blocks, 1, 1.0, 0) for slot in range(num_seqs)],
-        chunks=[
-            PromptChunk(slot, 0, array("i", [0]) * min(n, max_model_len), False, True) for slot, n in enumerate(lens)
-        ],
+        new_requests=[NewRequest(slot, [0] * max_blocks, 1, 1.0, 0, options) for slot in range(num_seqs)],
+        chunks=[PromptChunk(slot, 0, prompt, False, True, scores[slot]) for slot, prompt in enumerate(prompts)],
         sampled_seq_ids=list(range(num_seqs)),
+        sample_apart=extra,
+        scored_seq_ids=[(slot, 1) for slot in range(num_seqs)] if extra else [],
     )

@@ -8,12 +8,13 @@ the way back.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from nanovllm.logprobs import pack_records
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -140,10 +141,9 @@ class TokenLogprobs:
     token_ids: np.ndarray
     ranks: np.ndarray
 
-    def rows(self) -> Iterator[tuple[list[float], list[int], int]]:
-        """Return the values, token ids and rank of each position, in Python's types."""
-        # All at once: one number at a time would take several times longer.
-        return zip(self.values.tolist(), self.token_ids.tolist(), self.ranks.tolist(), strict=True)
+    def records(self) -> np.ndarray:
+        """Return them as one record for each position; see `nanovllm.logprobs.pack_records`."""
+        return pack_records(self.values, self.token_ids, self.ranks)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.compilers import Compilers
+from nanovllm.kernels.logits import own_logprobs
 from nanovllm.kernels.slot_state import scatter_tokens
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
@@ -29,11 +30,11 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
-from nanovllm.runner.extended_step import prompt_outputs, sample_rows
+from nanovllm.runner.extended_step import prompt_outputs, rows_asked_for, sample_rows
 from nanovllm.runner.memory import free_memory, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import FillMasks, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows, SamplingState
-from nanovllm.runner.step_results import StepExtras, StepHandle, StepResults
+from nanovllm.runner.step_results import DeviceLogprobs, StepExtras, StepHandle, StepResults
 from nanovllm.utils.device import resolve_device, resolve_dtype
 
 
@@ -89,8 +90,7 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
-        processed_logprobs = config.logprobs_mode == "processed_logprobs"
-        self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
+        self.sampling = self._make_sampling_state()
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
@@ -102,13 +102,19 @@ class ModelRunner:
             device,
             self.communicator,
             free_before=free_before,
-            block_bytes=self.k_cache.nbytes + self.v_cache.nbytes,
+            block_bytes=self.kv_cache.nbytes,
             most_blocks=max_blocks * config.max_num_running,
-            run_step=lambda: self.execute(profiling_batch(config, max_blocks, max_model_len)).result(),
+            run_step=lambda extra: self.execute(profiling_batch(config, max_blocks, max_model_len, extra)).result(),
         )
+        # Without the profile's options, and their tables.
+        self.sampling = self._make_sampling_state()
         self._allocate_cache(self.num_kvcache_blocks)
         if self.capture_sizes.shapes and not config.enforce_eager:
             self._capture_largest()
+
+    def _make_sampling_state(self) -> SamplingState:
+        processed_logprobs = self.config.logprobs_mode == "processed_logprobs"
+        return SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
 
     def _make_batch_builder(self, max_blocks: int) -> BatchBuilder:
         config, communicator, backend = self.config, self.communicator, self.backend
@@ -141,9 +147,9 @@ class ModelRunner:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         builder = self.batch_builder
         self.sampling.add(batch.new_requests)
-        if batch.block_copies:
-            sources, copies = torch.tensor(batch.block_copies, device=self.device).unbind(1)
-            self.k_cache[:, copies], self.v_cache[:, copies] = self.k_cache[:, sources], self.v_cache[:, sources]
+        for source, copy in batch.block_copies:
+            # In order, since a block may be copied and then be the copy of another; and without a temporary.
+            self.kv_cache[:, :, copy] = self.kv_cache[:, :, source]
         exact = builder.shape_of(batch, builder.plan_cascade(batch))
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, is_capture_size=padded is not None)
@@ -157,15 +163,23 @@ class ModelRunner:
 
     def sample(self, inputs: DeviceBatch, logits: torch.Tensor, rows: SamplingRows | None = None) -> StepExtras | None:
         """Draw a token from each row of logits into its slot, and into `_sampled` for `collect`."""
-        extras = None
         if rows is None:
-            token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
-        else:
-            token_ids, extras = sample_rows(self.sampler, inputs, logits, rows, self.sampling.processed_logprobs)
-            self.sampling.count(rows, token_ids)
+            self._draw(inputs, logits)
+            return None
+        token_ids, extras = sample_rows(self.sampler, inputs, logits, rows, self.sampling.processed_logprobs)
+        self.sampling.count(rows, token_ids)
+        self._scatter(inputs, token_ids)
+        return extras
+
+    def _draw(self, inputs: DeviceBatch, logits: torch.Tensor) -> torch.Tensor:
+        """Do the same for rows that ask for no more than a temperature; returns the tokens."""
+        token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
+        self._scatter(inputs, token_ids)
+        return token_ids
+
+    def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
         slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
-        return extras
 
     def collect(self, step: PreparedStep, extras: StepExtras | None) -> StepHandle:
         """Send the step's tokens, and what else it was asked for, on their way to the host."""
@@ -175,19 +189,33 @@ class ModelRunner:
     def _run(self, batch: ScheduledBatch, fill_masks: FillMasks | None) -> tuple[PreparedStep, StepExtras | None]:
         """Queue one step up to its tokens.
 
-        Forward and sampling are one CUDA graph where there is one for the step's size. Sampling is launched behind the
-        forward's graph if rows ask for more than a temperature, perhaps of the host.
+        Forward and sampling are one CUDA graph where there is one for the step's size, also if rows ask for their
+        tokens' log-probabilities. If they ask for more, perhaps of the host, sampling is launched behind the forward's.
         """
         step = self.prepare(batch)
+        rows = self._sampling_rows(batch, step) if batch.sample_apart else None
         if batch.scored_seq_ids:
-            return step, self._run_scored(batch, step, fill_masks)
+            return step, self._run_scored(batch, step, rows, fill_masks)
         if not batch.sample_apart:
             self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
             return step, None
+        if rows is not None and rows.only_own_logprobs and self.communicator.size == 1:
+            run = partial(self._sample_with_logprobs, step)
+            return step, rows_asked_for(rows, self._run_or_replay(step, "step with logprobs", run))
         inputs, logits = self._run_or_replay(step, "forward", partial(self._gather_and_forward, step))
-        return step, self.sample(inputs, logits, self._sampling_rows(batch, step, fill_masks))
+        self._begin_sampling(batch, step, rows, fill_masks)
+        return step, self.sample(inputs, logits, rows)
 
-    def _run_scored(self, batch: ScheduledBatch, step: PreparedStep, fill_masks: FillMasks | None) -> StepExtras | None:
+    def _sample_with_logprobs(self, step: PreparedStep) -> DeviceLogprobs:
+        """Run a step; returns the log-probabilities of all its tokens."""
+        inputs, logits = self._gather_and_forward(step)
+        token_ids = self._draw(inputs, logits)
+        temperatures = inputs.temperatures if self.sampling.processed_logprobs else None
+        return own_logprobs(logits[:, : self.sampler.vocab.total].contiguous(), token_ids, temperatures)
+
+    def _run_scored(
+        self, batch: ScheduledBatch, step: PreparedStep, rows: SamplingRows | None, fill_masks: FillMasks | None
+    ) -> StepExtras:
         """Queue a step that needs the hidden states of whole chunks."""
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
@@ -195,20 +223,27 @@ class ModelRunner:
         with set_attention_metadata(inputs.metadata):
             hidden = self.model(inputs.token_ids, inputs.positions).compute()
         logits = self.model.project_logits(hidden[inputs.sample_indices])
-        extras = self.sample(inputs, logits, self._sampling_rows(batch, step, fill_masks)) or StepExtras()
+        self._begin_sampling(batch, step, rows, fill_masks)
+        extras = self.sample(inputs, logits, rows) or StepExtras()
         extras.prompt_outputs = prompt_outputs(self.model, self.sampler, batch, hidden[step.shape.num_decodes :])
         return extras
 
-    def _sampling_rows(
-        self, batch: ScheduledBatch, step: PreparedStep, fill_masks: FillMasks | None
-    ) -> SamplingRows | None:
-        """Return what rows ask for beyond a temperature; waits for the host's masks."""
+    def _sampling_rows(self, batch: ScheduledBatch, step: PreparedStep) -> SamplingRows | None:
+        """Return what rows ask for beyond a temperature."""
         slots, num_padding = self.batch_builder.slots, step.shape.num_decodes - step.num_real_decodes
         sampled = batch.decode_slots + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
-        masked = [row if row < step.num_real_decodes else row + num_padding for row in batch.masked]
+        return self.sampling.rows_of(sampled, slots.num_computed)
+
+    def _begin_sampling(
+        self, batch: ScheduledBatch, step: PreparedStep, rows: SamplingRows | None, fill_masks: FillMasks | None
+    ) -> None:
+        """Begin sampling apart from the forward pass; waits for the host's masks."""
         self.communicator.begin_sampling()
-        return self.sampling.rows_of(sampled, slots.num_computed, masked, fill_masks)
+        if rows is not None and fill_masks is not None:
+            num_padding = step.shape.num_decodes - step.num_real_decodes
+            masked = [row if row < step.num_real_decodes else row + num_padding for row in batch.masked]
+            self.sampling.add_masks(rows, masked, fill_masks)
 
     def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
         """Run a part of a step, as a graph if the step has a capture size."""
@@ -252,7 +287,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.close()
         del self.graphs, self.model, self.batch_builder, self.sampling, self._sampled, self._results
-        del self.k_cache, self.v_cache
+        del self.kv_cache
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()
@@ -294,7 +329,7 @@ class ModelRunner:
         block = self.config.kvcache_block_size, self.num_kv_heads, model.head_dim
         shape = (2, model.num_layers, num_blocks, *block)
         # Zeros, because a masked key still meets a product, and garbage may be NaN.
-        self.k_cache, self.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         for i, layer in enumerate(layers):
-            layer.bind(self.k_cache[i], self.v_cache[i], self.backend)
+            layer.bind(self.kv_cache[0, i], self.kv_cache[1, i], self.backend)

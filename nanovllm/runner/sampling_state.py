@@ -40,7 +40,8 @@ class SamplingRows:
     """The rows of a step that ask for more than a temperature.
 
     Attributes:
-        indices: [num_rows] int64; of the step's logits, those that are edited or cut off. None if none is.
+        edited: of the step's logits, those that are edited or cut off, or whose edited form is asked for.
+        indices: [num_rows] int64; the same on the device. None if there are none.
         edits: of these rows, before the temperature.
         cutoffs: of these rows; None if none has top-k, top-p or min-p.
         counted: [num_counted] int64; which of these rows' tokens are counted. None if none is.
@@ -48,8 +49,10 @@ class SamplingRows:
         logprob_indices: [num_logprob_rows] int64; the same on the device. None if there are none.
         logprobs: [num_logprob_rows] int64; which of the edited rows they are, if all of them are edited.
         num_logprobs: most likely tokens to return with each.
+        only_own_logprobs: whether the log-probabilities of sampled tokens are all that any row asks for.
     """
 
+    edited: list[int]
     indices: torch.Tensor | None
     edits: LogitsEdits
     cutoffs: CutoffParams | None
@@ -58,6 +61,7 @@ class SamplingRows:
     logprob_indices: torch.Tensor | None
     logprobs: torch.Tensor | None
     num_logprobs: int
+    only_own_logprobs: bool
 
 
 class _Pool:
@@ -95,8 +99,8 @@ class SamplingState:
         self.device = device
         self.processed_logprobs = processed_logprobs
         self._slots: dict[int, _Slot] = {}
-        # Slots and rows that ask, those that are edited, and what they ask for: mostly that of the step before.
-        self._cached: tuple[list[int], list[int], SamplingRows] | None = None
+        # Slots and rows that ask, and what they ask for: mostly that of the step before.
+        self._cached: tuple[list[int], SamplingRows] | None = None
         self._masks = torch.empty(0, 0, dtype=torch.int32)
         self._bias = _Pool(vocab_size, torch.float32, device)
         self._counts = _Pool(vocab_size, torch.int32, device)
@@ -113,31 +117,35 @@ class SamplingState:
             if request.options is not None:
                 self._slots[request.slot] = self._new_slot(request.options, request.num_prompt_tokens)
 
-    def rows_of(
-        self, slots: list[int], num_tokens: np.ndarray, masked: list[int], fill_masks: FillMasks | None
-    ) -> SamplingRows | None:
-        """Return the rows that ask for something, or None.
+    def rows_of(self, slots: list[int], num_tokens: np.ndarray) -> SamplingRows | None:
+        """Return the rows that ask for something, without the host's masks, or None.
 
         Args:
             slots: those that tokens are sampled for, in the order of the logits.
             num_tokens: [num_slots]; tokens that each slot's sequence has, without the one to be sampled.
-            masked: rows that the host masks.
-            fill_masks: writes their masks; None if there are none.
         """
         asking = [row for row, slot in enumerate(slots) if slot in self._slots]
         if not asking:
             return None
         key = [item for row in asking for item in (row, slots[row])]
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, *self._make_rows({row: self._slots[slots[row]] for row in asking})
-        _, edited, found = self._cached
-        found.edits.forbidden = self._forbidden([slots[row] for row in edited], num_tokens)
+            self._cached = key, self._make_rows({row: self._slots[slots[row]] for row in asking})
+        found = self._cached[1]
+        found.edits.forbidden = self._forbidden([slots[row] for row in found.edited], num_tokens)
         found.edits.bitmask = found.edits.bitmask_rows = None
-        if fill_masks is not None:
-            index = {row: i for i, row in enumerate(masked)}
-            found.edits.bitmask = self._send_masks(len(masked), fill_masks)
-            found.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in edited], torch.int32)
         return found
+
+    def add_masks(self, rows: SamplingRows, masked: list[int], fill_masks: FillMasks) -> None:
+        """Add the host's masks to what rows ask for, and wait for them.
+
+        Args:
+            rows: of `rows_of`.
+            masked: of the step's logits, those that the host masks.
+            fill_masks: writes their masks.
+        """
+        index = {row: i for i, row in enumerate(masked)}
+        rows.edits.bitmask = self._send_masks(len(masked), fill_masks)
+        rows.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in rows.edited], torch.int32)
 
     def count(self, rows: SamplingRows, token_ids: torch.Tensor) -> None:
         """Count the tokens that a step has sampled; token_ids: [num_samples], of all rows of the step."""
@@ -164,8 +172,8 @@ class SamplingState:
             self._counts.tensor[counts_row] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
         return _Slot(options, num_prompt_tokens, bias_row, counts_row)
 
-    def _make_rows(self, asking: dict[int, _Slot]) -> tuple[list[int], SamplingRows]:
-        """Return the rows that are edited, and what all rows ask for."""
+    def _make_rows(self, asking: dict[int, _Slot]) -> SamplingRows:
+        """Return what rows ask for."""
         logprobs = {row: p for row, slot in asking.items() if (p := slot.options.params.logprobs) is not None}
         edited = [row for row, slot in asking.items() if self.processed_logprobs or slot.is_edited]
         slots = [asking[row] for row in edited]
@@ -182,7 +190,9 @@ class SamplingState:
             edits.penalties = self._tensor(penalties, torch.float32)
         places = {row: i for i, row in enumerate(edited)}
         edited_logprobs = [places.get(row) for row in logprobs]
-        return edited, SamplingRows(
+        num_logprobs = max(logprobs.values(), default=0)
+        return SamplingRows(
+            edited=edited,
             indices=self._tensor(edited, torch.int64) if edited else None,
             edits=edits,
             cutoffs=self._make_cutoffs(slots),
@@ -190,7 +200,8 @@ class SamplingState:
             logprob_rows=list(logprobs),
             logprob_indices=self._tensor(list(logprobs), torch.int64) if logprobs else None,
             logprobs=self._tensor(edited_logprobs, torch.int64) if None not in edited_logprobs else None,
-            num_logprobs=max(logprobs.values(), default=0),
+            num_logprobs=num_logprobs,
+            only_own_logprobs=not num_logprobs and not any(slot.is_edited for slot in asking.values()),
         )
 
     def _make_cutoffs(self, slots: list[_Slot]) -> CutoffParams | None:

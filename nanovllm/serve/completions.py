@@ -11,8 +11,9 @@ from uuid import uuid4
 from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
+from nanovllm.logprobs import Logprob
 from nanovllm.openai_format import ENDPOINTS, text_logprobs
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import DONE, event

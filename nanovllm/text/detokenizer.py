@@ -10,6 +10,9 @@ from nanovllm.text.tokenizer import decode_function
 _REPLACEMENT = "\ufffd"
 """A decoded character that is not complete yet: some of its bytes are in tokens to come."""
 
+_MAX_START = 16
+"""Tokens without text that are kept at the start of an output; to decode thousands anew for each token takes long."""
+
 
 class Detokenizer:
     """Decodes one request's tokens as they come; the texts of all calls joined are the text of all tokens.
@@ -36,8 +39,12 @@ class Detokenizer:
         text = self._decode(self._context + self._waiting)
         if (text.endswith(_REPLACEMENT) or len(text) < len(before)) and not final:
             return ""
-        # Tokens without text, such as skipped special ones, do not replace the context of the next one.
-        self._context = self._waiting if len(text) > len(before) else self._context + self._waiting
+        if len(text) > len(before):
+            self._context = self._waiting
+        elif not before:
+            # Of the first tokens even those without text matter: a space that begins a text is left out.
+            self._context = (self._context + self._waiting)[:_MAX_START]
+        # Within a text, tokens without any, such as skipped special ones, do not change the next one's.
         self._waiting = []
         return text[len(before) :]
 

@@ -68,7 +68,9 @@ class EngineThread:
         with self._lock:
             self._is_closing = True
         self._has_messages.set()
-        self._thread.join(_CLOSE_SECONDS)
+        # The garbage collector may run, and close an engine, in any thread.
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         call = Call()
@@ -97,9 +99,8 @@ class EngineThread:
                 request = stream.request
                 stream.engine_id = self._engine.enqueue(request.token_ids, request.params, request.features)
                 self._streams[stream.engine_id] = stream
-            elif self._streams.pop(stream.engine_id, None) is not None:
-                self._engine.abort([stream.engine_id])
-                stream.finish(None)
+            elif stream.engine_id in self._streams:
+                self._engine.abort([stream.engine_id], keep_outputs=True)
             self._messages.popleft()
 
     def _deliver(self) -> None:

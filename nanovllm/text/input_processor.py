@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.sequence import RequestFeatures
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.output_processor import OutputState
-from nanovllm.text.structured_output import BadWordsConstraint, GrammarCompiler, encode_bad_words
+from nanovllm.text.structured_output import (
+    BadWordsConstraint,
+    GrammarCompiler,
+    GrammarConstraint,
+    encode_bad_words,
+)
+from nanovllm.utils.checks import check_int
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,23 @@ class Request:
     token_ids: array[int]
     params: SamplingParams
     features: list[RequestFeatures]
+
+
+@dataclass
+class _CheckedParams:
+    """What is found once of the parameters that many requests share.
+
+    Attributes:
+        params: in range, and of this call alone.
+        bad_words: token sequences that are never generated.
+        grammar: a constraint at its start; each output gets a copy.
+        features: of requests that bring nothing else, by priority.
+    """
+
+    params: SamplingParams
+    bad_words: list[list[int]]
+    grammar: GrammarConstraint | None
+    features: dict[int, RequestFeatures] = field(default_factory=dict)
 
 
 class InputProcessor:
@@ -51,20 +74,43 @@ class InputProcessor:
         Raises:
             ValueError: one cannot be served; says what is out of bounds.
         """
-        plain = [_plain_prompt(prompt) for prompt in prompts]
-        token_ids = iter(self.tokenize([prompt for prompt in plain if isinstance(prompt, str)]))
+        encoded = self._encode(prompts)
         # Most requests of a call share their parameters, which are checked and looked at once.
-        checked: dict[int, tuple[SamplingParams, list[list[int]]]] = {}
+        known: dict[int, _CheckedParams] = {}
         requests = []
-        for prompt, param, priority in zip(plain, params, priorities, strict=True):
-            if id(param) not in checked:
-                checked[id(param)] = self._check(param)
-            known, bad_words = checked[id(param)]
-            text = prompt if isinstance(prompt, str) else None
-            tokens = self.limits.check_prompt(next(token_ids) if isinstance(prompt, str) else prompt, known)
-            features = [self._features(known, bad_words, priority, text, streams) for _ in range(known.n)]
-            requests.append(Request(tokens, known, features))
+        for index, (token_ids, text) in enumerate(encoded):
+            param = params[index]
+            try:
+                if (found := known.get(id(param))) is None:
+                    found = known[id(param)] = self._check(param)
+                priority = check_int("priority", priorities[index])
+                tokens = self.limits.check_prompt(token_ids, found.params)
+            except ValueError as error:
+                concerns_all = found is None and all(other is param for other in params)
+                raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
+            requests.append(Request(tokens, found.params, self._features(found, priority, text, streams)))
         return requests
+
+    def _encode(self, prompts: list[Any]) -> list[tuple[Any, str | None]]:
+        """Return the token ids of prompts, not checked yet, and the texts of those that have one."""
+        plain = []
+        for index, prompt in enumerate(prompts):
+            try:
+                plain.append(_plain_prompt(prompt))
+            except ValueError as error:
+                raise _of_prompt(index, len(prompts), error) from error
+        texts = {index: prompt for index, prompt in enumerate(plain) if isinstance(prompt, str)}
+        try:
+            token_ids = iter(self.tokenize(list(texts.values())))
+        except ValueError:
+            # One at a time shows which it is.
+            for index, text in texts.items():
+                try:
+                    self.tokenize([text])
+                except ValueError as error:
+                    raise _of_prompt(index, len(prompts), error) from error
+            raise
+        return [(next(token_ids), prompt) if isinstance(prompt, str) else (prompt, None) for prompt in plain]
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode texts, all in one call, since tokenizers then use every core."""
@@ -81,30 +127,41 @@ class InputProcessor:
             raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
         return token_ids
 
-    def _check(self, param: Any) -> tuple[SamplingParams, list[list[int]]]:
-        """Return checked parameters, and the token sequences of their bad words."""
+    def _check(self, param: Any) -> _CheckedParams:
+        """Return checked parameters, and what follows from them for each request."""
         params = self.limits.check_params(param)
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
         if needed and self.tokenizer is None:
             raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
-        return params, encode_bad_words(self.tokenizer, params.bad_words or [])
+        bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
+        structured = params.structured_outputs
+        return _CheckedParams(params, bad_words, None if structured is None else self._grammars.make(structured))
 
-    def _features(
-        self, params: SamplingParams, bad_words: list[list[int]], priority: int, text: str | None, streams: bool
-    ) -> RequestFeatures:
-        constraint: Any = None
-        if params.structured_outputs is not None:
-            constraint = self._grammars.make(params.structured_outputs)
-        sequences = [sequence for sequence in bad_words if len(sequence) > 1]
-        if sequences:
-            constraint = BadWordsConstraint(sequences, constraint)
+    def _features(self, known: _CheckedParams, priority: int, text: str | None, streams: bool) -> list[RequestFeatures]:
+        """Return the features of each output of a request."""
+        params = known.params
+        if text is None and not streams and not (params.stop or known.bad_words or known.grammar):
+            # Nothing of one request alone: making them anew would be most of the time that a request takes.
+            if priority not in known.features:
+                known.features[priority] = RequestFeatures(priority)
+            return [known.features[priority]] * params.n
+        return [self._own_features(known, priority, text, streams) for _ in range(params.n)]
+
+    def _own_features(self, known: _CheckedParams, priority: int, text: str | None, streams: bool) -> RequestFeatures:
+        params, constraint = known.params, None if known.grammar is None else known.grammar.copy()
+        sequences = [sequence for sequence in known.bad_words if len(sequence) > 1]
         return RequestFeatures(
             priority=priority,
             sink=OutputState(self.tokenizer, params) if params.stop or streams else None,
-            constraint=constraint,
-            bad_token_ids=tuple(sequence[0] for sequence in bad_words if len(sequence) == 1),
+            constraint=BadWordsConstraint(sequences, constraint) if sequences else constraint,
+            bad_token_ids=tuple(sequence[0] for sequence in known.bad_words if len(sequence) == 1),
             prompt=text,
         )
+
+
+def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:
+    """Return an error that says which of several prompts it is of."""
+    return error if count == 1 else ValueError(f"prompts[{index}]: {error}")
 
 
 def _plain_prompt(prompt: Any) -> Any:

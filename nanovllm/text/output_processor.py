@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from nanovllm.engine.request_output import request_output
-from nanovllm.engine.sequence import RequestGroup, Sequence, TokenRow
+from nanovllm.engine.sequence import RequestGroup, Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer, OutputText
@@ -16,11 +16,11 @@ from nanovllm.text.detokenizer import Detokenizer, OutputText
 
 @dataclass
 class NewTokens:
-    """What is new of an output: its text, tokens, and log-probabilities if they are asked for."""
+    """What is new of an output: its text, its tokens, and their records of log-probabilities if it asks for them."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenRow]
+    logprobs: bytearray
 
 
 class OutputState:
@@ -45,17 +45,16 @@ class OutputState:
         self._include_stop = params.include_stop_str_in_output
         self.on_token: Callable[[], object] | None = None
         self._lock = Lock()
-        self._new = NewTokens("", [], [])
+        self._new = NewTokens("", [], bytearray())
         # Whether the last new token is EOS or a stop token.
         self._ends = False
 
-    def append(self, token_id: int, is_end: bool, logprobs: TokenRow | None) -> str | None:
+    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> str | None:
         """Take a token; see `TokenSink`."""
         with self._lock:
             self._new.token_ids.append(token_id)
             self._ends = is_end
-            if logprobs is not None:
-                self._new.logprobs.append(logprobs)
+            self._new.logprobs += logprobs
             if self.finds_stops:
                 self._decode([token_id], is_end)
         if self.on_token is not None:
@@ -65,7 +64,7 @@ class OutputState:
     def take(self, final: bool) -> NewTokens:
         """Return what no call has returned yet. `final`: no token follows."""
         with self._lock:
-            new, ends, self._new = self._new, self._ends, NewTokens("", [], [])
+            new, ends, self._new = self._new, self._ends, NewTokens("", [], bytearray())
             if self.finds_stops:
                 new.text = self._take_text(final)
         if not self.finds_stops and self._text is not None:
@@ -115,10 +114,10 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._tokens: dict[int, str] = {}
 
-    def make_output(self, group: RequestGroup) -> RequestOutput:
-        """Return the output of a request whose sequences have all finished."""
-        makes_text = next(iter(group.finished.values())).params.detokenize
-        return request_output(group, self._text, self.decode_token if makes_text else _no_text)
+    def make_output(self, request: RequestGroup) -> RequestOutput:
+        """Return the output of a request whose sequences have all ended."""
+        makes_text = request.seqs[0].params.detokenize
+        return request_output(request, self._text, self.decode_token if makes_text else _no_text)
 
     def decode_token(self, token_id: int) -> str | None:
         """Return the text of one token."""

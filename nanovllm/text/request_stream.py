@@ -109,15 +109,15 @@ class RequestStream:
         """Have the reading task look for news; may be called from any thread."""
         self._mailbox.add(self)
 
-    def finish(self, final: RequestOutput | None) -> None:
-        """End with the engine's output, or with None if the request was aborted."""
-        self._final, self.is_done = final, True
-        self.notify()
+    def finish(self, final: RequestOutput) -> None:
+        """End with the engine's output."""
+        self._final = final
+        self._end_notices()
 
     def fail(self, error: BaseException) -> None:
         """End with an error, which the reading task gets."""
-        self._error, self.is_done = error, True
-        self.notify()
+        self._error = error
+        self._end_notices()
 
     def wake(self) -> None:
         """Let the reading task go on; called in its event loop."""
@@ -152,11 +152,18 @@ class RequestStream:
             await self._waiter
         self._has_news = False
 
+    def _end_notices(self) -> None:
+        self.is_done = True
+        self.notify()
+        # The sinks refer to this stream, and it to them: they would wait for the garbage collector.
+        for features in self.request.features:
+            assert isinstance(features.sink, OutputState)
+            features.sink.on_token = None
+
     def _end(self) -> RequestOutput:
         if self._error is not None:
             raise self._error
-        if self._final is None:
-            return self._outputs.take_aborted(self.request_id)
+        assert self._final is not None
         output = self._outputs.take(self.request_id, self._final)
         assert output is not None
         return output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -13,8 +14,8 @@ from nanovllm.engine.request_output import DecodeToken
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import Request
+from nanovllm.text.output_processor import OutputState
 from nanovllm.text.stream_output import StreamedRequest
-from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 
@@ -39,12 +40,12 @@ def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -
 
 
 def check_priorities(priority: list[int] | None, count: int) -> list[int]:
-    """Return priorities for `count` prompts."""
+    """Return a priority for each of `count` prompts, not checked yet."""
     if priority is None:
         return [0] * count
     if not isinstance(priority, (list, tuple)) or len(priority) != count:
         raise ValueError(f"priority must be a list of {count} integers, one for each prompt, not {priority!r:.80}")
-    return [check_int("priority", value) for value in priority]
+    return list(priority)
 
 
 def run_requests(
@@ -71,13 +72,21 @@ def stream_requests(engine: LLMEngine, requests: list[Request], decode_token: De
     """
     ids: list[int] = []
     try:
+        # Places in the list of the requests that have new tokens; thousands of others may wait.
+        news: set[int] = set()
+        for place, request in enumerate(requests):
+            for features in request.features:
+                assert isinstance(features.sink, OutputState)
+                features.sink.on_token = partial(news.add, place)
         _enqueue(engine, requests, ids)
-        running = {i: StreamedRequest(request, decode_token) for i, request in zip(ids, requests, strict=True)}
-        while running:
+        streams = [StreamedRequest(request, decode_token) for request in requests]
+        unfinished = {request_id: place for place, request_id in enumerate(ids)}
+        while unfinished:
             engine.run_step()
-            done = engine.claim(set(running))
-            found = [request.take(i, done.get(i)) for i, request in running.items()]
-            running = {i: request for i, request in running.items() if i not in done}
+            done = engine.claim(unfinished.keys())
+            news.update(unfinished.pop(request_id) for request_id in done)
+            found = [streams[place].take(ids[place], done.get(ids[place])) for place in sorted(news)]
+            news.clear()
             yield from (output for output in found if output is not None)
     finally:
         engine.drop(set(ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanovllm.logprobs import Logprobs
 from nanovllm.outputs import RequestOutput, ScoreOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
@@ -52,9 +53,8 @@ def score_params(num_prompt_tokens: int) -> SamplingParams:
 
 def score_output(output: RequestOutput, num_prompt_tokens: int) -> ScoreOutput:
     """Return the scores of the tokens behind a prompt, from a request with `prompt_logprobs=0`."""
-    assert output.prompt_logprobs is not None
-    token_ids = output.prompt_token_ids[num_prompt_tokens:]
-    found = output.prompt_logprobs[num_prompt_tokens:]
-    scored = [at[token_id] for at, token_id in zip(found, token_ids, strict=True) if at is not None]
-    logprobs = [item.logprob for item in scored]
-    return ScoreOutput(token_ids, logprobs, sum(logprobs), all(item.rank == 1 for item in scored))
+    found = output.prompt_logprobs
+    assert isinstance(found, Logprobs)
+    logprobs = found.token_logprobs[num_prompt_tokens:].tolist()
+    is_greedy = bool((found.ranks[num_prompt_tokens:] == 1).all())
+    return ScoreOutput(output.prompt_token_ids[num_prompt_tokens:], logprobs, sum(logprobs), is_greedy)

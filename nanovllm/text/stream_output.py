@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nanovllm.engine.request_output import DecodeToken, token_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text.input_processor import Request
@@ -43,20 +45,12 @@ class StreamedRequest:
         final.outputs, final.request_id = outputs, request_id
         return final
 
-    def take_aborted(self, request_id: int | str) -> RequestOutput:
-        """Return what is new of the outputs of a request that was aborted."""
-        outputs = [CompletionOutput(i, "", [], finish_reason="abort") for i, _ in enumerate(self.request.features)]
-        prompt = self.request.features[0].prompt
-        final = RequestOutput(request_id, prompt, self._prompt_token_ids, outputs, True)
-        self.take(request_id, final)
-        return final
-
     def _completion(self, index: int, new: NewTokens) -> CompletionOutput:
         output = CompletionOutput(index, new.text, new.token_ids)
         if self.request.params.logprobs is not None:
-            output.logprobs = token_logprobs(new.logprobs, self._decode_token)
-            own = (at[token_id].logprob for at, token_id in zip(output.logprobs, new.token_ids, strict=True))
-            self._cumulative[index] += sum(own)
+            logprobs = token_logprobs(new.logprobs, self.request.params.logprobs, self._decode_token)
+            output.logprobs = logprobs
+            self._cumulative[index] += float(logprobs.token_logprobs.sum(dtype=np.float64))
             output.cumulative_logprob = self._cumulative[index]
         return output
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib
 import json
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from nanovllm.sampling_params import StructuredOutputsParams
 
+_MAX_GRAMMARS = 256
+"""Compiled ones that are kept; one of a large schema takes about a megabyte."""
 _INSTALL = "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
 
 
@@ -24,19 +27,18 @@ class GrammarConstraint:
 
     Args:
         compiler: what made it.
-        grammar: in llguidance's form.
-
-    Raises:
-        ValueError: the grammar cannot be used.
+        matcher: llguidance's state, which nobody else has.
     """
 
-    def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
+    def __init__(self, compiler: GrammarCompiler, matcher: Any) -> None:
         self._compiler = compiler
-        self._matcher = compiler.library.LLMatcher(compiler.tokenizer, grammar)
+        self._matcher = matcher
         # Tokens are consumed with the next mask, those of all outputs at once.
         self._pending: list[int] = []
-        if self._matcher.is_error():
-            raise ValueError(f"structured_outputs cannot be used: {self._matcher.get_error()}")
+
+    def copy(self) -> GrammarConstraint:
+        """Return a constraint in the same state for another output."""
+        return GrammarConstraint(self._compiler, self._matcher.deep_copy())
 
     def accept(self, token_id: int) -> None:
         """Take a token of the output."""
@@ -71,6 +73,9 @@ class GrammarCompiler:
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        # A matcher at the start of each grammar, the least recently used one first; several threads make constraints.
+        self._matchers: dict[str, Any] = {}
+        self._lock = Lock()
 
     @cached_property
     def library(self) -> Any:
@@ -98,15 +103,26 @@ class GrammarCompiler:
         return self.library.LLExecutor()
 
     def make(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """Return a constraint at the start of its grammar.
+        """Return a constraint at the start of its grammar; equal grammars are compiled once.
 
         Raises:
             ValueError: the grammar cannot be used, or the library is not installed.
         """
         try:
-            return GrammarConstraint(self, self._grammar(params))
+            grammar = self._grammar(params)
+            with self._lock:
+                matcher = self._matchers.pop(grammar, None)
+            if matcher is None:
+                matcher = self.library.LLMatcher(self.tokenizer, grammar)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"structured_outputs cannot be used: {error}") from error
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs cannot be used: {matcher.get_error()}")
+        with self._lock:
+            self._matchers[grammar] = matcher
+            while len(self._matchers) > _MAX_GRAMMARS:
+                del self._matchers[next(iter(self._matchers))]
+        return GrammarConstraint(self, matcher.deep_copy())
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         matcher = self.library.LLMatcher
@@ -121,9 +137,6 @@ class GrammarCompiler:
             grammar = matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
         else:
             grammar = matcher.grammar_from_lark(params.grammar)
-        error = matcher.validate_grammar(grammar, self.tokenizer)
-        if error:
-            raise ValueError(f"structured_outputs cannot be used: {error}")
         return grammar
 
 

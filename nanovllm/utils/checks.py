@@ -36,32 +36,34 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
 def check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Return `value`, of any integral type except bool, as an int in `low ... high`."""
+    # The exact type first: looking up abstract classes is most of the time of checking a request.
+    is_integer = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    number = int(value) if is_integer else 0
+    if is_integer and (low is None or number >= low) and (high is None or number <= high):
+        return number
     limit = "" if low is None else f" >= {low}" if high is None else f" in {low} ... {high}"
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if not is_integer:
         raise ValueError(f"{name} must be an integer{limit}, not {value!r}")
-    number = int(value)
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{name} must be{limit}, not {number}")
-    return number
+    raise ValueError(f"{name} must be{limit}, not {number}")
 
 
 def check_number(
     name: str, value: Any, low: float | None = None, high: float | None = None, *, above: bool = False
 ) -> float:
     """Return `value`, of any real type except bool, as a finite float in `low ... high`; `above`: and not `low`."""
-    limits = [] if low is None else [f"{'>' if above else '>='} {low}"]
-    limits += [] if high is None else [f"<= {high}"]
     number = math.nan
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if type(value) is float or (isinstance(value, Real) and not isinstance(value, bool)):
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
     too_low = low is not None and (number < low or (above and number == low))
-    if not math.isfinite(number) or too_low or (high is not None and number > high):
-        bounds = f" {' and '.join(limits)}" if limits else ""
-        raise ValueError(f"{name} must be a finite number{bounds}, not {value!r:.40}")
-    return number
+    if not too_low and (high is None or number <= high) and math.isfinite(number):
+        return number
+    limits = [] if low is None else [f"{'>' if above else '>='} {low}"]
+    limits += [] if high is None else [f"<= {high}"]
+    bounds = f" {' and '.join(limits)}" if limits else ""
+    raise ValueError(f"{name} must be a finite number{bounds}, not {value!r:.40}")
 
 
 def check_strings(name: str, values: Any) -> list[str]:

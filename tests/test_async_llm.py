@@ -201,7 +201,7 @@ def test_an_engine_that_is_dropped_frees_its_device(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, streams: bool) -> None:
-    alive = []
+    alive: list[weakref.ref[Any]] = []
     enqueue = llm.llm.llm_engine.enqueue
 
     def watched(token_ids: Any, params: Any, features: Any) -> int:

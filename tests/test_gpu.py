@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,6 +214,53 @@ def test_sampling_launched_apart_gives_the_same_tokens(folder: Path) -> None:
             assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == want
         graphs: Any = runner.graphs
         assert {part for part, _ in graphs._graphs} == {"step", "forward"}
+
+
+def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path) -> None:
+    batch = prompts((1, 3, 40) * 12, seed=8)
+
+    def params(count: int) -> list[SamplingParams]:
+        return [SamplingParams(0.7 * (i % 2), 20, True, i, logprobs=count) for i in range(len(batch))]
+
+    with make_llm(folder) as llm:
+        want = llm.generate(batch, params(1), use_tqdm=False)
+        for _ in range(3):
+            got = llm.generate(batch, params(0), use_tqdm=False)
+            assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
+            for item, other in ((a.outputs[0], b.outputs[0]) for a, b in zip(got, want, strict=True)):
+                for token_id, at, also in zip(item.token_ids, item.logprobs or (), other.logprobs or (), strict=True):
+                    assert at == {token_id: also[token_id]}
+        graphs: Any = runner_of(llm).graphs
+        assert {part for part, _ in graphs._graphs} == {"step", "forward", "step with logprobs"}
+
+
+def test_blocks_are_copied_without_a_temporary(folder: Path) -> None:
+    with make_llm(folder) as llm:
+        runner = runner_of(llm)
+        copies = ScheduledBatch(block_copies=[(i, 300 + i) for i in range(200)])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.inference_mode():
+            runner.prepare(copies)
+        assert torch.cuda.max_memory_allocated() - before < runner.kv_cache[:, 0, 0].nbytes
+
+
+def test_what_requests_may_ask_for_fits_into_the_engines_share(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 151_936}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    params = [
+        SamplingParams(
+            1.0, 8, True, i, n=2, logit_bias={i: 1.0}, presence_penalty=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20
+        )
+        for i in range(256)
+    ]
+    settings: dict[str, Any] = {"num_kvcache_blocks": -1, "load_format": "dummy", "max_num_batched_tokens": 8192}
+    with make_llm(tmp_path, gpu_memory_utilization=0.2, **settings) as llm:
+        llm.generate(prompts((300,) * 256, seed=4), params, use_tqdm=False)
+        assert free - torch.cuda.mem_get_info()[0] < 0.205 * total
 
 
 def test_a_shared_prefix_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

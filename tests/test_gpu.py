@@ -235,15 +235,16 @@ def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path
         assert {part for part, _ in graphs._graphs} == {"step", "forward", "step with logprobs"}
 
 
-def test_blocks_are_copied_without_a_temporary(folder: Path) -> None:
+def test_blocks_are_copied_layer_by_layer(folder: Path) -> None:
     with make_llm(folder) as llm:
         runner = runner_of(llm)
         copies = ScheduledBatch(block_copies=[(i, 300 + i) for i in range(200)])
+        one_layer = 200 * runner.kv_cache[0, 0, 0].nbytes
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.inference_mode():
             runner.prepare(copies)
-        assert torch.cuda.max_memory_allocated() - before < runner.kv_cache[:, 0, 0].nbytes
+        assert torch.cuda.max_memory_allocated() - before < 1.1 * one_layer
 
 
 def test_what_requests_may_ask_for_fits_into_the_engines_share(folder: Path, tmp_path: Path) -> None:

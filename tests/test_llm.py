@@ -98,11 +98,10 @@ def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Pa
             assert at[token_id].logprob == pytest.approx(also[token_id].logprob, abs=1e-5)
 
 
-def test_blocks_are_copied_in_order(checkpoint: Path) -> None:
+def test_a_block_is_copied_before_it_is_the_copy_of_another(checkpoint: Path) -> None:
     with make_llm(checkpoint) as fresh:
         runner: Any = fresh.llm_engine._runner
         runner.kv_cache.copy_(torch.arange(runner.num_kvcache_blocks).view(1, 1, -1, 1, 1, 1))
-        # A block that is copied, and then is the copy of another.
         runner.prepare(ScheduledBatch(block_copies=[(1, 2), (3, 1)], new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
         assert runner.kv_cache[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
         assert torch.equal(runner.kv_cache[1, -1, 2], runner.kv_cache[0, 0, 2])

@@ -9,7 +9,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import RequestGroup, Sequence
 from nanovllm.logprobs import Logprob, Logprobs
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.runner.messages import TokenLogprobs
 
 GetText = Callable[[Sequence], str]
@@ -43,9 +43,17 @@ def request_output(
         finished=True,
         prompt_logprobs=prompt_logprobs(first, decode_token),
         num_cached_tokens=first.num_cached_tokens or 0,
-        metrics=replace(first.metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in seqs)),
+        metrics=_metrics(seqs),
         hidden_states=[part for part in first.prompt_outputs if isinstance(part, np.ndarray)],
     )
+
+
+def _metrics(seqs: list[Sequence]) -> RequestMetrics:
+    """Return the times of a request, which ends with the last of its outputs."""
+    first = seqs[0].metrics
+    if len(seqs) == 1:
+        return first
+    return replace(first, total_time=max(seq.metrics.total_time or 0.0 for seq in seqs))
 
 
 def completion_output(seq: Sequence, index: int, text: str, decode_token: DecodeToken = _no_token) -> CompletionOutput:

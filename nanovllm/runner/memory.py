@@ -105,7 +105,8 @@ def cpu_cache_budget() -> int:
 def profiling_batch(config: Config, max_blocks: int, max_model_len: int, extra: bool) -> ScheduledBatch:
     """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot.
 
-    extra: every request asks for a bias, penalties, cutoffs, and log-probabilities of its output and of its prompt.
+    extra: every request asks for a bias, penalties, cutoffs, and log-probabilities of its output and of its prompt, and
+        writes to a block that it shares.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
@@ -121,4 +122,5 @@ def profiling_batch(config: Config, max_blocks: int, max_model_len: int, extra: 
         sampled_seq_ids=list(range(num_seqs)),
         sample_apart=extra,
         scored_seq_ids=[(slot, 1) for slot in range(num_seqs)] if extra else [],
+        block_copies=[(0, 0)] * num_seqs if extra else [],
     )

@@ -147,12 +147,19 @@ class ModelRunner:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         builder = self.batch_builder
         self.sampling.add(batch.new_requests)
-        for source, copy in batch.block_copies:
-            # In order, since a block may be copied and then be the copy of another; and without a temporary.
-            self.kv_cache[:, :, copy] = self.kv_cache[:, :, source]
+        if batch.block_copies:
+            self._copy_blocks(batch.block_copies)
         exact = builder.shape_of(batch, builder.plan_cascade(batch))
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, is_capture_size=padded is not None)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks, of which one may be copied and then be the copy of another."""
+        pairs = torch.tensor(copies)
+        sources, targets = (pairs.pin_memory() if self.is_cuda else pairs).to(self.device, non_blocking=True).unbind(1)
+        # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
+        for layer in self.kv_cache.flatten(0, 1):
+            layer[targets] = layer[sources]
 
     def forward(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""

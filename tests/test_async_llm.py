@@ -7,7 +7,9 @@ import gc
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,11 @@ import pytest
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.async_llm import LONG_TEXT
+from nanovllm.engine.sequence import RequestFeatures
+from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.text.input_processor import Request
+from nanovllm.text.output_processor import OutputState
+from nanovllm.text.request_stream import Mailbox, RequestStream
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
 PROMPTS: list[Any] = ["introduce yourself", "The sea", "a", [5, 6, 7]]
@@ -286,6 +293,22 @@ def test_chat(llm: AsyncLLM) -> None:
     asyncio.run(run())
 
 
+def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
+    async def run() -> None:
+        params = SamplingParams(detokenize=False)
+        sink = OutputState(None, params)
+        request = Request(array("i", [1]), params, [RequestFeatures(sink=sink)])
+        stream = RequestStream(request, "x", lambda token_id: None, Mailbox(asyncio.get_running_loop()))
+        for token_id in (5, 6):
+            sink.append(token_id, False, b"")
+            # The news arrive, and nobody waits for them.
+            stream.wake()
+            output = await asyncio.wait_for(stream.next_output(), 10)
+            assert output.outputs[0].token_ids == [token_id]
+
+    asyncio.run(run())
+
+
 def test_the_event_loop_goes_on_while_steps_run(llm: AsyncLLM) -> None:
     async def run() -> None:
         waits: list[float] = []
@@ -326,6 +349,65 @@ def test_a_failed_step_fails_its_requests_alone(llm: AsyncLLM, monkeypatch: pyte
         assert all(isinstance(result, StepError) and "out of memory" in str(result) for result in results)
         assert llm.is_running and not llm.errored
         assert (await llm.generate("a", SamplingParams(0, 3))).finished
+
+    asyncio.run(run())
+
+
+def fail_once(llm: AsyncLLM, patch: pytest.MonkeyPatch, num_sampled: int) -> threading.Event:
+    """Make one step fail, the first that samples so many tokens. No step begins before the event returned is set."""
+    runner: Any = llm.llm.llm_engine._runner
+    execute, may_go_on = runner.execute, threading.Event()
+
+    def failing(batch: ScheduledBatch, *args: Any) -> Any:
+        assert may_go_on.wait(10)
+        if len(batch.sampled_seq_ids) == num_sampled:
+            patch.setattr(runner, "execute", execute)
+            raise MemoryError("out of memory")
+        return execute(batch, *args)
+
+    patch.setattr(runner, "execute", failing)
+    return may_go_on
+
+
+def test_each_request_of_a_failed_step_raises_an_error_of_its_own(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        may_go_on = fail_once(llm, monkeypatch, num_sampled=3)
+        streams = [await llm.begin_stream("a", LONG) for _ in range(3)]
+        may_go_on.set()
+        results = await asyncio.gather(*map(joined, streams), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, StepError)]
+        assert len({str(error) for error in errors}) == 1 and len({id(error) for error in errors}) == 3
+        assert len({id(error.__cause__) for error in errors}) == 1 and isinstance(errors[0].__cause__, MemoryError)
+
+    asyncio.run(run())
+
+
+def test_what_waits_of_a_request_ends_with_its_output_that_fails(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        # The first output alone is in the first step.
+        monkeypatch.setattr(llm.llm.llm_engine.scheduler, "max_num_batched_tokens", 1)
+        fail_once(llm, monkeypatch, num_sampled=1).set()
+        with pytest.raises(StepError, match="out of memory"):
+            await llm.generate([5], replace(LONG, n=3))
+        assert llm.llm.is_finished()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_ended_leaves_the_next_of_its_name_alone(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        ended = await llm.begin_stream("a", SamplingParams(0, 2), request_id="x")
+        assert [output async for output in ended][-1].finished
+        async with aclosing(await llm.begin_stream("a", LONG, request_id="x")) as running:
+            await ended.aclose()
+            with pytest.raises(ValueError, match="request_id='x'"):
+                await llm.begin_stream("a", LONG, request_id="x")
+            await llm.abort("x")
+            assert (await joined(running)).outputs[0].finish_reason == "abort"
 
     asyncio.run(run())
 

@@ -169,3 +169,7 @@ def test_blocks_of_a_step_stand_or_fall_with_it() -> None:
     manager.rollback()
     assert cached(manager, [1, 1]) == 1
     assert cached(manager, [2, 2]) == 0
+    # A step that is undone is over: the next one that succeeds is none that a further rollback undoes.
+    manager.free(hold(manager, [3, 3]))
+    manager.rollback()
+    assert cached(manager, [3, 3]) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,11 +132,14 @@ def test_completion_requests_in_openais_form(llm: LLM) -> None:
         openai(TEXT, prompt=["1 2 3"], temperature=0, ignore_eos=True, logprobs=1),
         openai(TEXT, prompt=[[40, 41]], temperature=0, max_tokens=2, echo=False, stream=False),
         openai(TEXT, prompt="1 2 3", n=2, seed=1, max_tokens=3, response_format={"type": "text"}),
+        # Of one token id, which is no list of one prompt.
+        openai(TEXT, prompt=[40], temperature=0, max_tokens=2),
     ]
     results = answer(llm, requests)
-    bodies = [results[number]["response"]["body"] for number in (1, 2, 3, 4)]
+    bodies = [results[number]["response"]["body"] for number in (1, 2, 3, 4, 5)]
     assert {body["object"] for body in bodies} == {"text_completion"}
     assert [body["usage"]["completion_tokens"] for body in bodies[:3]] == [16, 16, 2]
+    assert bodies[4]["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     assert bodies[0]["choices"][0]["text"] == bodies[1]["choices"][0]["text"]
     assert "".join(bodies[1]["choices"][0]["logprobs"]["tokens"]) == bodies[1]["choices"][0]["text"]
     assert [choice["index"] for choice in bodies[3]["choices"]] == [0, 1]
@@ -524,8 +528,13 @@ def test_a_chat_through_pipes() -> None:
     assert b"over max_model_len" in errors and b"Traceback" not in errors
 
 
-def test_a_chat_ends_with_its_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    # An answer ends where the model ends it, or at what is asked for.
+    ("flags", "says"), [([], r"Hello! .*Nano.*\.\n"), (["--max-tokens", "3", "--temperature", "0"], "Hello! I\n")],
+)  # fmt: skip
+def test_a_chat_ends_with_its_input(
+    flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("introduce yourself\n"))
-    assert main(["chat", *ENGINE]) == 0
-    output = capsys.readouterr().out
-    assert "Nano" in output and output.endswith(".\n")
+    assert main(["chat", *ENGINE, *flags]) == 0
+    assert re.fullmatch(says, capsys.readouterr().out)

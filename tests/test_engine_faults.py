@@ -185,6 +185,20 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
 
 
 @DEPTHS
+def test_what_waits_of_a_request_ends_with_its_output_that_fails(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=1)
+    several = engine.add_request([1, 2], SamplingParams(1.0, 9, n=3, ignore_eos=True))
+    other = engine.add_request([3, 4], greedy(2))
+    engine.step()
+    runner.fail_launch = True
+    with pytest.raises(StepError, match="launch failed") as caught:
+        engine.step()
+    assert caught.value.request_ids == [several]
+    assert [seq.seq_id for seq in engine.scheduler.sequences] == [other]
+    assert list(run(engine)) == [other]
+
+
+@DEPTHS
 @pytest.mark.parametrize("where", ["launch", "result"])
 def test_a_system_exit_within_a_step_loses_no_request(depth: int, where: str) -> None:
     engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=2)

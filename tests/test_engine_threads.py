@@ -205,6 +205,34 @@ def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> No
     assert llm.llm_engine._runner is None
 
 
+@pytest.mark.timeout(30)
+def test_a_signal_handler_may_call_the_engine_within_an_abort() -> None:
+    engine, _ = make_engine(pipeline_depth=0)
+    first, second = (engine.add_request([i], greedy(5)) for i in (1, 2))
+    empty_inbox, refused = engine._empty_inbox, list[str]()
+
+    def call_engine(number: int, frame: object) -> None:
+        engine.abort([second])
+        try:
+            engine.step()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def interrupted_empty_inbox() -> None:
+        engine._empty_inbox = empty_inbox  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGUSR1)
+        empty_inbox()
+
+    engine._empty_inbox = interrupted_empty_inbox  # type: ignore[method-assign]
+    previous = signal.signal(signal.SIGUSR1, call_engine)
+    try:
+        engine.abort([first])
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(refused) == 1 and "already running" in refused[0]
+    assert engine.is_finished()
+
+
 def test_the_process_of_a_daemon_thread_that_generates_ends_with_its_own_code() -> None:
     script = f"""
 import sys, threading, time

@@ -305,6 +305,7 @@ def test_numpy_numbers_are_numbers(llm: LLM) -> None:
         ({"num_kvcache_blocks": "9"}, "num_kvcache_blocks must be an integer"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization"),
         ({"enforce_eager": "no"}, "enforce_eager must be True or False"),
+        ({"trust_remote_code": "False"}, "trust_remote_code must be True or False, not 'False'"),
         ({"device": None}, "device must be a string"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -15,11 +17,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nanovllm import SamplingParams
 from nanovllm.kernels import cutoffs as cutoff_ops
 from nanovllm.kernels import logits as ops
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
 from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, token_logprobs, top_values
+from nanovllm.runner.messages import NewRequest, SamplingOptions
+from nanovllm.runner.sampling_state import SamplingState
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -86,6 +91,19 @@ def test_cutoffs_keep_what_transformers_keeps(
     # Where probabilities add up to top_p within rounding, one token more or less is right.
     assert differing.max() <= (1 if "top_p" in given else 0)
     assert not kept[:, VOCAB:].any()
+
+
+def test_a_nucleus_with_a_top_k_of_minus_one_is_of_the_whole_vocabulary() -> None:
+    asked = SamplingOptions(SamplingParams(top_k=-1, top_p=0.9), array("i"))
+    state = SamplingState(VOCAB, DEVICE, processed_logprobs=False)
+    state.add([NewRequest(0, [], 1, asked.params.temperature, 0, asked)])
+    rows = state.rows_of([0], np.array([1]))
+    assert rows is not None and rows.cutoffs is not None
+    # Nearly flat: the nucleus is far more than the few logits that are looked at without one.
+    x = padded(random_logits(1, 0.3))
+    num_kept = int((x.x >= cutoffs(x, rows.cutoffs).unsqueeze(1)).sum())
+    want = int((TopPLogitsWarper(0.9)(EMPTY, x.x) > -math.inf).sum())
+    assert abs(num_kept - want) <= 1 and want > VOCAB / 2
 
 
 def test_greedy_rows_keep_all_and_rows_keep_their_own() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine.sequence import RequestFeatures, RequestGroup, Sequence
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.output_processor import OutputProcessor, OutputState
+from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
 
 TEXTS = [
     "plain words, and more",
@@ -69,6 +71,50 @@ def test_a_character_waits_for_its_last_byte(tokenizer: Any) -> None:
     assert len(token_ids) > 1
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.append([token]) for token in token_ids] == [""] * (len(token_ids) - 1) + ["🙂"]
+
+
+class WatchedLock:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self, on_wait: Callable[[], None]) -> None:
+        self._lock = Lock()
+        self._on_wait = on_wait
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._on_wait()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str | None) -> None:
+    state = OutputState(tokenizer, SamplingParams(stop=stop, logprobs=0))
+    (token_id,) = tokenizer.encode("a")
+    taken: list[NewTokens] = []
+    reached = Event()
+
+    def take() -> None:
+        taken.append(state.take(False))
+        reached.set()
+
+    class Held(list[int]):
+        """New token ids, of which somebody takes the first as soon as it is there."""
+
+        def append(self, item: int) -> None:
+            super().append(item)
+            reader.start()
+            # The reader waits for the writer, or has gone past it.
+            assert reached.wait(10)
+
+    reader = Thread(target=take)
+    state._lock = WatchedLock(reached.set)  # type: ignore[assignment]
+    state._new = NewTokens("", Held(), bytearray())
+    state.append(token_id, False, b"a record")
+    reader.join(10)
+    assert [(new.text, new.token_ids, new.logprobs) for new in taken] == [("a", [token_id], b"a record")]
 
 
 class WordTokenizer:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from nanovllm.runner.step_results import StepHandle
 from nanovllm.workers import parallel_runner
 from nanovllm.workers.orders import StepOrder
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
-from nanovllm.workers.worker import WorkerPlan
+from nanovllm.workers.worker import WorkerFailure, WorkerPlan
 from nanovllm.workers.worker_process import WorkerProcess, start_worker
 from tests.rank_processes import rank_pids
 
@@ -215,6 +216,32 @@ def test_a_rank_has_ended_though_another_thread_asks_too() -> None:
     threading.Timer(0.2, answer.set).start()
     assert rank.has_ended
     watching.join()
+
+
+def test_of_two_ranks_that_failed_the_one_that_failed_first_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(rank: int, seconds: float) -> WorkerProcess:
+        receiver, sender = Pipe(duplex=False)
+        with sender:
+            sender.send(WorkerFailure(seconds, f"rank {rank}'s traceback"))
+        process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        return WorkerProcess(rank, process, receiver)
+
+    def end(rank: WorkerProcess) -> None:
+        assert rank.process.stdin is not None
+        rank.process.stdin.close()
+        rank.process.wait()
+
+    ranks = WorkerProcesses(1)
+    # The one that failed first takes longer to end: it runs until somebody waits for it.
+    consequence, cause = failing(1, 2.0), failing(2, 1.0)
+    ranks._ranks = [consequence, cause]
+    end(consequence)
+    monkeypatch.setattr(time, "sleep", lambda seconds: end(cause))
+    try:
+        with pytest.raises(WorkerError, match="rank 2 failed:\nrank 2's traceback"):
+            ranks.check()
+    finally:
+        ranks.stop()
 
 
 def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

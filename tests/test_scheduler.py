@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_options import take_in_extras
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RequestFeatures, Sequence
 from nanovllm.logprobs import Logprob
-from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
@@ -273,8 +274,10 @@ def test_abort_frees_at_once(depth: int) -> None:
     ids = [engine.add_request([i] * 20, greedy(50)) for i in range(6)]
     for _ in range(4):
         engine.step()
+    assert (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (4, 2)
     engine.abort(ids[1:])
     assert engine.block_manager.num_used_blocks == engine.block_manager.num_blocks_for(20 + 4)
+    assert (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (1, 0)
     assert list(run(engine)) == ids[:1]
 
 
@@ -295,6 +298,33 @@ def test_stats_count_what_happened() -> None:
         "num_used_blocks": 0,
         "num_free_blocks": 16,
     }
+
+
+class StopsAfter:
+    """A sink that ends its output after so many tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+
+    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> str | None:
+        self.num_left -= 1
+        return None if self.num_left else "stop"
+
+
+def test_times_are_those_of_the_first_token_and_of_the_last_outputs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine, _ = make_engine(pipeline_depth=0)
+    # The output that takes longest is neither the first nor the last.
+    features = [RequestFeatures(sink=StopsAfter(count)) for count in (2, 3, 1)]
+    engine.enqueue(array("i", [1, 2]), SamplingParams(n=3), features)
+    finished: list[tuple[int, RequestOutput]] = []
+    while not finished:
+        now[0] += 1
+        finished = engine.step().finished
+    ((_, output),) = finished
+    assert [len(item.token_ids) for item in output.outputs] == [2, 3, 1]
+    assert output.metrics == RequestMetrics(0.0, queue_time=1.0, time_to_first_token=1.0, total_time=3.0)
 
 
 @DEPTHS

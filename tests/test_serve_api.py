@@ -138,6 +138,15 @@ def test_logprobs_of_a_chat(client: Any) -> None:
         assert len(at.top_logprobs) == 3 and at.top_logprobs[0].token == at.token == part.token
         assert bytes(at.bytes).decode() == at.token and at.logprob == pytest.approx(part.logprob, abs=1e-4)
     assert not client.chat.completions.create(**fields).choices[0].logprobs.content[0].top_logprobs
+    # A token that is none of the most likely ones is not shown among them.
+    (rare,) = ids("z")
+    (at,) = (
+        client.chat.completions.create(**fields | {"logit_bias": {str(rare): 100}, "max_tokens": 1}, top_logprobs=2)
+        .choices[0]
+        .logprobs.content
+    )
+    assert at.token == "z" and at.logprob < whole[0].top_logprobs[2].logprob
+    assert [top.token for top in at.top_logprobs] == [top.token for top in whole[0].top_logprobs[:2]]
 
 
 class Person(BaseModel):
@@ -311,8 +320,12 @@ def test_the_key(server: ServerProcess) -> None:
     for key in ("wrong", KEY + "x", KEY[:-1]):
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).models.list()
-    # The answer arrives although the server does not want the body.
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
+    for scheme, status in (("Basic", 401), ("Bearer", 200), ("bearer", 200)):
+        connection.request("GET", "/v1/models", headers={"Authorization": f"{scheme} {KEY}"})
+        answer = connection.getresponse()
+        assert (answer.status, bool(answer.read())) == (status, True)
+    # The answer arrives although the server does not want the body.
     connection.request("POST", "/v1/completions", b" " * 20_000_000, {"Authorization": "Bearer wrong"})
     assert connection.getresponse().status == 401
     connection.close()

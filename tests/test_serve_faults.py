@@ -68,6 +68,13 @@ def post(server: ServerProcess, body: bytes | dict[str, Any], **options: Any) ->
     return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
 
 
+def num_errors(server: ServerProcess, kind: str) -> float:
+    """How many errors of a kind the server has counted."""
+    with urllib.request.urlopen(server.url + "/metrics") as answer:
+        found = re.search(rf'errors_total{{kind="{kind}"}} (\S+)', answer.read().decode())
+    return float(found[1]) if found else 0.0
+
+
 def wait_for(server: ServerProcess, name: str, least: int) -> None:
     deadline = time.monotonic() + 10
     while server.get("/stats")[name] < least:
@@ -124,16 +131,11 @@ def connect_buffering_little(server: ServerProcess) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_cut_off(server: ServerProcess, stream: bool) -> None:
-    def num_dropped() -> float:
-        with urllib.request.urlopen(server.url + "/metrics") as answer:
-            found = re.search(r'errors_total{kind="slow_client"} (\S+)', answer.read().decode())
-        return float(found[1]) if found else 0.0
-
-    before = num_dropped()
+    before = num_errors(server, "slow_client")
     with connect_buffering_little(server) as connection:
         connection.sendall(request_bytes({**LARGE, "stream": stream}))
         deadline = time.monotonic() + 20
-        while num_dropped() == before:
+        while num_errors(server, "slow_client") == before:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         server.check_idle()
@@ -141,23 +143,46 @@ def test_a_client_that_does_not_read_is_cut_off(server: ServerProcess, stream: b
     assert not rest.endswith((b"}", b"data: [DONE]\n\n\r\n0\r\n\r\n"))
 
 
+class Transport(asyncio.Transport):
+    """A connection whose client reads what the test says."""
+
+    aborted = False
+    num_unsent = 5
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        pass
+
+
+def make_connection(max_write_seconds: float, errors: list[str]) -> tuple[Any, Transport]:
+    """A connection to a server, and the protocol that serves it."""
+    config = uvicorn.Config(StaticFiles(check_dir=False), log_config=None)
+    kind = timed_protocol(ServeSettings(max_write_seconds=max_write_seconds), errors.append)
+    protocol, transport = kind(config, ServerState(), {}), Transport()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+def test_the_timers_of_a_connection_end_with_it() -> None:
+    async def run() -> None:
+        protocol, _ = make_connection(max_write_seconds=100, errors=[])
+        protocol.pause_writing()
+        timers = protocol._reading, protocol._writing
+        protocol.connection_lost(None)
+        assert [timer.cancelled() for timer in timers] == [True, True]
+
+    asyncio.run(run())
+
+
 def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
-    class Transport(asyncio.Transport):
-        aborted = False
-        num_unsent = 5
-
-        def get_write_buffer_size(self) -> int:
-            return self.num_unsent
-
-        def abort(self) -> None:
-            self.aborted = True
-
     async def run() -> None:
         errors: list[str] = []
-        config = uvicorn.Config(StaticFiles(check_dir=False), log_config=None)
-        kind = timed_protocol(ServeSettings(max_write_seconds=0.1), errors.append)
-        protocol, transport = kind(config, ServerState(), {}), Transport()
-        protocol.connection_made(transport)
+        protocol, transport = make_connection(max_write_seconds=0.1, errors=errors)
         protocol.pause_writing()
         for _ in range(5):
             transport.num_unsent -= 1
@@ -188,6 +213,10 @@ BODIES: dict[str, tuple[bytes, set[int]]] = {
     "many wrong messages": (b'{"messages": [' + b"1," * 900_000 + b"1]}", {422}),
     "many wrong stops": (b'{"messages": [], "stop": [' + b"1," * 900_000 + b"1]}", {422}),
     "too large": (b" " * (MOST_BYTES + 1), {413}),
+    "as large as may be": (
+        b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}'.rjust(MOST_BYTES),
+        {200},
+    ),
     "empty": (b"", {422}),
     "half": (b'{"messages": [{"role": "user"', {400}),
     "no object": (b"[1, 2]", {422}),
@@ -264,10 +293,14 @@ def test_too_many_requests_and_one_that_takes_too_long() -> None:
         assert status == 429 and b"max_requests" in answer
         for connection in waiting:
             connection.close()
-        time.sleep(0.3)
-        for stream in (False, True):
+        deadline = time.monotonic() + 10
+        while num_errors(server, "timeout_error") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for count, stream in enumerate((False, True), 3):
             status, answer = post(server, {**ENDLESS, "max_tokens": 400, "n": 16, "stream": stream, "logprobs": True})
             assert b"max_request_seconds" in answer and status == (200 if stream else 408)
+            assert num_errors(server, "timeout_error") == count
 
 
 def test_the_event_loop_is_not_held(server: ServerProcess) -> None:

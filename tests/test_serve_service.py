@@ -1,0 +1,173 @@
+"""From a body to what an engine is asked for, and back, with an engine that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from nanovllm import SamplingParams
+from nanovllm.logprobs import Logprob
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.chat import answer_chat
+from nanovllm.serve.completions import answer_completion
+from nanovllm.serve.event_stream import EventStream
+from nanovllm.serve.protocol import ChatBody, CompletionBody, ResponseBody
+from nanovllm.serve.responses import answer_response
+from nanovllm.serve.service import Service
+from nanovllm.serve.settings import ServeSettings
+
+
+class PlayedStream:
+    """A stream of given outputs."""
+
+    def __init__(self, outputs: list[RequestOutput]) -> None:
+        self._outputs = iter(outputs)
+        self.is_closed = False
+
+    def __aiter__(self) -> PlayedStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        for output in self._outputs:
+            return output
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+class PlayedLLM:
+    """What a `Service` needs of an `AsyncLLM`. It knows what it was asked for, and refuses the prompt "bad".
+
+    Args:
+        outputs: answer each prompt, the last one as a whole; without any, an answer never comes.
+        recommended: by the model.
+    """
+
+    def __init__(self, outputs: list[RequestOutput], recommended: SamplingParams | None = None) -> None:
+        self.llm = SimpleNamespace(
+            config=SimpleNamespace(model="some/model"),
+            get_default_sampling_params=lambda: recommended or SamplingParams(),
+            stats=dict,
+            tokenizer=None,
+        )
+        self.asked: list[SamplingParams] = []
+        self.messages: list[dict[str, Any]] = []
+        self.streams: list[PlayedStream] = []
+        self.num_waiting = 0
+        self._outputs = outputs
+
+    async def run_beside(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        self.messages = messages
+        return [1]
+
+    async def generate(self, prompt: Any, params: SamplingParams, *, priority: int) -> RequestOutput:
+        self._take(prompt, params)
+        if self._outputs:
+            return self._outputs[-1]
+        self.num_waiting += 1
+        try:
+            return await asyncio.Future[RequestOutput]()
+        finally:
+            self.num_waiting -= 1
+
+    async def begin_stream(self, prompt: Any, params: SamplingParams, *, priority: int) -> PlayedStream:
+        self._take(prompt, params)
+        self.streams.append(PlayedStream(self._outputs))
+        return self.streams[-1]
+
+    def _take(self, prompt: Any, params: SamplingParams) -> None:
+        if prompt == "bad":
+            raise ValueError("a bad prompt")
+        self.asked.append(params)
+
+
+def make_service(llm: Any) -> Service:
+    return Service(llm, ServeSettings())
+
+
+def output(*texts: str, finished: bool = True, logprob: float = -1.0) -> RequestOutput:
+    """Outputs of one token for each character, all of them equally likely."""
+    reason = "stop" if finished else None
+    items = []
+    for i, text in enumerate(texts):
+        at = [{ord(character): Logprob(logprob, 1, character)} for character in text]
+        items.append(CompletionOutput(i, text, [*map(ord, text)], logprob * len(text), at, reason))
+    return RequestOutput(0, "a", [1], items, finished)
+
+
+def test_what_the_model_recommends_comes_before_the_endpoints_default() -> None:
+    async def run(recommended: SamplingParams, **given: Any) -> list[int | None]:
+        llm = PlayedLLM([output("a")], recommended)
+        service = make_service(llm)
+        await answer_completion(service, CompletionBody.model_validate({"prompt": "a", **given}))
+        await answer_chat(service, ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **given}))
+        return [params.max_tokens for params in llm.asked]
+
+    assert asyncio.run(run(SamplingParams(max_tokens=7))) == [7, 7]
+    assert asyncio.run(run(SamplingParams(max_tokens=7), max_tokens=5)) == [5, 5]
+    assert asyncio.run(run(SamplingParams())) == [16, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_prompt_ends_those_before_it(stream: bool) -> None:
+    async def run() -> None:
+        llm = PlayedLLM([])
+        body = CompletionBody.model_validate({"prompt": ["a", "b", "bad"], "stream": stream})
+        with pytest.raises(ValueError, match="a bad prompt"):
+            await answer_completion(make_service(llm), body)
+        # A task that is cancelled gets to know of it with the loop's next turn.
+        await asyncio.sleep(0)
+        assert len(llm.asked) == 2 and llm.num_waiting == 0
+        assert [played.is_closed for played in llm.streams] == [True, True] * stream
+
+    asyncio.run(run())
+
+
+def test_the_best_is_the_likeliest_by_token_however_long() -> None:
+    # By the whole text the short one is likelier.
+    short, long = output("x", logprob=-1.0).outputs[0], output("wxyz", logprob=-0.5).outputs[0]
+    both = RequestOutput(0, "a", [1], [short, long], True)
+    llm = PlayedLLM([both])
+    body = CompletionBody.model_validate({"prompt": "a", "best_of": 2})
+    answer = asyncio.run(answer_completion(make_service(llm), body))
+    assert [choice["text"] for choice in json.loads(bytes(answer.body))["choices"]] == ["wxyz"]
+    assert llm.asked[0].n == 2
+
+
+def test_instructions_come_before_the_input() -> None:
+    llm = PlayedLLM([output("a")])
+    said = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
+    body = ResponseBody.model_validate({"input": said, "instructions": "Be brief."})
+    asyncio.run(answer_response(make_service(llm), body))
+    assert llm.messages == [{"role": "system", "content": "Be brief."}, *said]
+
+
+def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:
+    async def events() -> AsyncIterator[dict[str, Any]]:
+        pieces = [output("ab", "cdefg", finished=False), output("hij", finished=False), output("k", "lm")]
+        body = CompletionBody.model_validate({"prompt": "a", "n": 2, "logprobs": 0, "stream": True})
+        answer = await answer_completion(make_service(PlayedLLM(pieces)), body)
+        assert isinstance(answer, EventStream)
+        async for event in answer._events:
+            if not event.endswith(b"[DONE]\n\n"):
+                yield json.loads(event.removeprefix(b"data: "))
+
+    async def run() -> list[list[int]]:
+        offsets: list[list[int]] = [[], []]
+        async for event in events():
+            (choice,) = event["choices"]
+            offsets[choice["index"]] += choice["logprobs"]["text_offset"]
+        return offsets
+
+    assert asyncio.run(run()) == [[*range(6)], [*range(7)]]

@@ -30,7 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for words, module in _WITH_OWN_PARSER.items():
         if tuple(arguments[: len(words)]) == words:
-            return import_module(module).main(arguments[len(words) :]) or 0
+            try:
+                command = import_module(module).main
+            except ImportError as error:
+                # An extra that is not installed; the message says how to install it.
+                print(f"nanovllm {' '.join(words)}: error: {error}", file=sys.stderr)
+                return 1
+            return command(arguments[len(words) :]) or 0
     commands, parser = make_parsers()
     options = parser.parse_args(arguments)
     name: str = options.command

@@ -32,12 +32,13 @@ from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, 
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 Self = TypeVar("Self", bound="LLM")
 
 
-class LLM:
+class LLM(Unpicklable):
     """A language model, ready to generate: an `LLMEngine` behind a tokenizer.
 
     Args:

@@ -538,3 +538,13 @@ def test_a_chat_ends_with_its_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("introduce yourself\n"))
     assert main(["chat", *ENGINE, *flags]) == 0
     assert re.fullmatch(says, capsys.readouterr().out)
+
+
+def test_an_extra_that_is_missing_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.integrations.lm_eval", raising=False)
+    assert main(["eval", "--tasks", "x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nanovllm eval: error: ") and "pip install 'nanovllm[eval]'" in line

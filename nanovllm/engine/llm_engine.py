@@ -34,6 +34,7 @@ from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.unpicklable import Unpicklable
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Abort:
     keep_outputs: bool
 
 
-class LLMEngine:
+class LLMEngine(Unpicklable):
     """Requests, their scheduling, and the runner that computes them.
 
     Args:

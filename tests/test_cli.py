@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import bench
+import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.batch_files.files import LineNumbers, ReadAhead, open_output
@@ -122,7 +123,7 @@ def test_chat_requests_in_openais_form(llm: LLM) -> None:
     ):
         assert written["token"] == at[token_id].decoded_token and bytes(written["bytes"]).decode() == written["token"]
         assert written["logprob"] == pytest.approx(at[token_id].logprob, abs=1e-4) and len(written["top_logprobs"]) == 2
-    # The API's default is no limit; ours would be 64 tokens.
+    # The API's default is no limit; `SamplingParams` has one of 64 tokens.
     assert results[2]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
 
 
@@ -331,7 +332,7 @@ def batch_input(path: Path) -> int:
             {"messages": [{"role": "user", "content": f"sort {i} 3 7"}], **tokens},
             openai(CHAT, messages=INTRODUCTION, **tokens),
             openai(TEXT, prompt=f"{i}", **tokens),
-            {"prompt": "sampled", "max_tokens": 8},
+            {"prompt": "sampled", "max_tokens": 8, "temperature": 1},
             b"bad\n",
             b"\n",
         ]
@@ -414,11 +415,12 @@ VALUES: dict[str, tuple[list[str], Any]] = {
 }
 
 
-REQUIRED: dict[str, list[str]] = {"run": ["-i", "x", "-o", "y"], "chat": [], "serve": []}
+REQUIRED: dict[str, list[str]] = {"generate": ["x"], "run": ["-i", "x", "-o", "y"], "chat": [], "serve": []}
+SAMPLING = ["generate", "run", "chat"]
 
 
 @pytest.mark.parametrize(
-    ("cls", "commands"), [(Config, REQUIRED), (SamplingParams, ["run", "chat"]), (ServeSettings, ["serve"])]
+    ("cls", "commands"), [(Config, REQUIRED), (SamplingParams, SAMPLING), (ServeSettings, ["serve"])]
 )
 def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
     given, expected = list[str](), dict[str, Any]()
@@ -440,6 +442,8 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         # Only the model has a default of the command's.
         bare = flag_values(parser.parse_args(required), cls)
         assert bare == ({"model": BUNDLED_MODEL} if cls is Config else {})
+        named = flag_values(parser.parse_args(["some/model", *required]), cls)
+        assert named == ({"model": "some/model"} if cls is Config else {})
     assert set(field_texts(cls)) == {item.name for item in fields(cls)}
     checked = {name: value for name, value in expected.items() if name not in ("detokenize", "min_tokens", "n")}
     assert cls(**checked)
@@ -448,7 +452,9 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ([], "COMMAND"),
+        (["chat", "one/model", "--model", "another"], "not allowed with argument MODEL"),
+        (["generate", *ENGINE, "--n", "2", "x"], "n must be 1"),
+        (["generate", *ENGINE, ""], "empty"),
         (["walk"], "walk"),
         (["run", "-i", "x"], "-o"),
         (["chat", "--temp", "1"], "--temp"),
@@ -486,6 +492,15 @@ def test_nobody_reads_the_output() -> None:
     assert process.returncode == 1 and errors.splitlines()[-1].startswith(b"nanovllm run: error: [Errno")
 
 
+def test_what_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n    {name} " in listed for name in (*REQUIRED, "bench", "eval"))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
+
+
 def test_the_benchmark_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert callable(bench.main) and callable(bench.measure_ceilings)
     with pytest.raises(SystemExit) as exit_info:
@@ -510,6 +525,73 @@ def test_a_conversation_has_a_history(llm: LLM, capsys: pytest.CaptureFixture[st
     assert len(conversation.messages) == 5 and llm.is_finished()
     conversation.clear()
     assert conversation.messages == history[:1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_chat_on_a_terminal() -> None:
+    ours, theirs = os.openpty()
+    process = command("chat", *ENGINE, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with open(ours, "r+b", buffering=0) as terminal:
+
+        def read_until(end: bytes) -> str:
+            shown = b""
+            while end not in shown:
+                shown += terminal.read(4096)
+            return shown.decode()
+
+        # The prompt comes after the last line of what a conversation begins with.
+        shown = read_until(b"ends.\r\n> ")
+        assert "Starting nanovllm" in shown
+        assert f"nanovllm {nanovllm.__version__}: qwen3-tiny, 4.85M parameters, float32 on the CPU" in shown
+        assert "4.85M toy" in shown and "--model Qwen/Qwen3-0.6B" in shown
+        terminal.write(b"/help\n")
+        assert "/clear " in read_until(b"stop an answer\r\n> ")
+        terminal.write(b"/what\n")
+        assert "/what is no command" in read_until(b"lists them\r\n> ")
+        terminal.write(b"/quit\n")
+        assert process.wait(20) == 0
+
+
+def test_a_prompt_from_the_command_line_or_the_standard_input(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = llm.generate(["1 + 1"], SamplingParams(0, 8, ignore_eos=True), use_tqdm=False)
+    arguments = [BUNDLED_MODEL, *ENGINE, "--max-tokens", "8", "--ignore-eos"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1\n"))
+    for prompt in ("1 + 1", "-"):
+        position = 2 if prompt == "-" else len(arguments) + 1
+        given = ["generate", *arguments]
+        given.insert(position, prompt)
+        assert main(given) == 0
+        assert capsys.readouterr().out == expected["text"] + "\n"
+
+
+@pytest.mark.parametrize("recommended", [{"max_new_tokens": 64}, {}])
+def test_commands_take_what_the_model_recommends(
+    recommended: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in Path(BUNDLED_MODEL).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, **recommended}))
+    (tmp_path / "in.jsonl").write_bytes(
+        b'{"messages": [{"role": "user", "content": "x"}]}\n' + encode([{"prompt": "x"}])[0]
+    )
+    arguments = [str(tmp_path), *ENGINE, "--max-model-len", "100", "--ignore-eos"]
+    with LLM(tmp_path, device="cpu", max_model_len=100, num_kvcache_blocks=40, kvcache_block_size=16) as llm:
+        params = SamplingParams(0, recommended.get("max_new_tokens"), ignore_eos=True)
+        (completed,) = llm.generate(["x"], params, use_tqdm=False)
+        (answered,) = llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
+    assert main(["generate", *arguments, "x"]) == 0
+    assert capsys.readouterr().out == completed["text"] + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    assert main(["chat", *arguments]) == 0
+    assert capsys.readouterr().out == answered["text"] + "\n"
+    assert main(["run", *arguments, "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 0
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    texts = {result["line"]: result["outputs"][0]["text"] for result in results}
+    assert texts == {1: answered["text"], 2: completed["text"]}
 
 
 def test_a_chat_through_pipes() -> None:

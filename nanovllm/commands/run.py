@@ -126,6 +126,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # The source stays open: closing it would wait for the thread that reads it.
     with output, llm:
         with user_errors(parser):
+            defaults = {**llm.recommended_values(), **defaults}
             llm.llm_engine.limits.check_params(SamplingParams(**defaults))
 
         def write(line: bytes) -> None:

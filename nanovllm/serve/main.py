@@ -40,8 +40,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with user_errors(parser):
         settings = ServeSettings(**flag_values(options, ServeSettings))
         settings = replace(settings, api_key=settings.api_key or os.environ.get("NANOVLLM_API_KEY") or None)
-        values = flag_values(options, Config)
-        config = Config(**values | ({"model": options.model} if options.model else {}))
+        config = Config(**flag_values(options, Config))
         llm = _load(config, settings)
     service = Service(llm, settings)
     app = create_app(service)

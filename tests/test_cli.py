@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -483,6 +488,19 @@ def test_a_bad_value_ends_with_code_2_and_one_line(
     assert not output and part in errors and errors.count("\n") == 1 and errors.startswith("nanovllm")
 
 
+def test_a_used_port_is_found_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr("nanovllm.serve.main._load", Mock(side_effect=AssertionError))
+    with socket.create_server(("127.0.0.1", 0)) as used, pytest.raises(SystemExit) as exit_info:
+        main(["serve", "--port", str(used.getsockname()[1])])
+    output, errors = capfd.readouterr()
+    assert exit_info.value.code == 2 and not output
+    assert errors.startswith("nanovllm serve: error: ") and "address already in use" in errors
+    assert errors.count("\n") == 1
+
+
 def test_nobody_reads_the_output() -> None:
     process = command("run", "-i", "-", "-o", "-", *ENGINE, stdin=-1, stdout=-1, stderr=-1)
     assert process.stdout is not None
@@ -527,30 +545,53 @@ def test_a_conversation_has_a_history(llm: LLM, capsys: pytest.CaptureFixture[st
     assert conversation.messages == history[:1]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+class Terminal:
+    """A command that runs in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        ours, theirs = os.openpty()
+        # One that is made has no columns, and a bar no room.
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+        self.process = command(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        self.file = open(ours, "r+b", buffering=0)  # noqa: SIM115 (the test closes it)
+
+    def read_until(self, end: str) -> str:
+        """Return what is shown until the end of it is `end`."""
+        shown = b""
+        while not shown.endswith(end.encode()):
+            shown += self.file.read(4096)
+        return shown.decode()
+
+    def type(self, line: str, end: str) -> str:
+        """Type a line, and return what is shown until the end of it is `end`."""
+        self.file.write(line.encode() + b"\n")
+        return self.read_until(end)
+
+
 def test_a_chat_on_a_terminal() -> None:
-    ours, theirs = os.openpty()
-    process = command("chat", *ENGINE, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    with open(ours, "r+b", buffering=0) as terminal:
+    terminal = Terminal("chat", *ENGINE)
+    shown = terminal.read_until("/quit ends.\r\n> ")
+    assert "Starting nanovllm" in shown and "Loading weights" in shown
+    assert f"nanovllm {nanovllm.__version__}: qwen3-tiny, 4.85M parameters, float32 on the CPU" in shown
+    assert "4.85M toy" in shown and "--model Qwen/Qwen3-0.6B" in shown
+    assert "/clear " in terminal.type("/help", "stop an answer\r\n> ")
+    assert "/what is no command" in terminal.type("/what", "lists them\r\n> ")
+    terminal.file.write(b"/quit\n")
+    assert terminal.process.wait(20) == 0
+    terminal.file.close()
 
-        def read_until(end: bytes) -> str:
-            shown = b""
-            while end not in shown:
-                shown += terminal.read(4096)
-            return shown.decode()
 
-        # The prompt comes after the last line of what a conversation begins with.
-        shown = read_until(b"ends.\r\n> ")
-        assert "Starting nanovllm" in shown
-        assert f"nanovllm {nanovllm.__version__}: qwen3-tiny, 4.85M parameters, float32 on the CPU" in shown
-        assert "4.85M toy" in shown and "--model Qwen/Qwen3-0.6B" in shown
-        terminal.write(b"/help\n")
-        assert "/clear " in read_until(b"stop an answer\r\n> ")
-        terminal.write(b"/what\n")
-        assert "/what is no command" in read_until(b"lists them\r\n> ")
-        terminal.write(b"/quit\n")
-        assert process.wait(20) == 0
+def test_a_run_on_a_terminal_shows_how_many_lines_are_left(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(encode([{"prompt": "x", "max_tokens": 9}, b"\n", b"bad\n", *[{"prompt": "y"}] * 3])))
+    output.write_bytes(b'{"line": 4, "outputs": []}\n')
+    terminal = Terminal("run", *ENGINE, "--max-tokens", "9", "-i", str(source), "-o", str(output))
+    shown = terminal.read_until("which " + str(output) + " has\r\n")
+    # Of six lines one is blank, and one has an answer.
+    assert "4/4" in shown and "tok/s" in shown and "00:00<" in shown
+    assert terminal.process.wait(20) == 0
+    terminal.file.close()
 
 
 def test_a_prompt_from_the_command_line_or_the_standard_input(

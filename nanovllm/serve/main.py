@@ -41,6 +41,8 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         settings = ServeSettings(**flag_values(options, ServeSettings))
         settings = replace(settings, api_key=settings.api_key or os.environ.get("NANOVLLM_API_KEY") or None)
         config = Config(**flag_values(options, Config))
+        # Loading may take minutes.
+        asyncio.run(_check_port(settings.host, settings.port))
         llm = _load(config, settings)
     service = Service(llm, settings)
     app = create_app(service)
@@ -83,6 +85,12 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     )
     server.run()
     return 0
+
+
+async def _check_port(host: str, port: int) -> None:
+    """Raise an OSError if the server could not listen there."""
+    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)
+    server.close()
 
 
 async def _warm_up(app: Any, api_key: str | None) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS = 256
 """Compiled ones that are kept; one of a large schema takes about a megabyte."""
-_INSTALL = "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
+_INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
 
 
 class GrammarConstraint:

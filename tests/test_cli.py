@@ -460,6 +460,7 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["chat", "one/model", "--model", "another"], "not allowed with argument MODEL"),
         (["generate", *ENGINE, "--n", "2", "x"], "n must be 1"),
         (["generate", *ENGINE, ""], "empty"),
+        (["generate", "/nowhere", *ENGINE, "x"], "/nowhere"),
         (["walk"], "walk"),
         (["run", "-i", "x"], "-o"),
         (["chat", "--temp", "1"], "--temp"),

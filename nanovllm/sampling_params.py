@@ -9,8 +9,7 @@ from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, check_strings, read_json, strict_keywords
 
-MAX_LOGPROBS = 20
-"""Most log-probabilities a position can ask for, as in OpenAI's API and vLLM."""
+_MAX_BEAMS = 10
 _OFF = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "min_tokens": 0,
@@ -100,7 +99,8 @@ class SamplingParams:
         stop: texts that end the output.
         include_stop_str_in_output: leave the text that ended the output at its end.
         stop_token_ids: tokens that end the output, as EOS does.
-        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; 0 ... 20.
+        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; at most the
+            engine's `max_logprobs`.
         prompt_logprobs: the same for the prompt's tokens.
         prompt_logprobs_start: position of the prompt from which on they are computed. The prefix cache serves the
             tokens before it.
@@ -194,7 +194,7 @@ class SamplingParams:
             self.seed = check_int("seed", self.seed, 0, 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                setattr(self, name, check_int(name, getattr(self, name), 0, MAX_LOGPROBS))
+                setattr(self, name, check_int(name, getattr(self, name), 0))
         for name in (
             "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
             "detokenize",
@@ -261,7 +261,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        self.beam_width = check_int("beam_width", self.beam_width, 1, _MAX_BEAMS)
         self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
         self.temperature = check_number("temperature", self.temperature, 0)

@@ -11,7 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.runner.messages import NewRequest, PromptChunk, PromptScores, SamplingOptions, ScheduledBatch
-from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 _CPU_MEMORY_SHARE = 0.1
 _CPU_MEMORY_LIMIT = 2**30
@@ -102,7 +102,9 @@ def cpu_cache_budget() -> int:
     return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
 
 
-def profiling_batch(config: Config, max_blocks: int, max_model_len: int, extra: bool) -> ScheduledBatch:
+def profiling_batch(
+    config: Config, vocab_size: int, max_blocks: int, max_model_len: int, extra: bool
+) -> ScheduledBatch:
     """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot.
 
     extra: every request asks for a bias, penalties, cutoffs, and log-probabilities of its output and of its prompt, and
@@ -111,11 +113,10 @@ def profiling_batch(config: Config, max_blocks: int, max_model_len: int, extra: 
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
     prompts = [array("i", [0]) * min(n, max_model_len) for n in lens]
-    params = SamplingParams(
-        logit_bias={0: 1.0}, presence_penalty=1.0, top_p=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=0
-    )
+    most = config.most_logprobs(vocab_size)
+    params = SamplingParams(logit_bias={0: 1.0}, presence_penalty=1.0, top_p=0.5, logprobs=most, prompt_logprobs=0)
     options = SamplingOptions(params, array("i", [0])) if extra else None
-    scores = [PromptScores(0, prompt, MAX_LOGPROBS) if extra else None for prompt in prompts]
+    scores = [PromptScores(0, prompt, most) if extra else None for prompt in prompts]
     return ScheduledBatch(
         new_requests=[NewRequest(slot, [0] * max_blocks, 1, 1.0, 0, options) for slot in range(num_seqs)],
         chunks=[PromptChunk(slot, 0, prompt, False, True, scores[slot]) for slot, prompt in enumerate(prompts)],

@@ -82,6 +82,7 @@ class ModelRunner:
 
     def _set_up(self, folder: str, max_model_len: int, compilers: Compilers | None) -> None:
         """Load the model, compile the kernels, size the cache, and capture the largest graph."""
+        vocab_size = self.model_config.vocab_size
         config, device, max_blocks = self.config, self.device, -(-max_model_len // self.config.kvcache_block_size)
         free_before = free_memory(device)
         self.model = load_model(self.model_config, self.communicator, config, folder, max_model_len, self.dtype, device)
@@ -97,6 +98,10 @@ class ModelRunner:
         # One block is enough to compile with, and to run a step whose results do not count.
         self._allocate_cache(1)
         self._compile_kernels(compilers)
+
+        def run_largest_step(extra: bool) -> None:
+            self.execute(profiling_batch(config, vocab_size, max_blocks, max_model_len, extra)).result()
+
         self.num_kvcache_blocks = num_cache_blocks(
             config,
             device,
@@ -104,7 +109,9 @@ class ModelRunner:
             free_before=free_before,
             block_bytes=self.kv_cache.nbytes,
             most_blocks=max_blocks * config.max_num_running,
-            run_step=lambda extra: self.execute(profiling_batch(config, max_blocks, max_model_len, extra)).result(),
+            run_step=lambda extra: self.execute(
+                profiling_batch(config, vocab_size, max_blocks, max_model_len, extra)
+            ).result(),
         )
         # Without the profile's options, and their tables.
         self.sampling = self._make_sampling_state()

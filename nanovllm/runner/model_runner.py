@@ -1,8 +1,7 @@
 """One device: loads its shard of the model, sizes the cache, runs batches.
 
 A step is four moves: `prepare` sends what changed to the device, `forward` computes logits, `sample` draws tokens and
-leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All of them queue
-work and return at once.
+leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All only queue work.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class ModelRunner:
 
     def _make_batch_builder(self, max_blocks: int) -> BatchBuilder:
         config, communicator, backend = self.config, self.communicator, self.backend
-        # Cascade attention and split-KV decide the graph of a step, which all ranks capture together; so they must find
-        # the same.
+        # Cascade attention and split-KV decide a step's graph, which all ranks capture together, so they must agree.
         max_cascade_items = communicator.all_reduce_min(backend.max_cascade_items)
         num_kv_heads = communicator.all_reduce_min(self.num_kv_heads)
         return BatchBuilder(
@@ -178,6 +176,7 @@ class ModelRunner:
         Forward and sampling are one CUDA graph where there is one for the step's size. Sampling is launched behind the
         forward's graph if rows ask for more than a temperature, perhaps of the host.
         """
+        self.communicator.prepare_step()
         step = self.prepare(batch)
         if batch.scored_seq_ids:
             return step, self._run_scored(batch, step, fill_masks)
@@ -278,6 +277,7 @@ class ModelRunner:
         with torch.inference_mode():
             step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
             for _ in range(2):
+                self.communicator.prepare_step()
                 self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
 
     def _run_without_kernels(self, shape: StepShape) -> None:

@@ -8,7 +8,9 @@ is sent in one of two ways:
 - Rows of plain data, each followed by a signal: an int32 that is set to the call number.
 
 A call number is computed from a step counter on the device and the call's index in its step, so that CUDA graphs can
-be replayed.
+be replayed. Numbers are positive: what nobody has written carries 0. A number must not occur twice, as a word that is
+left of its first call would pass for one of the second; so after `max_steps` steps the buffers are cleared, and the
+counter starts again.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class SymmetricBuffer:
         max_rows: maximum rows of a call that sends rows.
         max_candidates: maximum rows of `all_reduce_argmax`.
         addresses: [num_ranks] int64, on the device; address of each rank's buffer.
-        step: [1] int32, on the device; number of steps so far.
+        step: [1] int32, on the device; number of steps since the buffers were cleared, from 1 on in a step.
         calls_per_step: exceeds the number of calls of any step. Both are odd, so that consecutive calls, also of two
             steps, use different halves.
         abort: [1] int32, in pinned host memory; when set, all waits end, with undefined results.
@@ -59,6 +61,11 @@ class SymmetricBuffer:
     step: torch.Tensor
     calls_per_step: int
     abort: torch.Tensor
+
+    @property
+    def max_steps(self) -> int:
+        """Steps whose call numbers, up to `(max_steps + 1) * calls_per_step - 1`, are below 2**31."""
+        return 2**31 // self.calls_per_step - 1
 
     @cached_property
     def rows_offset(self) -> int:

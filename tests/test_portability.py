@@ -49,6 +49,23 @@ def test_kernels_fit_the_device(capability: str, size: str, dtype: str, tmp_path
         assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
 
 
+def test_words_for_other_gpus_are_written_and_read_by_relaxed_accesses(tmp_path: Path) -> None:
+    """A plain store may be taken apart, and races with the other GPU's load."""
+    words = ["ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"]
+    signals, abort = ["ld.acquire.sys.global.u32", "st.release.sys.global.u32"], ["ld.volatile.global.b32"]
+    wanted = {
+        "_one_shot_kernel": sorted(words + abort),
+        "_all_reduce_argmax_kernel": sorted(words + abort),
+        "_two_shot_kernel": sorted(signals + abort),
+    }
+    done = start(tmp_path, "90", "0.6B", "bfloat16", "2", *wanted)
+    assert done.returncode == 0, done.stderr
+    kernels: list[dict[str, Any]] = json.loads(done.stdout)
+    assert {kernel["name"] for kernel in kernels} == set(wanted)
+    for kernel in kernels:
+        assert kernel["accesses"] == wanted[kernel["name"]] and not kernel["spilled_bytes"]
+
+
 def test_a_device_that_they_do_not_fit_is_refused(tmp_path: Path) -> None:
     done = start(tmp_path, "75", "0.6B", "float16")
     assert "ValueError" in done.stderr and "cuda:0 has 7.5" in done.stderr

@@ -14,7 +14,7 @@ from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
-from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
+from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
 
 _WORD_BYTES = 2**19
@@ -73,9 +73,27 @@ def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> 
     Consecutive calls use different halves of the buffer, also where one step follows another, if each all-reduce of a
     step and the number of them are odd.
     """
-    max_rows = _WORD_BYTES // row_bytes if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
+    max_rows = (
+        _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
+    )
     assert max_rows > 0
     return -(-num_rows // max_rows) | 1
+
+
+def make_buffer(rank: int, size: int, device: torch.device, limits: StepLimits) -> SymmetricBuffer:
+    """Return a rank's view of the symmetric buffers; `addresses` are to be filled in."""
+    return SymmetricBuffer(
+        rank=rank,
+        num_ranks=size,
+        word_bytes=_WORD_BYTES,
+        row_bytes=_ROW_BYTES,
+        max_rows=_MAX_ROWS,
+        max_candidates=limits.max_candidates,
+        addresses=torch.zeros(size, dtype=torch.int64, device=device),
+        step=torch.zeros(1, dtype=torch.int32, device=device),
+        calls_per_step=limits.calls_per_step(size),
+        abort=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
+    )
 
 
 class SymmetricCommunicator(DistributedCommunicator):
@@ -91,18 +109,7 @@ class SymmetricCommunicator(DistributedCommunicator):
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> None:
         super().__init__(rank, size, device, store, uses_nccl=False)
         self._forward_calls = limits.forward_calls(size)
-        self._buffer = buffer = SymmetricBuffer(
-            rank=rank,
-            num_ranks=size,
-            word_bytes=_WORD_BYTES,
-            row_bytes=_ROW_BYTES,
-            max_rows=_MAX_ROWS,
-            max_candidates=limits.max_candidates,
-            addresses=torch.zeros(size, dtype=torch.int64, device=device),
-            step=torch.zeros(1, dtype=torch.int32, device=device),
-            calls_per_step=limits.calls_per_step(size),
-            abort=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
-        )
+        self._buffer = buffer = make_buffer(rank, size, device, limits)
         self.device_bytes = buffer.num_bytes
         self._memory = PeerMemory(buffer.num_bytes, rank, size, device, store)
         buffer.addresses.copy_(torch.tensor(self._memory.addresses, dtype=torch.int64))

@@ -282,6 +282,8 @@ class ModelRunner:
 
     def _run_without_kernels(self, shape: StepShape) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
+        self.communicator.prepare_step()
+        self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
         # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
         for filled, value in ((inputs.token_ids, 0), (inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
@@ -291,10 +293,8 @@ class ModelRunner:
     def _allocate_cache(self, num_blocks: int) -> None:
         """Give every layer `num_blocks` blocks of cache."""
         model = self.model_config
-        block = self.config.kvcache_block_size, self.num_kv_heads, model.head_dim
-        shape = (2, model.num_layers, num_blocks, *block)
+        shape = (2, model.num_layers, num_blocks, self.config.kvcache_block_size, self.num_kv_heads, model.head_dim)
         # Zeros, because a masked key still meets a product, and garbage may be NaN.
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(module for module in self.model.modules() if isinstance(module, Attention)):
             layer.bind(self.k_cache[i], self.v_cache[i], self.backend)

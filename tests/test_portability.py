@@ -29,6 +29,8 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # What is in the cache is not compiled, and then ptxas says nothing.
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    # What Triton 3.10 assumes.
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"
     command = [sys.executable, "-m", "tests.fake_device", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=270, check=False)
 
@@ -46,6 +48,7 @@ def test_kernels_fit_the_device(capability: str, size: str, dtype: str, tmp_path
     assert needed | {"_cascade_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
+        assert kernel["fp_fusion"], kernel
         assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
 
 

@@ -5,8 +5,9 @@ Triton what to compile for. A fourth argument is the number of ranks that share 
 further ones are the names of the kernels to compile, if not all.
 
 Prints a list of kernels as JSON: their names, how many bytes of shared memory they take, how many registers a thread
-has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused, which accesses to
-memory are volatile or of system scope, and how often machine code has the instructions of `COUNTED`.
+has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused, whether it starts
+before the kernel ahead has ended, which accesses to memory are volatile or of system scope, and how often machine code
+has the instructions of `COUNTED`.
 """
 
 from __future__ import annotations
@@ -211,6 +212,7 @@ def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
         "registers": int(registers),
         "loops": loops,
         "fp_fusion": kernel.metadata.enable_fp_fusion,
+        "launch_pdl": kernel.metadata.launch_pdl,
         "accesses": sorted(set(accesses)),
         "instructions": count_instructions(kernel.asm["cubin"]),
     }

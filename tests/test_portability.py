@@ -25,12 +25,12 @@ DEVICES = [capability for capability in SHARED_KIB if capability != "75"]
 ALL = [*product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"])]
 
 
-def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # What is in the cache is not compiled, and then ptxas says nothing.
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     # What Triton 3.10 assumes.
-    environment["TRITON_DEFAULT_FP_FUSION"] = "0"
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "0"} | variables
     command = [sys.executable, "-m", "tests.fake_device", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=270, check=False)
 
@@ -50,6 +50,21 @@ def test_kernels_fit_the_device(capability: str, size: str, dtype: str, tmp_path
         assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
         assert kernel["fp_fusion"], kernel
         assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
+
+
+@pytest.mark.parametrize(("setting", "starts_early"), [({}, True), ({"NANOVLLM_PDL": "wait"}, False)])
+def test_kernels_start_early_unless_told_to_wait(setting: dict[str, str], starts_early: bool, tmp_path: Path) -> None:
+    names = ["_rms_norm_kernel", "_thin_linear_kernel", "_hopper_decode_kernel", "_gated_linear_kernel"]
+    done = start(tmp_path, "90", "0.6B", "bfloat16", "1", *names, **setting)
+    assert done.returncode == 0, done.stderr
+    kernels: list[dict[str, Any]] = json.loads(done.stdout)
+    assert {kernel["name"] for kernel in kernels} == set(names)
+    assert {kernel["launch_pdl"] for kernel in kernels} == {starts_early}
+
+
+def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:
+    done = start(tmp_path, "90", "0.6B", "bfloat16", NANOVLLM_PDL="off")
+    assert "ValueError: NANOVLLM_PDL must be 'wait' or not set, not 'off'" in done.stderr
 
 
 def test_words_for_other_gpus_are_written_and_read_by_relaxed_accesses(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from nanovllm.kernels.collective.symmetric_buffer import (
     set_signal,
     wait_signal,
 )
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import pack_pair, rsqrt
 from nanovllm.kernels.rms_norm import rms_norm_ref
 
 
@@ -49,8 +49,7 @@ def _unpack(words, dtype: tl.constexpr):
 def _pack(first, second, dtype: tl.constexpr):
     """Pack two float32 values into words of `dtype`; the inverse of `_unpack`."""
     if dtype.primitive_bitwidth == 16:
-        low = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return (second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+        return pack_pair(first, second, dtype)
     return first.to(tl.int32, bitcast=True)
 
 

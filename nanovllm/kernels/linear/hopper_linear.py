@@ -18,7 +18,7 @@ from nanovllm.kernels._gluon import (
     tma_store,
     tma_store_wait,
 )
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.linear.hopper_product import (
     COLUMNS,
     INS,
@@ -46,7 +46,7 @@ def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, o
         gate, up = halve(multiply_tile(GROUP, turn, steps, ring))
         turn += steps
         # Rounds like a separate product.
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+        gate, up = round_to(gate, dtype), round_to(up, dtype)
         gated = gate / (1 + gl.exp(-gate)) * up
         tma_store_wait(0)
         outs.index(GROUP).store(gated.to(dtype))

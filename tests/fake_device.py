@@ -6,8 +6,8 @@ further ones are the names of the kernels to compile, if not all.
 
 Prints a list of kernels as JSON: their names, how many bytes of shared memory they take, how many registers a thread
 has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused, whether it starts
-before the kernel ahead has ended, which accesses to memory are volatile or of system scope, and how often machine code
-has the instructions of `COUNTED`.
+before the kernel ahead has ended, which accesses to memory are volatile or of system scope, bank conflicts
+of its operands (see `bank_conflicts.py`), and how often machine code has the instructions of `COUNTED`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.staging import Staging
 from nanovllm.runner.step_limits import step_limits
+from tests.bank_conflicts import most_conflicts
 
 SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
 """Of a block, at most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -214,6 +215,7 @@ def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
         "fp_fusion": kernel.metadata.enable_fp_fusion,
         "launch_pdl": kernel.metadata.launch_pdl,
         "accesses": sorted(set(accesses)),
+        "conflicts": most_conflicts(kernel.asm["ttgir"]),
         "instructions": count_instructions(kernel.asm["cubin"]),
     }
 

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
+from tests.bank_conflicts import most_conflicts
 from tests.fake_device import SHARED_KIB
+from tests.kernel_counts import CASE, changes, count_kernels, known_counts
 
 ROOT = Path(__file__).parents[1]
 MAX_SPILLED_BYTES = 64
@@ -50,6 +53,29 @@ def test_kernels_fit_the_device(capability: str, size: str, dtype: str, tmp_path
         assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
         assert kernel["fp_fusion"], kernel
         assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
+    known = known_counts(triton.__version__)
+    if (capability, size, dtype) == CASE and known is not None:
+        assert not changes(count_kernels(kernels), known), "if it is meant, see kernel_counts.py"
+
+
+def test_a_shared_layout_in_which_rows_lie_in_the_same_banks_is_found() -> None:
+    """One-shot linears as Triton 3.6 and 3.7.1 compiled `tl.dot`: with 8 rows 0.6B became slower by a third."""
+    code = """#shared = #ttg.swizzled_shared<{vec = 8, perPhase = 1, maxPhase = 8, order = [%s]}>
+    %%4 = ttg.local_load %%3 : !ttg.memdesc<16x64x32xbf16, #shared, #smem> -> tensor<16x64x32xbf16, #ttg.dot_op<{0}>>"""
+    assert most_conflicts(code % "1, 2, 0") == 1
+    assert most_conflicts(code % "1, 0, 2") == 8
+    assert most_conflicts(code.replace("maxPhase = 8", "maxPhase = 1") % "1, 2, 0") == 8
+    assert most_conflicts(code.replace("bf16", "f32") % "1, 2, 0") == 2
+    assert most_conflicts("") == 0
+
+
+def test_a_count_that_has_changed_is_named() -> None:
+    known = {"_kernel": {"registers": 50, "LDS": 0}}
+    assert changes({"_kernel": {"registers": 60, "LDS": 0}}, known) == []
+    assert changes({"_kernel": {"registers": 39, "LDS": 1}}, known) == [
+        "_kernel: LDS 0 -> 1", "_kernel: registers 50 -> 39"
+    ]  # fmt: skip
+    assert changes({"_other": {"registers": 50, "LDS": 0}}, known)[0] == "_kernel is compiled in one of the two only"
 
 
 @pytest.mark.parametrize(("setting", "starts_early"), [({}, True), ({"NANOVLLM_PDL": "wait"}, False)])

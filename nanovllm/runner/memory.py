@@ -15,6 +15,8 @@ from nanovllm.sampling_params import SamplingParams
 
 _CPU_MEMORY_SHARE = 0.1
 _CPU_MEMORY_LIMIT = 2**30
+_MAX_SLOTS = 2**31
+"""KV slots are int32 (`slot_mapping`)."""
 
 
 def free_memory(device: torch.device) -> int:
@@ -48,10 +50,16 @@ def num_cache_blocks(
         run_step: runs the step that takes the most memory, without or with all that requests can ask for.
 
     Raises:
-        ValueError: not one block fits.
+        ValueError: not one block fits, or the config asks for more than `slot_mapping` can address.
     """
-    if config.num_kvcache_blocks != -1:
-        return config.num_kvcache_blocks
+    num_blocks, max_blocks = config.num_kvcache_blocks, _MAX_SLOTS // config.kvcache_block_size
+    if num_blocks > max_blocks:
+        raise ValueError(
+            f"num_kvcache_blocks={num_blocks} is over the limit of {max_blocks} blocks of {config.kvcache_block_size} "
+            f"tokens: a cache has at most {_MAX_SLOTS} slots"
+        )
+    if num_blocks != -1:
+        return num_blocks
     if device.type == "cuda":
         # The communicator's memory is the engine's too, and was taken before.
         budget = _gpu_budget(config, device, free_before + communicator.device_bytes, run_step)
@@ -66,7 +74,7 @@ def num_cache_blocks(
             f"gpu_memory_utilization ({config.gpu_memory_utilization}), lower max_num_batched_tokens, or end what else "
             "uses the device"
         )
-    return communicator.all_reduce_min(budget // block_bytes)
+    return communicator.all_reduce_min(min(budget // block_bytes, max_blocks))
 
 
 def _gpu_budget(config: Config, device: torch.device, free_before: int, run_step: Callable[[bool], object]) -> int:

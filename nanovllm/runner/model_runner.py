@@ -1,8 +1,7 @@
 """One device: loads its shard of the model, sizes the cache, runs batches.
 
 A step is four moves: `prepare` sends what changed to the device, `forward` computes logits, `sample` draws tokens and
-leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All of them queue
-work and return at once.
+leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All only queue work.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ class ModelRunner:
 
     def _set_up(self, folder: str, max_model_len: int, compilers: Compilers | None) -> None:
         """Load the model, compile the kernels, size the cache, and capture the largest graph."""
-        vocab_size = self.model_config.vocab_size
         config, device, max_blocks = self.config, self.device, -(-max_model_len // self.config.kvcache_block_size)
         free_before = free_memory(device)
         self.model = load_model(self.model_config, self.communicator, config, folder, max_model_len, self.dtype, device)
@@ -100,6 +98,7 @@ class ModelRunner:
         self._compile_kernels(compilers)
 
         def run_largest_step(extra: bool) -> None:
+            vocab_size = self.model_config.vocab_size
             self.execute(profiling_batch(config, vocab_size, max_blocks, max_model_len, extra)).result()
 
         self.num_kvcache_blocks = num_cache_blocks(
@@ -109,9 +108,7 @@ class ModelRunner:
             free_before=free_before,
             block_bytes=self.kv_cache.nbytes,
             most_blocks=max_blocks * config.max_num_running,
-            run_step=lambda extra: self.execute(
-                profiling_batch(config, vocab_size, max_blocks, max_model_len, extra)
-            ).result(),
+            run_step=run_largest_step,
         )
         # Without the profile's options, and their tables.
         self.sampling = self._make_sampling_state()
@@ -125,8 +122,7 @@ class ModelRunner:
 
     def _make_batch_builder(self, max_blocks: int) -> BatchBuilder:
         config, communicator, backend = self.config, self.communicator, self.backend
-        # Cascade attention and split-KV decide the graph of a step, which all ranks capture together; so they must find
-        # the same.
+        # Cascade attention and split-KV decide a step's graph, which all ranks capture together, so they must agree.
         max_cascade_items = communicator.all_reduce_min(backend.max_cascade_items)
         num_kv_heads = communicator.all_reduce_min(self.num_kv_heads)
         return BatchBuilder(
@@ -206,6 +202,7 @@ class ModelRunner:
         Forward and sampling are one CUDA graph where there is one for the step's size, also if rows ask for their
         tokens' log-probabilities. If they ask for more, perhaps of the host, sampling is launched behind the forward's.
         """
+        self.communicator.prepare_step()
         step = self.prepare(batch)
         rows = self._sampling_rows(batch, step) if batch.sample_apart else None
         if batch.scored_seq_ids:
@@ -327,10 +324,13 @@ class ModelRunner:
         with torch.inference_mode():
             step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
             for _ in range(2):
+                self.communicator.prepare_step()
                 self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
 
     def _run_without_kernels(self, shape: StepShape) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
+        self.communicator.prepare_step()
+        self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
         # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
         for filled, value in ((inputs.token_ids, 0), (inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
@@ -340,10 +340,8 @@ class ModelRunner:
     def _allocate_cache(self, num_blocks: int) -> None:
         """Give every layer `num_blocks` blocks of cache."""
         model = self.model_config
-        block = self.config.kvcache_block_size, self.num_kv_heads, model.head_dim
-        shape = (2, model.num_layers, num_blocks, *block)
+        shape = (2, model.num_layers, num_blocks, self.config.kvcache_block_size, self.num_kv_heads, model.head_dim)
         # Zeros, because a masked key still meets a product, and garbage may be NaN.
         self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(module for module in self.model.modules() if isinstance(module, Attention)):
             layer.bind(self.kv_cache[0, i], self.kv_cache[1, i], self.backend)

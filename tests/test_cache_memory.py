@@ -21,7 +21,7 @@ def num_blocks(communicator: Communicator, *, block_bytes: int, most_blocks: int
     """The blocks of a cache on the CPU."""
     config = Config("none", device="cpu", **settings)
     sizes = {"free_before": 0, "block_bytes": block_bytes, "most_blocks": most_blocks}
-    return memory.num_cache_blocks(config, CPU, communicator, **sizes, run_step=lambda extra: None)
+    return memory.num_cache_blocks(config, CPU, communicator, **sizes, run_step=lambda: None, extra_bytes=0)
 
 
 def test_a_cache_whose_slots_are_no_int32_is_refused(checkpoint: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
@@ -18,6 +17,9 @@ from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
+pytest.importorskip("pydantic")
+
+from pydantic import BaseModel, Field
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 PROMPT = "introduce yourself"

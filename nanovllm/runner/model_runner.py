@@ -30,7 +30,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.extended_step import prompt_outputs, rows_asked_for, sample_rows
-from nanovllm.runner.memory import free_memory, num_cache_blocks, profiling_batch
+from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import FillMasks, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows, SamplingState
 from nanovllm.runner.step_results import DeviceLogprobs, StepExtras, StepHandle, StepResults
@@ -89,18 +89,14 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
-        self.sampling = self._make_sampling_state()
+        processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
         # One block is enough to compile with, and to run a step whose results do not count.
         self._allocate_cache(1)
         self._compile_kernels(compilers)
-
-        def run_largest_step(extra: bool) -> None:
-            vocab_size = self.model_config.vocab_size
-            self.execute(profiling_batch(config, vocab_size, max_blocks, max_model_len, extra)).result()
-
         self.num_kvcache_blocks = num_cache_blocks(
             config,
             device,
@@ -108,17 +104,12 @@ class ModelRunner:
             free_before=free_before,
             block_bytes=self.kv_cache.nbytes,
             most_blocks=max_blocks * config.max_num_running,
-            run_step=run_largest_step,
+            run_step=lambda: self.execute(profiling_batch(config, max_blocks, max_model_len)).result(),
+            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache[0, 0].nbytes),
         )
-        # Without the profile's options, and their tables.
-        self.sampling = self._make_sampling_state()
         self._allocate_cache(self.num_kvcache_blocks)
         if self.capture_sizes.shapes and not config.enforce_eager:
             self._capture_largest()
-
-    def _make_sampling_state(self) -> SamplingState:
-        processed_logprobs = self.config.logprobs_mode == "processed_logprobs"
-        return SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
 
     def _make_batch_builder(self, max_blocks: int) -> BatchBuilder:
         config, communicator, backend = self.config, self.communicator, self.backend

@@ -168,14 +168,7 @@ class SamplingParams:
     @classmethod
     def from_model(cls, folder: str | os.PathLike[str]) -> SamplingParams:
         """Return what `generation_config.json` in a model's folder recommends; the defaults if there is none."""
-        path = os.path.join(os.fspath(folder), "generation_config.json")
-        config = read_json(path) if os.path.isfile(path) else {}
-        names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        given = {ours: config.get(theirs) for theirs, ours in {**names, "max_new_tokens": "max_tokens"}.items()}
-        params = cls(**{name: value for name, value in given.items() if value is not None})
-        if config.get("do_sample") is False:
-            params.temperature = 0.0
-        return params
+        return cls(**recommended_values(folder))
 
     def _check(self) -> None:
         self.n = check_int("n", self.n, 1)
@@ -235,6 +228,16 @@ class SamplingParams:
             raise ValueError(
                 f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
             )
+
+
+def recommended_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the sampling parameters that `generation_config.json` in a model's folder sets, by name; not checked."""
+    path = os.path.join(os.fspath(folder), "generation_config.json")
+    config = read_json(path) if os.path.isfile(path) else {}
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    given = {ours: config.get(theirs) for theirs, ours in {**names, "max_new_tokens": "max_tokens"}.items()}
+    values = {name: value for name, value in given.items() if value is not None}
+    return {**values, "temperature": 0.0} if config.get("do_sample") is False else values
 
 
 @strict_keywords

@@ -85,6 +85,16 @@ def open_input(path: str) -> BinaryIO:
     return open(0, "rb", closefd=False) if path == "-" else open(path, "rb")
 
 
+def count_lines(source: BinaryIO, skipped: LineNumbers) -> int | None:
+    """Return how many lines of a source are left to answer; None if it cannot be read twice, as a pipe cannot."""
+    if not source.seekable():
+        return None
+    start = source.tell()
+    count = sum(number not in skipped and bool(line.strip()) for number, line in enumerate(source, 1))
+    source.seek(start)
+    return count
+
+
 def open_output(path: str) -> tuple[BinaryIO, LineNumbers]:
     """Open a file to append results to, or the standard output for "-"; returns also which lines have a result there.
 

@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from tqdm.auto import tqdm
-
-from nanovllm.batch_files.files import ReadAhead, open_input, open_output
+from nanovllm.batch_files.files import ReadAhead, count_lines, open_input, open_output
 from nanovllm.batch_files.requests import BatchRequest, line_ids, load_line, parse_request
 from nanovllm.batch_files.results import encode_line, error_line, result_line
 from nanovllm.commands.start import check_flags
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.run_requests import Progress
 from nanovllm.utils.flags import user_errors
 
 
@@ -34,18 +33,25 @@ class BatchRun:
         lines: what is to be answered.
         defaults: sampling parameters of lines that do not say.
         write: takes a line of the output.
+        num_lines: how many there are; None if it is not known.
 
     Attributes:
         num_answered, num_failed: lines so far.
     """
 
     def __init__(
-        self, llm: LLM, lines: ReadAhead, defaults: Mapping[str, Any], write: Callable[[bytes], object]
+        self,
+        llm: LLM,
+        lines: ReadAhead,
+        defaults: Mapping[str, Any],
+        write: Callable[[bytes], object],
+        num_lines: int | None = None,
     ) -> None:
         self._llm = llm
         self._lines = lines
         self._defaults = defaults
         self._write = write
+        self._num_lines = num_lines
         self._most_pending = 2 * llm.config.max_num_running
         # Of each request in the engine its line's number, what its author called it, and what it asks for.
         self._pending: dict[int, tuple[int, dict[str, Any], BatchRequest]] = {}
@@ -58,11 +64,14 @@ class BatchRun:
             OSError: a file cannot be read or written.
             RuntimeError: the engine is closed, since the device is lost.
         """
+        num_done = 0
         # No progress bar where nobody looks.
-        with tqdm(desc="Answering", unit="line", disable=None) as progress:
+        with Progress(self._llm.llm_engine, self._num_lines, "line", disable=None) as progress:
             while self._fill():
                 self._step()
-                progress.update(self.num_answered + self.num_failed - progress.n)
+                before, num_done = num_done, self.num_answered + self.num_failed
+                if num_done > before:
+                    progress.update(num_done - before)
 
     def _fill(self) -> bool:
         """Queue lines until there are enough; returns whether a request is left. With none, waits for a line."""
@@ -126,6 +135,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # The source stays open: closing it would wait for the thread that reads it.
     with output, llm:
         with user_errors(parser):
+            defaults = {**llm.recommended_values(), **defaults}
             llm.llm_engine.limits.check_params(SamplingParams(**defaults))
 
         def write(line: bytes) -> None:
@@ -133,7 +143,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             # A line that is not in the file when the process is killed is answered again.
             output.flush()
 
-        batch = BatchRun(llm, ReadAhead(source, done, config.max_num_running), defaults, write)
+        # For the bar; a large file takes seconds.
+        num_lines = count_lines(source, done) if sys.stderr.isatty() else None
+        batch = BatchRun(llm, ReadAhead(source, done, config.max_num_running), defaults, write, num_lines)
         batch.run()
     skipped = f", {done.count} skipped, which {options.output} has" if done.count else ""
     print(f"{batch.num_answered} lines answered, {batch.num_failed} failed{skipped}", file=sys.stderr)

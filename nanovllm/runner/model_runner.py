@@ -35,6 +35,7 @@ from nanovllm.runner.messages import FillMasks, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows, SamplingState
 from nanovllm.runner.step_results import DeviceLogprobs, StepExtras, StepHandle, StepResults
 from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.loading_bar import loading_bar
 
 
 class ModelRunner:
@@ -312,11 +313,12 @@ class ModelRunner:
     def _capture_largest(self) -> None:
         """Capture the largest graph, into whose memory the others fit."""
         self.graphs = StepGraphs()
-        with torch.inference_mode():
+        with torch.inference_mode(), loading_bar("Capturing graphs", 2, "run", self.communicator.rank) as bar:
             step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
             for _ in range(2):
                 self.communicator.prepare_step()
                 self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
+                bar.update()
 
     def _run_without_kernels(self, shape: StepShape) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""

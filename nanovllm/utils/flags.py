@@ -41,6 +41,8 @@ def add_flags(
     title: str,
     *,
     renamed: Mapping[str, str] | None = None,
+    positional: str | None = None,
+    description: str | None = None,
     **defaults: Any,
 ) -> None:
     """Add a flag for each field of a dataclass: its type says how the flag is read, the class's docstring its help.
@@ -53,23 +55,34 @@ def add_flags(
         cls: a dataclass whose docstring has a line `name: text` for each field, below "Attributes:".
         title: of the flags in the help.
         renamed: flags whose name is not their field's.
+        positional: a field that may also be given without its flag.
+        description: of the flags, which says what their defaults are; without one, each says its own.
         defaults: of fields; the others have the class's.
     """
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group(title, description)
     hints, texts = get_type_hints(cls), field_texts(cls)
     for item in fields(cls):
         flag = f"--{(renamed or {}).get(item.name, item.name).replace('_', '-')}"
-        text = texts[item.name] + _default_text(defaults.get(item.name, item.default), item)
+        text = texts[item.name]
+        if description is None:
+            text += _default_text(defaults.get(item.name, item.default), item)
         value = {"default": defaults[item.name]} if item.name in defaults else {"default": argparse.SUPPRESS}
-        group.add_argument(
-            flag, dest=_dest(cls, item.name), help=text.replace("%", "%%"), **value, **_reading(hints[item.name])
+        target = group
+        if item.name == positional:
+            target = group.add_mutually_exclusive_group()
+            target.add_argument(
+                flag_dest(cls, item.name), nargs="?", metavar=positional.upper(), default=argparse.SUPPRESS,
+                help=f"instead of {flag}",
+            )  # fmt: skip
+        target.add_argument(
+            flag, dest=flag_dest(cls, item.name), help=text.replace("%", "%%"), **value, **_reading(hints[item.name])
         )
 
 
 def flag_values(options: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
     """Return the fields of a dataclass that were given by flags or have a default of the parser's, by name."""
     given = vars(options)
-    return {item.name: given[dest] for item in fields(cls) if (dest := _dest(cls, item.name)) in given}
+    return {item.name: given[dest] for item in fields(cls) if (dest := flag_dest(cls, item.name)) in given}
 
 
 def field_texts(cls: type[Any]) -> dict[str, str]:
@@ -79,7 +92,8 @@ def field_texts(cls: type[Any]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
 
 
-def _dest(cls: type[Any], name: str) -> str:
+def flag_dest(cls: type[Any], name: str) -> str:
+    """Return the name under which a parser's result has a field."""
     # Two classes may have fields of the same name.
     return f"{cls.__name__}.{name}"
 

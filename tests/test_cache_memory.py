@@ -51,6 +51,6 @@ def test_block_tables_whose_offsets_are_no_int32_are_refused(checkpoint: Path) -
     assert SlotState(15, widest, META).size == 2**31
     with pytest.raises(ValueError, match=f"15 running sequences, with block tables of {widest + 1} .* of 2147483648"):
         SlotState(15, widest + 1, META)
-    many = {"max_num_seqs": 2**27, "max_num_batched_tokens": 2**27}
+    many: dict[str, Any] = {"max_num_seqs": 2**27, "max_num_batched_tokens": 2**27}
     with pytest.raises(ValueError, match=r"134217728 running sequences, with block tables of 16 entries"):
         LLM(checkpoint, device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=9, **many)

@@ -47,7 +47,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    sizes = {"max_model_len": 256, "num_kvcache_blocks": 40, "kvcache_block_size": 16, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {
+        "max_model_len": 256,
+        "num_kvcache_blocks": 40,
+        "kvcache_block_size": 16,
+        "max_num_seqs": 4,
+    }
     with LLM(BUNDLED_MODEL, device="cpu", seed=3, **sizes) as llm:
         yield llm
 

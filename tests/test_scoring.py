@@ -143,7 +143,7 @@ def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: str) -> 
 
 
 @pytest.mark.parametrize("mode", get_args(LogprobsMode))
-def test_beam_search_with_a_temperature(folder: Path, mode: str) -> None:
+def test_beam_search_with_a_temperature(folder: Path, mode: LogprobsMode) -> None:
     tokens, temperature = prompt(20, seed=20), 3.0
     params = BeamSearchParams(4, 6, ignore_eos=True, temperature=temperature)
     with LLM(folder, num_kvcache_blocks=30, logprobs_mode=mode, **SETTINGS) as llm:

@@ -17,7 +17,7 @@ from nanovllm.text.structured_output import (
     GrammarConstraint,
     encode_bad_words,
 )
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_int, token_list
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class InputProcessor:
 
     def _encode(self, prompts: list[Any]) -> list[tuple[Any, str | None]]:
         """Return the token ids of prompts, not checked yet, and the texts of those that have one."""
-        plain = []
+        parts: list[tuple[Any, str | None]] = []
         for index, prompt in enumerate(prompts):
             try:
-                plain.append(_plain_prompt(prompt))
+                parts.append(_token_ids_and_text(prompt))
             except ValueError as error:
                 raise _of_prompt(index, len(prompts), error) from error
-        texts = {index: prompt for index, prompt in enumerate(plain) if isinstance(prompt, str)}
+        texts = {index: text for index, (ids, text) in enumerate(parts) if ids is None and text is not None}
         try:
-            token_ids = iter(self.tokenize(list(texts.values())))
+            encoded = iter(self.tokenize(list(texts.values())))
         except ValueError:
             # One at a time shows which it is.
             for index, text in texts.items():
@@ -109,7 +109,22 @@ class InputProcessor:
                 except ValueError as error:
                     raise _of_prompt(index, len(prompts), error) from error
             raise
-        return [(next(token_ids), prompt) if isinstance(prompt, str) else (prompt, None) for prompt in plain]
+        return [(next(encoded), text) if index in texts else (ids, text) for index, (ids, text) in enumerate(parts)]
+
+    def process_each(
+        self, prompts: list[Any], params: list[SamplingParams], priorities: list[int]
+    ) -> list[Request | ValueError]:
+        """Return requests, and in the places of those that cannot be served why; see `process`."""
+        try:
+            return [*self.process(prompts, params, priorities)]
+        except ValueError:
+            found: list[Request | ValueError] = []
+            for prompt, param, priority in zip(prompts, params, priorities, strict=True):
+                try:
+                    found += self.process([prompt], [param], [priority])
+                except ValueError as error:
+                    found.append(error)
+            return found
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode texts, all in one call, since tokenizers then use every core."""
@@ -157,14 +172,18 @@ def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:
     return error if count == 1 else ValueError(f"prompts[{index}]: {error}")
 
 
-def _plain_prompt(prompt: Any) -> Any:
-    """Return a prompt's text or token ids."""
+def _token_ids_and_text(prompt: Any) -> tuple[Any, str | None]:
+    """Return a prompt's token ids, not checked yet, and its text; one of them may be None."""
+    if isinstance(prompt, str):
+        return None, prompt
     if not isinstance(prompt, Mapping):
-        return prompt
-    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
-        return prompt["prompt"]
-    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
-        return prompt["prompt_token_ids"]
+        return token_list(prompt), None
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if set(prompt) <= {"prompt", "prompt_token_ids"} and isinstance(text, (str, type(None))):
+        if ids is None and text is not None:
+            return None, text
+        if ids is not None and not isinstance(ids, str):
+            return token_list(ids), text
     raise ValueError(
         "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
     )

@@ -538,3 +538,10 @@ def test_a_chat_ends_with_its_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("introduce yourself\n"))
     assert main(["chat", *ENGINE, *flags]) == 0
     assert re.fullmatch(says, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["serve", "--help"]])
+def test_help_without_docstrings(arguments: list[str]) -> None:
+    program = [sys.executable, "-OO", "-m", "nanovllm", *arguments]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0 and not result.stderr and result.stdout.startswith("usage: nanovllm")

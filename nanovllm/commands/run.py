@@ -6,21 +6,42 @@ The engine always has waiting requests beside the running ones, so the batch sta
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.batch_files.files import ReadAhead, open_input, open_output
+from nanovllm.batch_files.digests import AnsweredRequests, answer_header, request_digest, run_digest
+from nanovllm.batch_files.inputs import InputFile, ReadAhead, UnreadableInputError
 from nanovllm.batch_files.requests import BatchRequest, line_ids, load_line, parse_request
+from nanovllm.batch_files.result_file import ResultFile
 from nanovllm.batch_files.results import encode_line, error_line, result_line
 from nanovllm.commands.start import check_flags
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import user_errors
+
+
+@dataclass(frozen=True)
+class PendingLine:
+    """A line whose request is in the engine.
+
+    Attributes:
+        number: of the line, from 1.
+        digest: of the line.
+        ids: what its author called it.
+        request: what it asks for.
+    """
+
+    number: int
+    digest: int
+    ids: dict[str, Any]
+    request: BatchRequest
 
 
 class BatchRun:
@@ -33,6 +54,7 @@ class BatchRun:
         llm: answers.
         lines: what is to be answered.
         defaults: sampling parameters of lines that do not say.
+        run: digest of the run.
         write: takes a line of the output.
 
     Attributes:
@@ -40,15 +62,15 @@ class BatchRun:
     """
 
     def __init__(
-        self, llm: LLM, lines: ReadAhead, defaults: Mapping[str, Any], write: Callable[[bytes], object]
+        self, llm: LLM, lines: ReadAhead, defaults: Mapping[str, Any], run: str, write: Callable[[bytes], object]
     ) -> None:
         self._llm = llm
         self._lines = lines
         self._defaults = defaults
+        self._run = run
         self._write = write
         self._most_pending = 2 * llm.config.max_num_running
-        # Of each request in the engine its line's number, what its author called it, and what it asks for.
-        self._pending: dict[int, tuple[int, dict[str, Any], BatchRequest]] = {}
+        self._pending: dict[int, PendingLine] = {}
         self.num_answered = self.num_failed = 0
 
     def run(self) -> None:
@@ -86,7 +108,7 @@ class BatchRun:
         except ValueError as error:
             self._fail(number, ids, "invalid_request", str(error))
         else:
-            self._pending[request_id] = number, ids, request
+            self._pending[request_id] = PendingLine(number, request_digest(text), ids, request)
 
     def _step(self) -> None:
         try:
@@ -95,20 +117,21 @@ class BatchRun:
             # Lines that failed with the device have no result, so that a later run answers them.
             self._llm.llm_engine.require_open()
             for request_id in error.request_ids:
-                number, ids, _ = self._pending.pop(request_id)
-                self._fail(number, ids, "server_error", str(error))
+                line = self._pending.pop(request_id)
+                self._fail(line.number, line.ids, "server_error", str(error))
             return
         for request_id, output in finished:
-            self._answer(output, *self._pending.pop(request_id))
+            self._answer(self._pending.pop(request_id), output)
 
-    def _answer(self, output: RequestOutput, number: int, ids: dict[str, Any], request: BatchRequest) -> None:
+    def _answer(self, line: PendingLine, output: RequestOutput) -> None:
+        result = result_line(line.number, line.ids, output, line.request, self._llm.config.model)
         try:
-            line = encode_line(result_line(number, ids, output, request, self._llm.config.model))
+            encoded = encode_line(answer_header(line.number, self._run, line.digest) | result)
         except ValueError as error:
             # JSON has no NaN, which is the log-probability of a token where constraints allow none.
-            self._fail(number, ids, "server_error", f"the answer cannot be written: {error}")
+            self._fail(line.number, line.ids, "server_error", f"the answer cannot be written: {error}")
             return
-        self._write(line)
+        self._write(encoded)
         self.num_answered += 1
 
     def _fail(self, number: int, ids: dict[str, Any], code: str, message: str) -> None:
@@ -117,24 +140,50 @@ class BatchRun:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the command and return its exit code."""
+    """Run the command and return its exit code: 1 if a line failed."""
     with user_errors(parser):
         config, defaults = check_flags(options)
-        source = open_input(options.input)
-        output, done = open_output(options.output)
-        llm = LLM(**vars(config))
+        source = InputFile(options.input)
+        results = ResultFile(options.output)
     # The source stays open: closing it would wait for the thread that reads it.
-    with output, llm:
+    with results:
         with user_errors(parser):
-            llm.llm_engine.limits.check_params(SamplingParams(**defaults))
+            digest = run_digest(config, defaults)
+            _check_output(results, source, options, digest)
+            llm = LLM(**vars(config))
+        with llm:
+            with user_errors(parser):
+                llm.llm_engine.limits.check_params(SamplingParams(**defaults))
+            if options.overwrite:
+                results.clear()
+            lines = ReadAhead(source.lines, results.answered, config.max_num_running)
+            batch = BatchRun(llm, lines, defaults, digest, results.write)
+            try:
+                batch.run()
+                if not source.is_stream:
+                    # A stream may have ended early, with the process that wrote it.
+                    results.answered.forget_after(lines.num_lines)
+            except UnreadableInputError as error:
+                parser.error(str(error))
+            finally:
+                results.remove_replaced()
+    print(_summary(batch, results.answered, options.output), file=sys.stderr)
+    return 1 if batch.num_failed else 0
 
-        def write(line: bytes) -> None:
-            output.write(line)
-            # A line that is not in the file when the process is killed is answered again.
-            output.flush()
 
-        batch = BatchRun(llm, ReadAhead(source, done, config.max_num_running), defaults, write)
-        batch.run()
-    skipped = f", {done.count} skipped, which {options.output} has" if done.count else ""
-    print(f"{batch.num_answered} lines answered, {batch.num_failed} failed{skipped}", file=sys.stderr)
-    return 0
+def _check_output(results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str) -> None:
+    if not results.is_stream and os.path.sameopenfile(source.fileno(), results.fileno()):
+        raise ValueError(f"{options.output} is the input: give another output")
+    if not options.overwrite:
+        results.load(digest)
+
+
+def _summary(batch: BatchRun, answered: AnsweredRequests, output: str) -> str:
+    parts = [f"{batch.num_answered} lines answered, {batch.num_failed} failed"]
+    if answered.num_unchanged:
+        parts.append(f"{answered.num_unchanged} skipped, which {output} has")
+    if answered.num_changed:
+        parts.append(f"{answered.num_changed} had changed since {output} was written")
+    if answered.num_gone:
+        parts.append(f"{answered.num_gone} answers removed, whose lines are gone")
+    return ", ".join(parts)

@@ -31,32 +31,43 @@ def utf(encoding: str) -> bytes:
     return PLAIN.decode().encode(encoding)
 
 
-@pytest.mark.parametrize(
-    ("content", "lines"),
-    [
-        (b"", []),
-        (PLAIN, LINES),
-        (PLAIN.rstrip(), [*LINES[:3], LINES[3].rstrip()]),
-        (codecs.BOM_UTF8 + PLAIN, LINES),
-        (gzip.compress(PLAIN), LINES),
-        (gzip.compress(LINES[0]) + gzip.compress(b"".join(LINES[1:])), LINES),
-        (bz2.compress(PLAIN), LINES),
-        (lzma.compress(PLAIN), LINES),
-        # With the byte order mark of this machine's order; with those of either order.
-        (utf("utf-16"), LINES),
-        (codecs.BOM_UTF16_LE + utf("utf-16-le"), LINES),
-        (codecs.BOM_UTF16_BE + utf("utf-16-be"), LINES),
-        (codecs.BOM_UTF32_LE + utf("utf-32-le"), LINES),
-        (gzip.compress(codecs.BOM_UTF16_LE + utf("utf-16-le")), LINES),
-        (ARRAY, ELEMENTS),
-        (b"\n\r\n" + ARRAY, ELEMENTS),
-        (bz2.compress(codecs.BOM_UTF8 + ARRAY), ELEMENTS),
-        (b"[]", []),
-        # Of more than one buffer, whose first line tells little.
-        (b"\n" * 10_000 + PLAIN * 5000, [b"\n"] * 10_000 + LINES * 5000),
-        (b'{"prompt": "%s"}\n' % (b"x" * 100_000), [b'{"prompt": "%s"}\n' % (b"x" * 100_000)]),
-    ],
-)
+READ: dict[str, tuple[bytes, list[bytes]]] = {
+    "empty": (b"", []),
+    "plain": (PLAIN, LINES),
+    "no newline at the end": (PLAIN.rstrip(), [*LINES[:3], LINES[3].rstrip()]),
+    "UTF-8 with a mark": (codecs.BOM_UTF8 + PLAIN, LINES),
+    "gzip": (gzip.compress(PLAIN), LINES),
+    "gzip of two members": (gzip.compress(LINES[0]) + gzip.compress(b"".join(LINES[1:])), LINES),
+    "bz2": (bz2.compress(PLAIN), LINES),
+    "xz": (lzma.compress(PLAIN), LINES),
+    "UTF-16 of this machine": (utf("utf-16"), LINES),
+    "UTF-16, little end first": (codecs.BOM_UTF16_LE + utf("utf-16-le"), LINES),
+    "UTF-16, big end first": (codecs.BOM_UTF16_BE + utf("utf-16-be"), LINES),
+    "UTF-32": (codecs.BOM_UTF32_LE + utf("utf-32-le"), LINES),
+    "gzip of UTF-16": (gzip.compress(codecs.BOM_UTF16_LE + utf("utf-16-le")), LINES),
+    "array": (ARRAY, ELEMENTS),
+    "array after blank lines": (b"\n\r\n" + ARRAY, ELEMENTS),
+    "bz2 of an array": (bz2.compress(codecs.BOM_UTF8 + ARRAY), ELEMENTS),
+    "empty array": (b"[]", []),
+    "more than a buffer": (b"\n" * 10_000 + PLAIN * 5000, [b"\n"] * 10_000 + LINES * 5000),
+    "a long line": (b'{"prompt": "%s"}\n' % (b"x" * 100_000), [b'{"prompt": "%s"}\n' % (b"x" * 100_000)]),
+}
+REFUSED = {
+    "Parquet": (b"PAR1\x15\x04", "a Parquet file, not JSON Lines: .*pandas"),
+    "zip": (b"PK\x03\x04\n", "a zip archive"),
+    "Arrow": (b"ARROW1\0\0", "an Arrow file"),
+    "zstd": (b"\x28\xb5\x2f\xfd\x24", "compressed, and this Python has no module compression.zstd: .*zstd -d"),
+    "an image": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary data"),
+    "UTF-16 without a mark": (b"{\0", "binary data"),
+    "CSV": (b"id,prompt\n1,Hello\n", "looks like CSV, since it begins with 'id,prompt'"),
+    "TSV": (b'\xef\xbb\xbf"the id"\t"prompt"\r\n1\tHello\r\n', "looks like CSV"),
+    "gzip of CSV": (gzip.compress(b"id;prompt\n1;Hello\n"), "looks like CSV"),
+    "an array and more": (b'[1, 2]\n{"prompt": "x"}\n', "begins as a JSON array, but is none: Extra data"),
+    "brackets": (b"[" * 100_000, "begins as a JSON array, but is none"),
+}
+
+
+@pytest.mark.parametrize(("content", "lines"), READ.values(), ids=list(READ))
 def test_what_is_read(content: bytes, lines: list[bytes], tmp_path: Path) -> None:
     # The name says nothing.
     path = tmp_path / "in.csv.gz"
@@ -65,22 +76,7 @@ def test_what_is_read(content: bytes, lines: list[bytes], tmp_path: Path) -> Non
     assert list(source.lines) == lines and not source.is_stream
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"PAR1\x15\x04", "a Parquet file, not JSON Lines: .*pandas"),
-        (b"PK\x03\x04\n", "a zip archive"),
-        (b"ARROW1\0\0", "an Arrow file"),
-        (b"\x28\xb5\x2f\xfd\x24", "compressed, and this Python has no module compression.zstd: .*zstd -d"),
-        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary data"),
-        (b"{\0", "binary data"),
-        (b"id,prompt\n1,Hello\n", "looks like CSV, since it begins with 'id,prompt'"),
-        (b'\xef\xbb\xbf"the id"\t"prompt"\r\n1\tHello\r\n', "looks like CSV"),
-        (gzip.compress(b"id;prompt\n1;Hello\n"), "looks like CSV"),
-        (b'[1, 2]\n{"prompt": "x"}\n', "begins as a JSON array, but is none: Extra data"),
-        (b"[" * 100_000, "begins as a JSON array, but is none"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=list(REFUSED))
 def test_what_is_refused(
     content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -178,14 +179,27 @@ def test_a_changed_input_is_answered_where_it_changed(tmp_path: Path, capsys: py
     assert run(source, output) == 0 and output.read_bytes() == before
 
 
-def test_a_stream_that_ends_early_takes_no_answers_away(tmp_path: Path) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_an_interrupted_run_and_a_stream_that_ends_early_take_no_answers_away(tmp_path: Path) -> None:
+    source, output, fifo = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "fifo"
     write_prompts(source, "1 2", "a b", "5 + 5")
     assert run(source, output) == 0
+    first, begun = results_of(output), output.stat().st_size
     with command("run", "-i", "-", "-o", str(output), *ENGINE, "--temperature", "0", stdin=-1) as process:
-        process.communicate(b'{"prompt": "new", "max_tokens": 3}\n' + source.read_bytes().splitlines(True)[1], 60)
-    after = results_of(output)
-    assert process.returncode == 0 and sorted(after) == [1, 2, 3]
+        assert process.stdin is not None
+        process.stdin.write(b'{"prompt": "x y z", "max_tokens": 3}\n')
+        process.stdin.flush()
+        while process.poll() is None and output.stat().st_size == begun:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+    interrupted = results_of(output)
+    assert process.returncode == 130 and interrupted[1] != first[1]
+    assert interrupted == {**first, 1: interrupted[1]}
+    os.mkfifo(fifo)
+    writer = Thread(target=fifo.write_bytes, args=[source.read_bytes().splitlines(keepends=True)[0]])
+    writer.start()
+    assert run(fifo, output) == 0
+    writer.join()
+    assert results_of(output) == first
 
 
 def test_failed_lines_are_tried_again(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with results:
         with user_errors(parser):
             digest = run_digest(config, defaults)
-            _check_output(results, source, options, digest)
+            _load_results(results, source, options, digest)
             llm = LLM(**vars(config))
         with llm:
             with user_errors(parser):
@@ -159,23 +159,28 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             lines = ReadAhead(source.lines, results.answered, config.max_num_running)
             batch = BatchRun(llm, lines, defaults, digest, results.write)
             try:
-                batch.run()
-                if not source.is_stream:
-                    # A stream may have ended early, with the process that wrote it.
-                    results.answered.forget_after(lines.num_lines)
+                _answer(batch, lines, source, results)
             except UnreadableInputError as error:
                 parser.error(str(error))
-            finally:
-                results.remove_replaced()
     print(_summary(batch, results.answered, options.output), file=sys.stderr)
     return 1 if batch.num_failed else 0
 
 
-def _check_output(results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str) -> None:
+def _load_results(results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str) -> None:
     if not results.is_stream and os.path.sameopenfile(source.fileno(), results.fileno()):
         raise ValueError(f"{options.output} is the input: give another output")
     if not options.overwrite:
         results.load(digest)
+
+
+def _answer(batch: BatchRun, lines: ReadAhead, source: InputFile, results: ResultFile) -> None:
+    try:
+        batch.run()
+        if not source.is_stream:
+            # A stream may have ended early, with the process that wrote it.
+            results.answered.forget_after(lines.num_lines)
+    finally:
+        results.remove_replaced()
 
 
 def _summary(batch: BatchRun, answered: AnsweredRequests, output: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM, QueueFullError
     from nanovllm.async_llm_engine import AsyncLLMEngine
@@ -38,3 +40,8 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(f"nanovllm.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what has not been imported yet, too."""
+    return sorted({*globals(), *__all__})

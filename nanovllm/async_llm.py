@@ -17,6 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, conversations, render_chat, template_options
 from nanovllm.text.engine_thread import EngineThread
 from nanovllm.text.request_stream import Mailbox, RequestStream
+from nanovllm.utils.unpicklable import Unpicklable
 
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
@@ -68,7 +69,7 @@ class OutputStream:
             self._leave()
 
 
-class AsyncLLM:
+class AsyncLLM(Unpicklable):
     """A language model for asyncio programs: an `LLM` whose steps run in a thread of their own.
 
     Requests join the next step. A task that is cancelled, and a stream that is closed, abort their request.

@@ -12,9 +12,10 @@ from nanovllm.async_llm import AsyncLLM, OutputStream
 from nanovllm.logprobs import Logprobs
 from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.unpicklable import Unpicklable
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(Unpicklable):
     """`AsyncLLM` with the method names of vLLM's engine; its outputs hold everything so far.
 
     Args:

@@ -1,16 +1,20 @@
-"""The command line: `nanovllm run`, `nanovllm chat`, `nanovllm serve`, `nanovllm bench` and `nanovllm eval`."""
+"""The command line: `nanovllm generate`, `chat`, `run`, `serve`, `bench` and `eval`."""
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
+from nanovllm import __version__
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.commands.spinner import spinner
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.settings import ServeSettings
-from nanovllm.utils.flags import CommandParser, add_flags
+from nanovllm.utils.flags import CommandParser, add_flags, flag_dest
 
 # What imports torch is imported by the command that needs it, so that help and errors come at once.
 _WITH_OWN_PARSER = {
@@ -18,7 +22,16 @@ _WITH_OWN_PARSER = {
     ("bench",): "nanovllm.bench.main",
     ("eval",): "nanovllm.integrations.lm_eval",
 }
-_COMMANDS = {"run": "nanovllm.commands.run", "chat": "nanovllm.commands.chat", "serve": "nanovllm.serve.main"}
+_COMMANDS = {
+    "generate": "nanovllm.commands.generate",
+    "chat": "nanovllm.commands.chat",
+    "run": "nanovllm.commands.run",
+    "serve": "nanovllm.serve.main",
+}
+_SAMPLING_DEFAULTS = (
+    "Without a flag, the model's generation_config.json decides; where it says nothing, an output may be as long as "
+    "the model allows, the temperature is 1, and all else is off."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,12 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for words, module in _WITH_OWN_PARSER.items():
         if tuple(arguments[: len(words)]) == words:
-            return import_module(module).main(arguments[len(words) :]) or 0
+            try:
+                command = _load(module).main
+            except ImportError as error:
+                # An extra that is not installed; the message says how to install it.
+                print(f"nanovllm {' '.join(words)}: error: {error}", file=sys.stderr)
+                return 1
+            return command(arguments[len(words) :]) or 0
     commands, parser = make_parsers()
-    options = parser.parse_args(arguments)
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = _parse(parser, arguments)
     name: str = options.command
     try:
-        code: int = getattr(import_module(_COMMANDS[name]), name)(options, commands[name])
+        code: int = getattr(_load(_COMMANDS[name]), name)(options, commands[name])
         return code
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
@@ -46,10 +68,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _parse(parser: CommandParser, arguments: list[str]) -> Namespace:
+    options, rest = parser.parse_known_args(arguments)
+    model = flag_dest(Config, "model")
+    words = [word for word in rest if word == "-" or not word.startswith("-")]
+    if options.command == "generate" and getattr(options, model) == BUNDLED_MODEL and len(words) == len(rest) == 1:
+        # argparse wants all positionals in one place: of `MODEL --flag 1 PROMPT` it takes the first for the prompt.
+        setattr(options, model, options.prompt)
+        options.prompt = rest.pop()
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
+def _load(module: str) -> ModuleType:
+    with spinner("Starting nanovllm"):
+        return import_module(module)
+
+
 def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
-    """Return the parsers of `run`, `chat` and `serve` by name, and that of the whole command line."""
-    parser = CommandParser("nanovllm", description="Offline inference of large language models.")
+    """Return the parsers of the commands that take `Config`'s flags by name, and that of the whole command line."""
+    parser = CommandParser("nanovllm", description="Inference of large language models, offline or as a server.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="complete a prompt",
+        description="Complete a prompt as it is, without a chat template, and print the text as it comes.",
+    )
+    chat = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal",
+        description="Talk with a model. Ctrl-C stops an answer, /help lists what else there is, /quit or Ctrl-D ends.",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
     run = commands.add_parser(
         "run",
         help="answer the lines of a file",
@@ -70,26 +122,22 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         "--overwrite", action="store_true",
         help="remove what the output holds, instead of going on with it; needed for another model or other parameters",
     )  # fmt: skip
-    chat = commands.add_parser(
-        "chat",
-        help="talk with a model in the terminal",
-        description="Talk with a model. Ctrl-C stops an answer, /clear forgets the conversation, Ctrl-D or /exit ends. "
-        "Sampling parameters that no flag sets are those that the model recommends.",
-    )
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
     serve = commands.add_parser(
         "serve",
         help="answer requests in OpenAI's form over HTTP",
         description="Answer HTTP requests in the form of OpenAI's API.",
     )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help="instead of --model")
     add_flags(serve, ServeSettings, "server")
-    add_flags(serve, Config, "engine", model=BUNDLED_MODEL)
-    for command in (run, chat):
-        add_flags(command, Config, "engine", model=BUNDLED_MODEL)
-        # Both classes have a seed.
-        add_flags(command, SamplingParams, "sampling", renamed={"seed": "sampling_seed"})
+    named = {"generate": generate, "chat": chat, "run": run, "serve": serve}
+    for command in named.values():
+        add_flags(command, Config, "engine", positional="model", model=BUNDLED_MODEL)
+        if command is not serve:
+            # Both classes have a seed.
+            renamed = {"seed": "sampling_seed"}
+            add_flags(command, SamplingParams, "sampling", renamed=renamed, description=_SAMPLING_DEFAULTS)
+    # Last, so that it follows the model.
+    generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
     # They have parsers of their own, which need torch; these entries are for the help.
     commands.add_parser("bench", help="measure throughput; bench serve: that of a server under load", add_help=False)
     commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
-    return {"run": run, "chat": chat, "serve": serve}, parser
+    return named, parser

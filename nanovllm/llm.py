@@ -20,9 +20,10 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats_history import StatsSample
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
+from nanovllm.models import count_parameters
 from nanovllm.outputs import BeamSearchOutput, Prompt, RequestOutput, ScoreOutput, StepResult
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
 from nanovllm.text.chat import Message, conversations, render_chat, template_options
@@ -31,18 +32,26 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.units import format_count
+from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 Self = TypeVar("Self", bound="LLM")
 
 
-class LLM:
+class LLM(Unpicklable):
     """A language model, ready to generate: an `LLMEngine` behind a tokenizer.
 
     Args:
         model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
         kwargs: the fields of `nanovllm.config.Config`.
+
+    Attributes:
+        device: where the model runs; of several ranks, the first one's.
+        dtype: of weights and KV cache.
+        num_parameters: of the whole model, embeddings included.
 
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
@@ -63,6 +72,9 @@ class LLM:
             self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
+        self.device = resolve_device(config.device, size=config.tensor_parallel_size)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device.type == "cuda")
+        self.num_parameters = count_parameters(model_config)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
         self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
         self.output_processor = OutputProcessor(self.tokenizer)
@@ -233,6 +245,10 @@ class LLM:
         """Return what the model's `generation_config.json` recommends."""
         return SamplingParams.from_model(self._folder)
 
+    def recommended_values(self) -> dict[str, Any]:
+        """Return the sampling parameters that the model's `generation_config.json` sets, by name."""
+        return recommended_values(self._folder)
+
     def add_request(
         self, prompt: Prompt | list[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
@@ -278,6 +294,15 @@ class LLM:
             yield
         finally:
             self.llm_engine.end(call)
+
+    def __repr__(self) -> str:
+        config, limits = self.config, self.llm_engine.limits
+        return (
+            f"LLM(model={config.model!r}, num_parameters={format_count(self.num_parameters)}, device={self.device}, "
+            f"dtype={self.dtype}, tensor_parallel_size={config.tensor_parallel_size}, "
+            f"max_model_len={limits.max_model_len}, max_num_seqs={config.max_num_seqs}, "
+            f"num_kv_slots={limits.num_kv_slots})"
+        )
 
     def __enter__(self: Self) -> Self:
         return self

@@ -157,9 +157,16 @@ class StepResult(NamedTuple):
 
 
 class StepError(RuntimeError):
-    """A step failed, and with it the requests `request_ids`; the cause is the exception's `__cause__`."""
+    """A step failed, and with it the requests `request_ids`; the cause is the exception's `__cause__`.
+
+    It can be pickled, as a pool of processes does with exceptions, but for its cause.
+    """
 
     def __init__(self, message: str, request_ids: list[int], cause: BaseException | None = None) -> None:
         super().__init__(message)
         self.request_ids = request_ids
         self.__cause__ = cause
+
+    def __reduce__(self) -> tuple[type[StepError], tuple[str, list[int]]]:
+        # A cause may be anything, and the message says what it was.
+        return type(self), (str(self), self.request_ids)

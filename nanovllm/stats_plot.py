@@ -29,9 +29,11 @@ def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> 
     figure = Figure(figsize=(8, 6), layout="constrained")
     batch, cache, rate = figure.subplots(3, sharex=True)
     times = [sample.time for sample in samples]
-    batch.plot(times, [sample.num_running for sample in samples], color=_COLORS[0], label="running")
-    batch.plot(times, [sample.num_waiting for sample in samples], color=_COLORS[1], label="waiting")
-    cache.plot(times, [100 * sample.cache_use for sample in samples], color=_COLORS[0])
+    # A sample counts until the next.
+    steps = {"drawstyle": "steps-post"}
+    batch.plot(times, [sample.num_running for sample in samples], color=_COLORS[0], label="running", **steps)
+    batch.plot(times, [sample.num_waiting for sample in samples], color=_COLORS[1], label="waiting", **steps)
+    cache.plot(times, [100 * sample.cache_use for sample in samples], color=_COLORS[0], **steps)
     for name, color in zip(("output", "prompt"), _COLORS, strict=True):
         rate.stairs(token_rates(samples, f"num_{name}_tokens"), times, color=color, label=name)
     batch.set(ylabel="sequences")

@@ -36,7 +36,7 @@ def lines_of_every_kind() -> list[Any]:
             {"messages": [{"role": "user", "content": f"sort {i} 3 7"}], **tokens},
             openai(CHAT, messages=INTRODUCTION, **tokens),
             openai(TEXT, prompt=f"{i}", **tokens),
-            {"prompt": "sampled", "max_tokens": 8},
+            {"prompt": "sampled", "max_tokens": 8, "temperature": 1},
             b"bad\n",
             b"\n",
         ]

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import bench
+import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.batch_files.digests import AnsweredRequests, request_digest
@@ -103,7 +111,7 @@ def test_chat_requests_in_openais_form(llm: LLM) -> None:
     ):
         assert written["token"] == at[token_id].decoded_token and bytes(written["bytes"]).decode() == written["token"]
         assert written["logprob"] == pytest.approx(at[token_id].logprob, abs=1e-4) and len(written["top_logprobs"]) == 2
-    # The API's default is no limit; ours would be 64 tokens.
+    # The API's default is no limit; `SamplingParams` has one of 64 tokens.
     assert results[2]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
 
 
@@ -309,11 +317,12 @@ VALUES: dict[str, tuple[list[str], Any]] = {
 }
 
 
-REQUIRED: dict[str, list[str]] = {"run": ["-i", "x", "-o", "y"], "chat": [], "serve": []}
+REQUIRED: dict[str, list[str]] = {"generate": ["x"], "run": ["-i", "x", "-o", "y"], "chat": [], "serve": []}
+SAMPLING = ["generate", "run", "chat"]
 
 
 @pytest.mark.parametrize(
-    ("cls", "commands"), [(Config, REQUIRED), (SamplingParams, ["run", "chat"]), (ServeSettings, ["serve"])]
+    ("cls", "commands"), [(Config, REQUIRED), (SamplingParams, SAMPLING), (ServeSettings, ["serve"])]
 )
 def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
     given, expected = list[str](), dict[str, Any]()
@@ -335,6 +344,8 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         # Only the model has a default of the command's.
         bare = flag_values(parser.parse_args(required), cls)
         assert bare == ({"model": BUNDLED_MODEL} if cls is Config else {})
+        named = flag_values(parser.parse_args(["some/model", *required]), cls)
+        assert named == ({"model": "some/model"} if cls is Config else {})
     assert set(field_texts(cls)) == {item.name for item in fields(cls)}
     checked = {name: value for name, value in expected.items() if name not in ("detokenize", "min_tokens", "n")}
     assert cls(**checked)
@@ -343,7 +354,9 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ([], "COMMAND"),
+        (["chat", "one/model", "--model", "another"], "not allowed with argument MODEL"),
+        (["generate", *ENGINE, "--n", "2", "x"], "n must be 1"),
+        (["generate", *ENGINE, ""], "empty"),
         (["walk"], "walk"),
         (["run", "-i", "x"], "-o"),
         (["chat", "--temp", "1"], "--temp"),
@@ -372,6 +385,19 @@ def test_a_bad_value_ends_with_code_2_and_one_line(
     assert not output and part in errors and errors.count("\n") == 1 and errors.startswith("nanovllm")
 
 
+def test_a_used_port_is_found_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr("nanovllm.serve.main._load", Mock(side_effect=AssertionError))
+    with socket.create_server(("127.0.0.1", 0)) as used, pytest.raises(SystemExit) as exit_info:
+        main(["serve", "--port", str(used.getsockname()[1])])
+    output, errors = capfd.readouterr()
+    assert exit_info.value.code == 2 and not output
+    assert errors.startswith("nanovllm serve: error: ") and "address already in use" in errors
+    assert errors.count("\n") == 1
+
+
 def test_nobody_reads_the_output() -> None:
     process = command("run", "-i", "-", "-o", "-", *ENGINE, stdin=-1, stdout=-1, stderr=-1)
     assert process.stdout is not None
@@ -379,6 +405,15 @@ def test_nobody_reads_the_output() -> None:
     process.stdout = None
     _, errors = process.communicate(b"bad\n", timeout=60)
     assert process.returncode == 1 and errors.splitlines()[-1].startswith(b"nanovllm run: error: [Errno")
+
+
+def test_what_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n    {name} " in listed for name in (*REQUIRED, "bench", "eval"))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
 
 
 def test_the_benchmark_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,6 +440,98 @@ def test_a_conversation_has_a_history(llm: LLM, capsys: pytest.CaptureFixture[st
     assert len(conversation.messages) == 5 and llm.is_finished()
     conversation.clear()
     assert conversation.messages == history[:1]
+
+
+class Terminal:
+    """A command that runs in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        ours, theirs = os.openpty()
+        # One that is made has no columns, and a bar no room.
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+        self.process = command(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        self.file = open(ours, "r+b", buffering=0)  # noqa: SIM115 (the test closes it)
+
+    def read_until(self, end: str) -> str:
+        """Return what is shown until the end of it is `end`."""
+        shown = b""
+        while not shown.endswith(end.encode()):
+            shown += self.file.read(4096)
+        return shown.decode()
+
+    def type(self, line: str, end: str) -> str:
+        """Type a line, and return what is shown until the end of it is `end`."""
+        self.file.write(line.encode() + b"\n")
+        return self.read_until(end)
+
+
+def test_a_chat_on_a_terminal() -> None:
+    terminal = Terminal("chat", *ENGINE)
+    shown = terminal.read_until("/quit ends.\r\n> ")
+    assert "Starting nanovllm" in shown and "Loading weights" in shown
+    assert f"nanovllm {nanovllm.__version__}: qwen3-tiny, 4.85M parameters, float32 on the CPU" in shown
+    assert "4.85M toy" in shown and "--model Qwen/Qwen3-0.6B" in shown
+    assert "/clear " in terminal.type("/help", "stop an answer\r\n> ")
+    assert "/what is no command" in terminal.type("/what", "lists them\r\n> ")
+    terminal.file.write(b"/quit\n")
+    assert terminal.process.wait(20) == 0
+    terminal.file.close()
+
+
+def test_a_run_on_a_terminal_shows_how_many_lines_are_left(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(encode([{"prompt": "x", "max_tokens": 9}, b"\n", b"bad\n", *[{"prompt": "y"}] * 3])))
+    assert main(["run", *ENGINE, "--max-tokens", "9", "-i", str(source), "-o", str(output)]) == 1
+    answers = [line for line in output.read_bytes().splitlines(keepends=True) if line.startswith(b'{"line": 4,')]
+    output.write_bytes(b"".join(answers))
+    terminal = Terminal("run", *ENGINE, "--max-tokens", "9", "-i", str(source), "-o", str(output))
+    shown = terminal.read_until("which " + str(output) + " has\r\n")
+    # Of six lines one is blank, and one has an answer.
+    assert "4/4" in shown and "tok/s" in shown and "00:00<" in shown
+    assert terminal.process.wait(20) == 1
+    terminal.file.close()
+
+
+def test_a_prompt_from_the_command_line_or_the_standard_input(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = llm.generate(["1 + 1"], SamplingParams(0, 8, ignore_eos=True), use_tqdm=False)
+    arguments = [BUNDLED_MODEL, *ENGINE, "--max-tokens", "8", "--ignore-eos"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1\n"))
+    for prompt in ("1 + 1", "-"):
+        position = 2 if prompt == "-" else len(arguments) + 1
+        given = ["generate", *arguments]
+        given.insert(position, prompt)
+        assert main(given) == 0
+        assert capsys.readouterr().out == expected["text"] + "\n"
+
+
+@pytest.mark.parametrize("recommended", [{"max_new_tokens": 64}, {}])
+def test_commands_take_what_the_model_recommends(
+    recommended: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in Path(BUNDLED_MODEL).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, **recommended}))
+    (tmp_path / "in.jsonl").write_bytes(
+        b'{"messages": [{"role": "user", "content": "x"}]}\n' + encode([{"prompt": "x"}])[0]
+    )
+    arguments = [str(tmp_path), *ENGINE, "--max-model-len", "100", "--ignore-eos"]
+    with LLM(tmp_path, device="cpu", max_model_len=100, num_kvcache_blocks=40, kvcache_block_size=16) as llm:
+        params = SamplingParams(0, recommended.get("max_new_tokens"), ignore_eos=True)
+        (completed,) = llm.generate(["x"], params, use_tqdm=False)
+        (answered,) = llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
+    assert main(["generate", *arguments, "x"]) == 0
+    assert capsys.readouterr().out == completed["text"] + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    assert main(["chat", *arguments]) == 0
+    assert capsys.readouterr().out == answered["text"] + "\n"
+    assert main(["run", *arguments, "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 0
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    texts = {result["line"]: result["outputs"][0]["text"] for result in results}
+    assert texts == {1: answered["text"], 2: completed["text"]}
 
 
 def test_a_chat_through_pipes() -> None:
@@ -440,3 +567,13 @@ def test_help_without_docstrings(arguments: list[str]) -> None:
     program = [sys.executable, "-OO", "-m", "nanovllm", *arguments]
     result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0 and not result.stderr and result.stdout.startswith("usage: nanovllm")
+
+
+def test_an_extra_that_is_missing_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.integrations.lm_eval", raising=False)
+    assert main(["eval", "--tasks", "x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nanovllm eval: error: ") and "pip install 'nanovllm[eval]'" in line

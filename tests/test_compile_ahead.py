@@ -137,6 +137,26 @@ PROGRAM = """
         "_rms_norm_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel",
     ]
 
+    bars = []
+
+    class Bar:
+        "Takes the place of the terminal's."
+
+        def __init__(self, stage, total, unit, rank):
+            self.total, self.n = total, 0
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def update(self):
+            self.n += 1
+
+    ahead.loading_bar = Bar
+
     def start(runs, rank=0, size=1):
         "Do what the start of an engine does."
         with Compilers() as compilers:
@@ -290,6 +310,7 @@ PROGRAM = """
         warnings.simplefilter("error")
         start(runs * 2)
     assert sorted(loaded) == sorted(kernels) and not launched and no_children_left(), (loaded, launched)
+    assert bars[-1].n == bars[-1].total == len(kernels)
     parsed, launchers = notes("parsed", "launcher")
     assert sorted(name for _, name in parsed) == sorted(kernels), parsed
     workers = {pid for pid, _ in parsed}
@@ -318,6 +339,7 @@ PROGRAM = """
         forks = iter([fork] * allowed + [no_more] * 3)
         os.fork = lambda: next(forks)()
         start([late(number), late(number + 1)])
+        assert bars[-1].n == bars[-1].total == 2
         workers = {pid for pid, _ in notes("parsed")[0]}
         assert len(workers) == 1 and (parent in workers) == (allowed < 2), workers
     assert loaded.count("_late_kernel") == 9 and no_children_left()

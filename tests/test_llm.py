@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import pickle
 import signal
 import threading
 import time
@@ -105,6 +107,17 @@ def test_a_block_is_copied_before_it_is_the_copy_of_another(checkpoint: Path) ->
         runner.prepare(ScheduledBatch(block_copies=[(1, 2), (3, 1)], new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
         assert runner.kv_cache[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
         assert torch.equal(runner.kv_cache[1, -1, 2], runner.kv_cache[0, 0, 2])
+
+
+def test_what_holds_a_device_stays_in_its_process(bundled: LLM) -> None:
+    for held in (bundled, bundled.llm_engine):
+        for call in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"^LLM\w* holds a device and cannot be pickled or copied"):
+                call(held)
+    error = pickle.loads(pickle.dumps(StepError("no room", [3, 4], MemoryError(open))))
+    assert (str(error), error.request_ids, type(error)) == ("no room", [3, 4], StepError)
+    (output,) = bundled.generate("a", SamplingParams(0, 3, logprobs=1), use_tqdm=False)
+    assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
 
 
 def test_one_string_gives_a_list_of_one(bundled: LLM) -> None:

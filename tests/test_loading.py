@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import weakref
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.models import loader
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.loading_bar import loading_bar
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -148,6 +151,26 @@ def test_truncated_weights(copy: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
         load(copy)
+
+
+def test_a_terminal_shows_how_far_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Any] = []
+
+    def recorded(*arguments: Any) -> Any:
+        bars.append(loading_bar(*arguments))
+        return bars[-1]
+
+    for terminal in (True, False):
+        shown = StringIO()
+        monkeypatch.setattr(shown, "isatty", lambda shows=terminal: shows)
+        monkeypatch.setattr(sys, "stderr", shown)
+        monkeypatch.setattr(loader, "loading_bar", recorded)
+        with LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8) as llm:
+            (bar,) = bars
+            assert ("Loading weights" in shown.getvalue()) == terminal
+            assert not terminal or bar.n == bar.total == 4 * llm.num_parameters
+        bars.clear()
+    assert loading_bar("Loading weights", 5, "B", rank=1).disable
 
 
 def test_no_weights_no_config_no_folder(copy: Path, tmp_path: Path) -> None:

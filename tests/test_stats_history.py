@@ -6,6 +6,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_memory_is_bounded_and_samples_stay_even(monkeypatch: pytest.MonkeyPatch
     assert samples[3][1:4] == (2, 3, 0.25)
 
 
-def test_an_engine_keeps_its_history(llm: LLM, tmp_path: Path) -> None:
+def test_an_engine_keeps_its_history(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.llm_engine._history = StatsHistory(interval=0.0)
     llm.generate([[1, 2, 3]] * 3, SamplingParams(0, 8, ignore_eos=True), use_tqdm=False)
     samples, stats = llm.stats_history(), llm.stats()
@@ -48,9 +49,15 @@ def test_an_engine_keeps_its_history(llm: LLM, tmp_path: Path) -> None:
     assert samples[-1].num_prompt_tokens == stats["num_prompt_tokens"] and samples[-1].num_running == 0
     assert 0 < max(sample.cache_use for sample in samples) <= 1
     assert all(b.time >= a.time for a, b in pairwise(samples))
-    pytest.importorskip("matplotlib")
+    figure = pytest.importorskip("matplotlib.figure").Figure
     llm.plot_stats(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    figures: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda drawn, *args, **options: figures.append(drawn))
+    llm.plot_stats("")
+    # A slope between two samples would show sequences that never were.
+    lines = [line for axes in figures[0].axes[:2] for line in axes.get_lines()]
+    assert [line.get_drawstyle() for line in lines] == ["steps-post"] * 3
 
 
 def test_rates() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -120,7 +121,8 @@ def test_ranks_without_kernels_of_ours(obstacle: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     monkeypatch.setattr(symmetric, "DistributedCommunicator", Mock(return_value="NCCL"))
     monkeypatch.setattr(symmetric.SymmetricCommunicator, "__init__", Mock(side_effect=AssertionError))
-    assert str(symmetric.connect(0, 2, CUDA, HashStore(), 8)) == "NCCL"
+    limits: Any = None
+    assert str(symmetric.connect(0, 2, CUDA, HashStore(), limits)) == "NCCL"
 
 
 def test_systems_that_lack_triton_and_calls_of_linux() -> None:

@@ -77,8 +77,12 @@ class AnsweredRequests:
         if number < len(self._digests):
             self._digests[number] = digest
 
+    def holds(self, number: int, digest: int) -> bool:
+        """Return whether a line is blank, or its answer holds."""
+        return digest == 0 or self._get(number) == digest
+
     def check(self, number: int, digest: int) -> bool:
-        """Return whether a line is blank, or its answer holds; an answer that does not is forgotten."""
+        """Return the same as `holds`, count the line, and forget an answer that does not hold."""
         answered = self._get(number)
         if answered == digest:
             self.num_unchanged += digest != 0

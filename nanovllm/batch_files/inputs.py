@@ -104,12 +104,21 @@ class InputFile:
         # Not `sys.stdin`, whose lock the interpreter wants at its end, while a thread may hold it.
         self._file = open(0 if path == "-" else path, "rb", closefd=path != "-")  # noqa: SIM115 (stays open)
         self.is_stream = path == "-" or not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        self._path = path
         name = "the standard input" if path == "-" else path
         self.lines = _read_later(self._file, name) if self.is_stream else _read_lines(self._file, name)
 
     def fileno(self) -> int:
         """Return the descriptor of the open file."""
         return self._file.fileno()
+
+    def count_unanswered(self, answered: AnsweredRequests) -> int | None:
+        """Return how many lines are to be answered; None of a stream, which cannot be read twice."""
+        if self.is_stream:
+            return None
+        with open(self._path, "rb") as file:
+            lines = enumerate(_read_lines(file, self._path), 1)
+            return sum(not answered.holds(number, request_digest(line)) for number, line in lines)
 
 
 class _Sniffed(io.RawIOBase):

@@ -91,7 +91,7 @@ def parse_request(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> Bat
     if ("prompt" in record) == ("messages" in record):
         raise ValueError("a line has either a prompt or messages")
     values = {name: value for name, value in record.items() if name in _SAMPLING}
-    params = _sampling_params({**defaults, **values})
+    params = _sampling_params({"max_tokens": None, **defaults, **values})
     if "prompt" in record:
         if record.keys() & _TEMPLATE:
             raise ValueError("tools and chat_template_kwargs need messages")

@@ -1,1 +1,1 @@
-"""What the commands `nanovllm run` and `nanovllm chat` do."""
+"""What the commands `nanovllm run`, `generate` and `chat` do."""

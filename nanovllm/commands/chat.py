@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from contextlib import closing, suppress
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from nanovllm.commands.start import check_flags
+import torch
+
+from nanovllm import __version__
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.commands.start import check_flags, check_single_output, sampling_params
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import render_chat
 from nanovllm.utils.flags import user_errors
+from nanovllm.utils.units import format_count
+
+HELP = """\
+/clear         forget the conversation
+/help          show this
+/quit, /exit   end, as Ctrl-D does
+Ctrl-C         stop an answer"""
+_TOY = """\
+It is a {size} toy that shows that all works: it adds, sorts, counts and lists primes, and forgets each question.
+A real model: nanovllm chat --model Qwen/Qwen3-0.6B"""
 
 
 class Conversation:
@@ -72,14 +87,30 @@ def _turn(conversation: Conversation) -> bool:
         text = input("> " if sys.stdin.isatty() else "").strip()
         if text == "/clear":
             conversation.clear()
-        elif text and text != "/exit":
+        elif text == "/help":
+            print(HELP)
+        elif text in ("/quit", "/exit"):
+            return False
+        elif re.fullmatch(r"/\w+", text):
+            print(f"{text} is no command; /help lists them", file=sys.stderr)
+        elif text:
             conversation.answer(text)
-        return text != "/exit"
+        return True
     except EOFError:
         return False
     except ValueError as error:
         print(f"{error} (/clear forgets the conversation)", file=sys.stderr)
         return True
+
+
+def banner(llm: LLM) -> str:
+    """Return what a conversation begins with: the model, its size, where it runs, and how to get on."""
+    name, size = Path(llm.config.model).name, format_count(llm.num_parameters)
+    device = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
+    lines = [f"nanovllm {__version__}: {name}, {size} parameters, {llm.dtype} on {device}".replace("torch.", "")]
+    if llm.config.model == BUNDLED_MODEL:
+        lines.append(_TOY.format(size=size))
+    return "\n".join([*lines, "/help lists the commands, /quit ends."])
 
 
 def chat(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -89,13 +120,12 @@ def chat(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         import readline  # noqa: F401, PLC0415
     with user_errors(parser):
         config, values = check_flags(options)
-        if values.get("n", 1) != 1:
-            raise ValueError("a chat has one answer: n must be 1")
+        check_single_output(values)
         llm = LLM(**vars(config))
     with llm:
         with user_errors(parser):
-            # An answer ends where the model ends it.
-            params = replace(llm.get_default_sampling_params(), **{"max_tokens": None, **values})
-            params = llm.llm_engine.limits.check_params(params)
+            params = sampling_params(llm, values)
+        if sys.stdin.isatty():
+            print(banner(llm))
         talk(Conversation(llm, params, options.system))
     return 0

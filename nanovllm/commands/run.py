@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from nanovllm.batch_files.digests import AnsweredRequests, answer_header, request_digest, run_digest
 from nanovllm.batch_files.inputs import InputFile, ReadAhead, UnreadableInputError
 from nanovllm.batch_files.requests import BatchRequest, line_ids, load_line, parse_request
@@ -24,6 +22,7 @@ from nanovllm.commands.start import check_flags
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.run_requests import Progress
 from nanovllm.utils.flags import user_errors
 
 
@@ -56,19 +55,27 @@ class BatchRun:
         defaults: sampling parameters of lines that do not say.
         run: digest of the run.
         write: takes a line of the output.
+        num_lines: how many there are; None if it is not known.
 
     Attributes:
         num_answered, num_failed: lines so far.
     """
 
     def __init__(
-        self, llm: LLM, lines: ReadAhead, defaults: Mapping[str, Any], run: str, write: Callable[[bytes], object]
+        self,
+        llm: LLM,
+        lines: ReadAhead,
+        defaults: Mapping[str, Any],
+        run: str,
+        write: Callable[[bytes], object],
+        num_lines: int | None = None,
     ) -> None:
         self._llm = llm
         self._lines = lines
         self._defaults = defaults
         self._run = run
         self._write = write
+        self._num_lines = num_lines
         self._most_pending = 2 * llm.config.max_num_running
         self._pending: dict[int, PendingLine] = {}
         self.num_answered = self.num_failed = 0
@@ -80,11 +87,14 @@ class BatchRun:
             OSError: a file cannot be read or written.
             RuntimeError: the engine is closed, since the device is lost.
         """
+        num_done = 0
         # No progress bar where nobody looks.
-        with tqdm(desc="Answering", unit="line", disable=None) as progress:
+        with Progress(self._llm.llm_engine, self._num_lines, "line", disable=None) as progress:
             while self._fill():
                 self._step()
-                progress.update(self.num_answered + self.num_failed - progress.n)
+                before, num_done = num_done, self.num_answered + self.num_failed
+                if num_done > before:
+                    progress.update(num_done - before)
 
     def _fill(self) -> bool:
         """Queue lines until there are enough; returns whether a request is left. With none, waits for a line."""
@@ -153,11 +163,14 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             llm = LLM(**vars(config))
         with llm:
             with user_errors(parser):
+                defaults = {**llm.recommended_values(), **defaults}
                 llm.llm_engine.limits.check_params(SamplingParams(**defaults))
             if options.overwrite:
                 results.clear()
+            # For the bar; a large file takes seconds.
+            num_lines = source.count_unanswered(results.answered) if sys.stderr.isatty() else None
             lines = ReadAhead(source.lines, results.answered, config.max_num_running)
-            batch = BatchRun(llm, lines, defaults, digest, results.write)
+            batch = BatchRun(llm, lines, defaults, digest, results.write, num_lines)
             try:
                 _answer(batch, lines, source, results)
             except UnreadableInputError as error:

@@ -34,6 +34,7 @@ from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.unpicklable import Unpicklable
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Abort:
     keep_outputs: bool
 
 
-class LLMEngine:
+class LLMEngine(Unpicklable):
     """Requests, their scheduling, and the runner that computes them.
 
     Args:
@@ -76,7 +77,12 @@ class LLMEngine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
         )
-        self.limits = RequestLimits(vocab_size, max_model_len, runner.num_kvcache_blocks * config.kvcache_block_size)
+        self.limits = RequestLimits(
+            vocab_size,
+            max_model_len,
+            num_kv_slots=runner.num_kvcache_blocks * config.kvcache_block_size,
+            max_logprobs=config.most_logprobs(vocab_size),
+        )
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
@@ -151,6 +157,8 @@ class LLMEngine:
         Raises:
             ValueError: what is given is no id.
         """
+        if not isinstance(request_ids, Iterable):
+            raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
         checked = [check_int("request id", request_id, 0) for request_id in request_ids]
         self._inbox.append(Abort(checked, keep_outputs))
         call = Call(brief=True)

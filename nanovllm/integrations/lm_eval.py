@@ -1,7 +1,7 @@
 """A model for EleutherAI's lm-evaluation-harness, which importing this module registers as `nanovllm`.
 
-The harness finds models by its registry alone, not by entry points, so its own command cannot know of this one: `main`
-registers the model and runs that command.
+The harness (0.4.13) finds models by its registry alone, not by entry points of other packages, so its own command,
+`lm_eval --model nanovllm`, cannot know of this one: `main` registers the model and runs that command.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 try:
+    # Registers the harness's own models, which it leaves out if another one is registered first.
+    import lm_eval.models  # noqa: F401
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError("lm-evaluation-harness is not installed: pip install 'nanovllm[eval]'") from error
+    raise ImportError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'nanovllm[eval]'") from error
 
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -35,6 +39,8 @@ class NanoVLLM(TemplateLM):
         add_bos_token: whether texts begin with BOS; None leaves it to the tokenizer.
         prefix_token_id: what an empty context is; BOS, or EOS where there is none, if None.
         max_gen_toks: most tokens to generate where a task does not say.
+        device: as in `Config`; the harness says "cuda:0" where its user does not, which on a machine without a GPU is
+            the CPU here, as for its own `hf` model.
         config: the fields of `nanovllm.config.Config`.
     """
 
@@ -46,10 +52,13 @@ class NanoVLLM(TemplateLM):
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         max_gen_toks: int = 256,
+        device: str = "auto",
         **config: Any,
     ) -> None:
         super().__init__()
-        self.llm = LLM(pretrained, **config)
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            device = "auto"
+        self.llm = LLM(pretrained, device=device, **config)
         self.tokenizer = self.llm.tokenizer
         if self.tokenizer is None:
             self.llm.exit()

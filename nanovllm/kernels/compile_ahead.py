@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
@@ -19,6 +19,7 @@ import torch
 
 from nanovllm.kernels._triton import NotCompiledError, compiled_only, to_compile, triton
 from nanovllm.kernels.compilers import Compilers, Job, compile_kernel, empty_kernel
+from nanovllm.utils.loading_bar import loading_bar
 
 T = TypeVar("T")
 
@@ -76,10 +77,11 @@ def compile_ahead(
         wait([compiler_ready(device)])
         context.run(compiled_only.set, True)
         missing = [job for job in _shared_out(list(kernels.values()), rank, size) if not context.run(_loaded, job)]
-        if missing and compilers is not None:
-            compilers.compile(missing, num_workers)
-            missing = [job for job in missing if not context.run(_loaded, job)]
-        _compile_in_threads(missing, num_workers)
+        with loading_bar("Compiling kernels", len(missing), "kernel", rank) as bar:
+            if missing and compilers is not None:
+                compilers.compile(missing, num_workers, bar.update)
+                missing = [job for job in missing if not context.run(_loaded, job)]
+            _compile_in_threads(missing, num_workers, bar.update)
         # Raises the error of any kernel that could not be compiled.
         for job in missing:
             _ = job().run
@@ -103,13 +105,14 @@ def _loaded(job: Job) -> bool:
     return True
 
 
-def _compile_in_threads(jobs: list[Job], num_threads: int) -> None:
-    """Compile jobs into Triton's cache; failures are ignored."""
+def _compile_in_threads(jobs: list[Job], num_threads: int, on_done: Callable[[], object]) -> None:
+    """Compile jobs into Triton's cache, ignoring failures; `on_done` is called after each."""
     if not jobs:
         return
     executor = ThreadPoolExecutor(min(num_threads, len(jobs)))
     try:
-        wait([executor.submit(compile_kernel, job) for job in jobs])
+        for _ in as_completed([executor.submit(compile_kernel, job) for job in jobs]):
+            on_done()
     finally:
         # After an interrupt the remaining jobs are cancelled.
         executor.shutdown(cancel_futures=True)

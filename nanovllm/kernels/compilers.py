@@ -67,8 +67,11 @@ class Compilers:
             self.close()
             raise
 
-    def compile(self, jobs: list[Job], num_processes: int) -> None:
-        """Compile jobs for the current device into Triton's cache, ignoring failures; then end the processes."""
+    def compile(self, jobs: list[Job], num_processes: int, on_done: Callable[[], object]) -> None:
+        """Compile jobs for the current device into Triton's cache, ignoring failures; then end the processes.
+
+        `on_done` is called after each job.
+        """
         if self._server is None:
             return
         pickled = []
@@ -80,6 +83,7 @@ class Compilers:
             self._connection.send((triton.runtime.driver.active.get_current_target(), pickled, num_processes))
             while self._connection.poll(_PATIENCE_SECONDS):
                 self._connection.recv_bytes()
+                on_done()
 
     def close(self) -> None:
         """End the processes; a second call does nothing."""

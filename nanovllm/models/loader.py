@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.utils.checks import read_json
+from nanovllm.utils.loading_bar import loading_bar
 
 _INDEX = "model.safetensors.index.json"
 
@@ -45,13 +47,18 @@ def load_model(
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed or 0)
     else:
-        load_weights(model, folder)
+        load_weights(model, folder, communicator.rank)
     model.init_rope(max_model_len, device)
     return model
 
 
-def load_weights(model: CausalLM, folder: str) -> None:
+def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
     """Fill `model` from the safetensors of a folder.
+
+    Args:
+        model: gets the weights.
+        folder: has the files.
+        rank: of this process; 0 shows a bar.
 
     Raises:
         ValueError: no weights there, a file missing or damaged, tensors missing, left over or of the wrong shape.
@@ -59,8 +66,9 @@ def load_weights(model: CausalLM, folder: str) -> None:
     slices = weight_slices(model)
     filled: set[WeightTarget] = set()
     surplus = []
-    for file in _weight_files(folder):
-        for name, tensor in _tensors(file):
+    num_bytes = sum(part.region.nbytes for part in slices.values())
+    with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
+        for file, name, tensor in chain.from_iterable(map(_tensors, _weight_files(folder))):
             target = model.weight_target(name)
             if target is None:
                 continue
@@ -71,6 +79,7 @@ def load_weights(model: CausalLM, folder: str) -> None:
                 raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
             _fill(slices[target], name, tensor)
             filled.add(target)
+            bar.update(slices[target].region.nbytes)
     missing = [str(target) for target in slices if target not in filled]
     if surplus or missing:
         raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
@@ -119,12 +128,12 @@ def _weight_files(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def _tensors(file: str) -> Iterator[tuple[str, Any]]:
-    """Names of a file's tensors, and what reads the parts of each that are asked for."""
+def _tensors(file: str) -> Iterator[tuple[str, str, Any]]:
+    """The file with the name of each of its tensors, and what reads the parts of it that are asked for."""
     try:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
-                yield name, weights.get_slice(name)
+                yield file, name, weights.get_slice(name)
     except SafetensorError as error:
         raise ValueError(f"{file!r} is damaged: {error}") from error
 

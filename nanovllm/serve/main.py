@@ -40,8 +40,9 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with user_errors(parser):
         settings = ServeSettings(**flag_values(options, ServeSettings))
         settings = replace(settings, api_key=settings.api_key or os.environ.get("NANOVLLM_API_KEY") or None)
-        values = flag_values(options, Config)
-        config = Config(**values | ({"model": options.model} if options.model else {}))
+        config = Config(**flag_values(options, Config))
+        # Loading may take minutes.
+        asyncio.run(_check_port(settings.host, settings.port))
         llm = _load(config, settings)
     service = Service(llm, settings)
     app = create_app(service)
@@ -84,6 +85,12 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     )
     server.run()
     return 0
+
+
+async def _check_port(host: str, port: int) -> None:
+    """Raise an OSError if the server could not listen there."""
+    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)
+    server.close()
 
 
 async def _warm_up(app: Any, api_key: str | None) -> None:

@@ -44,10 +44,8 @@ class Service:
         self.model = settings.served_model_name or Path(llm.llm.config.model).name
         self.created = int(time.time())
         self.metrics = Metrics(llm.llm.stats)
-        defaults = llm.llm.get_default_sampling_params()
-        plain = SamplingParams()
-        # What the model recommends, where a request does not say.
-        self._defaults = {name: value for name, value in vars(defaults).items() if value != getattr(plain, name)}
+        # Where a request does not say.
+        self._defaults = llm.llm.recommended_values()
         tokenizer = llm.llm.tokenizer
         template = getattr(tokenizer, "apply_chat_template", None)
         self._reserved = set() if template is None else set(inspect.signature(template).parameters) - {"kwargs"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.request_limits import RequestLimits
@@ -37,13 +37,11 @@ class _CheckedParams:
         params: in range, and of this call alone.
         bad_words: token sequences that are never generated.
         grammar: a constraint at its start; each output gets a copy.
-        features: of requests that bring nothing else, by priority.
     """
 
     params: SamplingParams
     bad_words: list[list[int]]
     grammar: GrammarConstraint | None
-    features: dict[int, RequestFeatures] = field(default_factory=dict)
 
 
 class InputProcessor:
@@ -88,7 +86,8 @@ class InputProcessor:
             except ValueError as error:
                 concerns_all = found is None and all(other is param for other in params)
                 raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
-            requests.append(Request(tokens, found.params, self._features(found, priority, text, streams)))
+            features = [self._features(found, priority, text, token_ids, streams) for _ in range(found.params.n)]
+            requests.append(Request(tokens, found.params, features))
         return requests
 
     def _encode(self, prompts: list[Any]) -> list[tuple[Any, str | None]]:
@@ -137,17 +136,10 @@ class InputProcessor:
         structured = params.structured_outputs
         return _CheckedParams(params, bad_words, None if structured is None else self._grammars.make(structured))
 
-    def _features(self, known: _CheckedParams, priority: int, text: str | None, streams: bool) -> list[RequestFeatures]:
-        """Return the features of each output of a request."""
-        params = known.params
-        if text is None and not streams and not (params.stop or known.bad_words or known.grammar):
-            # Nothing of one request alone: making them anew would be most of the time that a request takes.
-            if priority not in known.features:
-                known.features[priority] = RequestFeatures(priority)
-            return [known.features[priority]] * params.n
-        return [self._own_features(known, priority, text, streams) for _ in range(params.n)]
-
-    def _own_features(self, known: _CheckedParams, priority: int, text: str | None, streams: bool) -> RequestFeatures:
+    def _features(
+        self, known: _CheckedParams, priority: int, text: str | None, token_ids: list[int], streams: bool
+    ) -> RequestFeatures:
+        """Return the features of an output."""
         params, constraint = known.params, None if known.grammar is None else known.grammar.copy()
         sequences = [sequence for sequence in known.bad_words if len(sequence) > 1]
         return RequestFeatures(
@@ -156,6 +148,7 @@ class InputProcessor:
             constraint=BadWordsConstraint(sequences, constraint) if sequences else constraint,
             bad_token_ids=tuple(sequence[0] for sequence in known.bad_words if len(sequence) == 1),
             prompt=text,
+            prompt_token_ids=token_ids,
         )
 
 

@@ -104,7 +104,7 @@ def _step_until_done(
 ) -> dict[int, RequestOutput]:
     """Return the outputs of requests `ids`; other requests' results stay for their callers."""
     outputs = dict[int, RequestOutput]()
-    with _Progress(engine, len(ids), use_tqdm) as progress:
+    with Progress(engine, len(ids), "request", disable=not use_tqdm) as progress:
         while len(outputs) < len(ids):
             engine.run_step()
             done = engine.claim(ids)
@@ -117,15 +117,22 @@ def _step_until_done(
     return outputs
 
 
-class _Progress:
-    """A progress bar over requests, with rates and the engine's state."""
+class Progress:
+    """A progress bar over requests, with rates and the engine's state.
 
-    def __init__(self, engine: LLMEngine, total: int, enabled: bool) -> None:
+    Args:
+        engine: computes the requests.
+        total: number of requests; None if it is not known.
+        unit: what a request is called.
+        disable: show nothing; None shows the bar on a terminal alone.
+    """
+
+    def __init__(self, engine: LLMEngine, total: int | None, unit: str, *, disable: bool | None) -> None:
         self._engine = engine
-        self._bar: Any = tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True, disable=not enabled)
+        self._bar: Any = tqdm(total=total, desc="Generating", unit=unit, dynamic_ncols=True, disable=disable)
         self._started, self._before = time.perf_counter(), engine.stats()
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *error: object) -> None:

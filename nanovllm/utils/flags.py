@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -41,6 +41,8 @@ def add_flags(
     title: str,
     *,
     renamed: Mapping[str, str] | None = None,
+    positional: str | None = None,
+    description: str | None = None,
     **defaults: Any,
 ) -> None:
     """Add a flag for each field of a dataclass: its type says how the flag is read, the class's docstring its help.
@@ -53,24 +55,35 @@ def add_flags(
         cls: a dataclass whose docstring has a line `name: text` for each field, below "Attributes:".
         title: of the flags in the help.
         renamed: flags whose name is not their field's.
+        positional: a field that may also be given without its flag.
+        description: of the flags, which says what their defaults are; without one, each says its own.
         defaults: of fields; the others have the class's.
     """
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group(title, description)
     hints, texts = get_type_hints(cls), field_texts(cls)
     for item in fields(cls):
         flag = f"--{(renamed or {}).get(item.name, item.name).replace('_', '-')}"
         # Without docstrings, under `python -OO`, there are no texts.
-        text = texts.get(item.name, "") + _default_text(defaults.get(item.name, item.default), item)
+        text = texts.get(item.name, "")
+        if description is None:
+            text += _default_text(defaults.get(item.name, item.default), item)
         value = {"default": defaults[item.name]} if item.name in defaults else {"default": argparse.SUPPRESS}
-        group.add_argument(
-            flag, dest=_dest(cls, item.name), help=text.replace("%", "%%"), **value, **_reading(hints[item.name])
+        target = group
+        if item.name == positional:
+            target = group.add_mutually_exclusive_group()
+            target.add_argument(
+                flag_dest(cls, item.name), nargs="?", metavar=positional.upper(), default=argparse.SUPPRESS,
+                help=f"instead of {flag}",
+            )  # fmt: skip
+        target.add_argument(
+            flag, dest=flag_dest(cls, item.name), help=text.replace("%", "%%"), **value, **_reading(hints[item.name])
         )
 
 
 def flag_values(options: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
     """Return the fields of a dataclass that were given by flags or have a default of the parser's, by name."""
     given = vars(options)
-    return {item.name: given[dest] for item in fields(cls) if (dest := _dest(cls, item.name)) in given}
+    return {item.name: given[dest] for item in fields(cls) if (dest := flag_dest(cls, item.name)) in given}
 
 
 def field_texts(cls: type[Any]) -> dict[str, str]:
@@ -80,7 +93,8 @@ def field_texts(cls: type[Any]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
 
 
-def _dest(cls: type[Any], name: str) -> str:
+def flag_dest(cls: type[Any], name: str) -> str:
+    """Return the name under which a parser's result has a field."""
     # Two classes may have fields of the same name.
     return f"{cls.__name__}.{name}"
 
@@ -100,6 +114,9 @@ def _reading(hint: Any) -> dict[str, Any]:
         (element,) = get_args(lists[0])
         return {"action": "append", "type": element, "metavar": _METAVARS[element]}
     (kind,) = (kind for kind in kinds if kind is not NoneType)
+    if get_origin(kind) is Literal:
+        # The class says which values it takes.
+        kind = str
     if kind not in _METAVARS:
         return {"type": _json_reader(kind), "metavar": "JSON"}
     return {

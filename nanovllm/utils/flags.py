@@ -63,7 +63,8 @@ def add_flags(
     hints, texts = get_type_hints(cls), field_texts(cls)
     for item in fields(cls):
         flag = f"--{(renamed or {}).get(item.name, item.name).replace('_', '-')}"
-        text = texts[item.name]
+        # Without docstrings, under `python -OO`, there are no texts.
+        text = texts.get(item.name, "")
         if description is None:
             text += _default_text(defaults.get(item.name, item.default), item)
         value = {"default": defaults[item.name]} if item.name in defaults else {"default": argparse.SUPPRESS}

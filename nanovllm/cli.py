@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 1
             return command(arguments[len(words) :]) or 0
     commands, parser = make_parsers()
+    if "_ARGCOMPLETE" in os.environ:
+        # Set by the shell that `register-python-argcomplete` has told of this command.
+        import_module("argcomplete").autocomplete(parser)
     if not arguments:
         parser.print_help()
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from nanovllm.engine.stats_history import StatsSample
+from nanovllm.utils.extras import install_hint
 
 _COLORS = "#3b6fb6", "#c46a2b"
 
@@ -25,7 +26,7 @@ def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> 
         # Not pyplot, which chooses a window system.
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ImportError('plot_stats needs matplotlib: pip install "nanovllm[plot]"') from error
+        raise ImportError(f"plot_stats needs matplotlib: {install_hint('plot')}") from error
     figure = Figure(figsize=(8, 6), layout="constrained")
     batch, cache, rate = figure.subplots(3, sharex=True)
     times = [sample.time for sample in samples]

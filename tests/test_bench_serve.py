@@ -435,7 +435,8 @@ def test_what_is_not_installed_is_named(
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "serve", "--url", "http://x", "--rate", "1", "--plot", str(tmp_path / "x.png")])
     assert exit_info.value.code == 2
-    expected = f"nanovllm bench serve: error: {package} is not installed: pip install 'nanovllm[{extra}]'\n"
+    hint = f"pip install 'nanovllm[{extra}]', or pip install '.[{extra}]' in its source"
+    expected = f"nanovllm bench serve: error: {package} is not installed: {hint}\n"
     assert capsys.readouterr().err == expected
 
 

@@ -421,6 +421,16 @@ def test_what_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_info.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
 
 
+@pytest.mark.parametrize(("line", "offered"), [("nanovllm ch", {"chat "}), ("nanovllm serve --po", {"--port "})])
+def test_the_shell_completes_commands_and_flags(line: str, offered: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    # What argcomplete's shell function sets.
+    shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
+    shell |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
+    subprocess.run([sys.executable, "-m", "nanovllm"], env=os.environ | shell, check=False, timeout=60)
+    assert set((tmp_path / "out").read_text().splitlines()) == offered
+
+
 def test_the_benchmark_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert callable(bench.main) and callable(bench.measure_ceilings)
     with pytest.raises(SystemExit) as exit_info:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
@@ -615,3 +616,15 @@ def test_torch_and_environment_are_left_alone(checkpoint: Path) -> None:
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before[:3]
     assert dict(os.environ) == before[3]
+
+
+def test_what_a_session_shows(llm: LLM) -> None:
+    expected = (
+        f"LLM(model={llm.config.model!r}, num_parameters=127k, device=cpu, dtype=torch.float32, "
+        "tensor_parallel_size=1, max_model_len=128, max_num_seqs=512, num_kv_slots=320)"
+    )
+    assert repr(llm) == expected
+    llm.exit()
+    assert repr(llm) == expected
+    # Names that are imported when they are asked for.
+    assert {"LLM", "SamplingParams", "AsyncLLM", "__version__"} <= set(dir(nanovllm))

@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -56,7 +57,12 @@ def obstacle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     capability, hip, has_triton, message = {
         "old": ((7, 5), None, True, "they need compute capability 8.0 or more, and cuda:0 has 7.5"),
         "ROCm": ((9, 0), "6.4", True, "they need an NVIDIA GPU, and this PyTorch is built for ROCm 6.4"),
-        "no Triton": ((9, 0), None, False, "Triton is not installed"),
+        "no Triton": (
+            (9, 0),
+            None,
+            False,
+            "Triton, which PyTorch's CUDA builds for Linux bring along, is not installed",
+        ),
     }[request.param]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -130,6 +136,13 @@ def test_systems_that_lack_triton_and_calls_of_linux() -> None:
         [sys.executable, "-c", PROGRAM, BUNDLED_MODEL], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout == "8\n", done.stdout + done.stderr
+
+
+def test_triton_is_installed_for_tests_alone() -> None:
+    # It takes a gigabyte; where it is of use, PyTorch depends on it.
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    needed, extras = text.split("[project.optional-dependencies]")
+    assert "triton" not in needed and "triton" in extras.split("test = [")[1].split("\n]")[0]
 
 
 def test_memory_that_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

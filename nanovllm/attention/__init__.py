@@ -9,6 +9,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
+from nanovllm.utils.extras import install_hint
 
 
 def make_backend(
@@ -51,7 +52,7 @@ def make_backend(
     if block_size % 256:
         raise ValueError(f"attention_backend='flash_attn' needs a kvcache_block_size multiple of 256, not {block_size}")
     if find_spec("flash_attn") is None:
-        raise ValueError("attention_backend='flash_attn' is not installed: pip install nanovllm[flash-attn]")
+        raise ValueError(f"attention_backend='flash_attn' is not installed: {install_hint('flash-attn')}")
     from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
 
     return FlashAttnBackend()

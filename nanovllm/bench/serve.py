@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from nanovllm.bench.load_report import HEADER, RateResult, notes, plot, row, summarize
+from nanovllm.utils.extras import install_hint
 from nanovllm.utils.flags import CommandParser, user_errors
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     needed = [("aiohttp", "serve")] + ([("matplotlib", "plot")] if options.plot else [])
     for package, extra in needed:
         if find_spec(package) is None:
-            parser.error(f"{package} is not installed: pip install 'nanovllm[{extra}]'")
+            parser.error(f"{package} is not installed: {install_hint(extra)}")
     if options.prompt_ids and (options.endpoint == "chat" or options.vocab_size is None):
         parser.error("--prompt-ids needs --vocab-size and --endpoint completions")
     if options.vocab_size is not None and not options.prompt_ids:

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.extras import install_hint
 
 try:
     # Registers the harness's own models, which it leaves out if another one is registered first.
@@ -24,7 +25,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'nanovllm[eval]'") from error
+    raise ImportError(f"lm-evaluation-harness cannot be imported ({error}): {install_hint('eval')}") from error
 
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 

@@ -140,7 +140,7 @@ def triton_obstacle(device: torch.device) -> str | None:
         # AMD GPUs report capabilities too: an MI250 reports Hopper's.
         return f"they need an NVIDIA GPU, and this PyTorch is built for ROCm {torch.version.hip}"
     if not HAS_TRITON:
-        return "Triton is not installed (pip install triton, on Linux)"
+        return "Triton, which PyTorch's CUDA builds for Linux bring along, is not installed"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         found, least = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))

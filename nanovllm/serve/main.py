@@ -13,9 +13,10 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.utils.extras import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
 
-_INSTALL = "nanovllm serve needs further packages: pip install 'nanovllm[serve]'"
+_INSTALL = f"nanovllm serve needs further packages: {install_hint('serve')}"
 _SWITCH_SECONDS = 0.0005
 """How long one thread may hold the interpreter while another waits.
 

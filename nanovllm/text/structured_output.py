@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS = 256
 """Compiled ones that are kept; one of a large schema takes about a megabyte."""
@@ -32,7 +33,7 @@ _INSTEAD = {
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Fields of a schema that are no schemas."""
-_INSTALL = "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
+_INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
 
 
 class GrammarConstraint:

@@ -154,3 +154,17 @@ def test_ranks_are_not_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Windows")
     with pytest.raises(RuntimeError, match="tensor_parallel_size=2 needs Linux or macOS, not Windows"):
         LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
+
+
+def test_a_server_needs_no_client_and_no_plots() -> None:
+    pytest.importorskip("fastapi")
+    program = """
+import sys
+from unittest.mock import MagicMock
+sys.modules |= dict.fromkeys(["openai", "aiohttp", "matplotlib", "triton"])
+import nanovllm.serve.main
+from nanovllm.serve.app import create_app
+from nanovllm.serve.settings import ServeSettings
+create_app(MagicMock(settings=ServeSettings()))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -9,15 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.config import EngineSettings
 from nanovllm.llm import LLM
-from nanovllm.outputs import Prompt, RequestOutput
+from nanovllm.outputs import Prompt, RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import Message, conversations, render_chat, template_options
+from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
 from nanovllm.text.engine_thread import EngineThread
 from nanovllm.text.request_stream import Mailbox, RequestStream
 from nanovllm.utils.unpicklable import Unpicklable
+
+if TYPE_CHECKING:
+    # Of Python 3.11.
+    from typing_extensions import Unpack
 
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
@@ -83,7 +88,9 @@ class AsyncLLM(Unpicklable):
         ValueError: see `LLM`.
     """
 
-    def __init__(self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Unpack[EngineSettings]
+    ) -> None:
         self.llm = LLM(model, **kwargs)
         self.max_pending_requests = max_pending_requests
         self._thread = EngineThread(self.llm.llm_engine)
@@ -164,23 +171,26 @@ class AsyncLLM(Unpicklable):
         *,
         priority: int = 0,
         request_id: int | str | None = None,
-        **template: Any,
+        **template: Unpack[ChatTemplateOptions],
     ) -> RequestOutput:
         """Answer a conversation; see `generate` and, for `template`, `LLM.chat`. To stream, see `render_chat`."""
-        prompt = await self.render_chat(messages, **template)
+        prompt = await self._render(messages, template)
         return await self.generate(prompt, sampling_params, priority=priority, request_id=request_id)
 
-    async def render_chat(self, messages: list[Message], **template: Any) -> list[int]:
+    async def render_chat(self, messages: list[Message], **template: Unpack[ChatTemplateOptions]) -> list[int]:
         """Return a conversation's prompt as token ids; see `LLM.chat`.
 
         Raises:
             ValueError: the messages do not fit the template.
         """
+        return list((await self._render(messages, template))["prompt_token_ids"])
+
+    async def _render(self, messages: list[Message], template: ChatTemplateOptions) -> TokensPrompt:
         talks, is_list = conversations(messages)
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")
         is_slow = len(str((talks[0], template))) > LONG_TEXT
-        render = partial(render_chat, self.llm.tokenizer, talks[0], **template_options(**template))
+        render = partial(render_chat, self.llm.tokenizer, talks[0], **template_options(template))
         return await self.run_beside(render, is_slow=is_slow)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -110,15 +110,21 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         "run",
         help="answer the lines of a file",
         description="Answer each line of a JSON Lines file. A run that was stopped goes on where it ended: lines that "
-        "are answered in the output are skipped.",
+        "are answered in the output are skipped, and those that failed or have changed are answered again. The exit "
+        "code is 1 if a line failed.",
     )
     run.add_argument(
         "-i", "--input", required=True, metavar="FILE",
-        help='lines are {"prompt": ...}, {"messages": ...} or requests of OpenAI\'s batch API; - is the standard input',
+        help='lines are {"prompt": ...}, {"messages": ...} or requests of OpenAI\'s batch API; may be compressed '
+        "(gzip, bz2, xz), UTF-16, or a JSON array; - is the standard input",
     )  # fmt: skip
     run.add_argument(
         "-o", "--output", required=True, metavar="FILE",
         help="gets a line for each request when it has finished, with the number of its line; - is the standard output",
+    )  # fmt: skip
+    run.add_argument(
+        "--overwrite", action="store_true",
+        help="remove what the output holds, instead of going on with it; needed for another model or other parameters",
     )  # fmt: skip
     serve = commands.add_parser(
         "serve",

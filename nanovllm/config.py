@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
-LOAD_FORMATS = ("auto", "dummy")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
+LoadFormat = Literal["auto", "dummy"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+_CHOICES = {
+    "dtype": Dtype,
+    "attention_backend": AttentionBackendName,
+    "load_format": LoadFormat,
+    "logprobs_mode": LogprobsMode,
+}
 _LEAST = {
     "tensor_parallel_size": 1,
     "max_model_len": 1,
@@ -17,6 +24,7 @@ _LEAST = {
     "max_num_batched_tokens": 1,
     "kvcache_block_size": 16,
     "num_kvcache_blocks": -1,
+    "max_logprobs": -1,
 }
 
 
@@ -44,6 +52,7 @@ class Config:
         trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
         logprobs_mode: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is sampled from: after
             masks, penalties and temperature.
+        max_logprobs: most log-probabilities that a request may ask for at each position; -1: of the whole vocabulary.
         seed: of dummy weights (0 if None), and of requests without their own seed (drawn at random if None).
 
     Raises:
@@ -52,7 +61,7 @@ class Config:
 
     model: str
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int = 4096
     max_num_seqs: int = 512
@@ -62,11 +71,12 @@ class Config:
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
     enable_prefix_caching: bool = True
-    attention_backend: str = "auto"
-    load_format: str = "auto"
+    attention_backend: AttentionBackendName = "auto"
+    load_format: LoadFormat = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    max_logprobs: int = 20
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,17 +93,38 @@ class Config:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
         if not isinstance(self.device, str):
             raise ValueError(f"device must be a string such as 'cuda:0', not {self.device!r}")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        for name, kind in _CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
 
     @property
     def max_num_running(self) -> int:
         """Maximum running sequences such that one token of each fits into a step's token budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
+    def most_logprobs(self, vocab_size: int) -> int:
+        """Return the most log-probabilities at a position of a model with this vocabulary."""
+        return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of `Config` besides the model, as keywords of `LLM`, for type checkers and editors."""
+
+    device: str
+    dtype: Dtype
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    kvcache_block_size: int
+    num_kvcache_blocks: int
+    enable_prefix_caching: bool
+    attention_backend: AttentionBackendName
+    load_format: LoadFormat
+    revision: str | None
+    trust_remote_code: bool
+    logprobs_mode: LogprobsMode
+    max_logprobs: int
+    seed: int | None

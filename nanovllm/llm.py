@@ -4,39 +4,59 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from nanovllm.config import Config
+from nanovllm.config import Config, EngineSettings
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats_history import StatsSample
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
-from nanovllm.outputs import BeamSearchOutput, Prompt, RequestOutput, ScoreOutput, StepResult
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    Prompt,
+    Prompts,
+    RequestOutput,
+    ScoreOutput,
+    StepResult,
+    TokensPrompt,
+)
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
-from nanovllm.text.chat import Message, conversations, render_chat, template_options
+from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
 from nanovllm.text.input_processor import InputProcessor, Request
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, run_requests, stream_requests
+from nanovllm.text.run_requests import (
+    check_priorities,
+    one_each,
+    prompt_list,
+    run_good_requests,
+    run_requests,
+    stream_requests,
+)
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.text.tool_calls import parse_tool_calls
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.units import format_count
 from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
+
+if TYPE_CHECKING:
+    # Of Python 3.11.
+    from typing_extensions import Unpack
 
 Self = TypeVar("Self", bound="LLM")
 
@@ -58,7 +78,7 @@ class LLM(Unpicklable):
         RuntimeError: a rank failed.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
         self.config = config = Config(os.fspath(model), **kwargs)
         # The compilers come first: what follows begins CUDA, and threads.
         with Compilers(config.device) as compilers, start_ranks(config) as ranks:
@@ -91,22 +111,25 @@ class LLM(Unpicklable):
 
     def generate(
         self,
-        prompts: Prompt | list[Any],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: list[int] | None = None,
+        priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
-            prompts: texts, token ids, or dicts of either (`TextPrompt`, `TokensPrompt`); a single text or dict is a
-                list of one.
+            prompts: texts, token ids (lists, tuples, arrays or tensors), or dicts of either (`TextPrompt`,
+                `TokensPrompt`); a single text or dict is a list of one.
             sampling_params: one for all prompts, or one each; the defaults if None.
             use_tqdm: show a progress bar.
             priority: of each prompt; lower ones run first, ties in the order of the prompts.
             on_output: called with each output as it finishes.
+            on_error: "return" puts an output with an `error` where a prompt is out of bounds or its step fails, and
+                goes on with the others.
 
         Returns:
             The outputs in the order of the prompts.
@@ -116,56 +139,92 @@ class LLM(Unpicklable):
             StepError: a step failed, and with it requests of this call; it is a RuntimeError.
             RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
+
+        Example:
+            >>> outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=256))
+            >>> outputs[0].outputs[0].text
         """
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         self.llm_engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         with self._driving():
-            processed = self.input_processor.process(requests, params, priorities)
-            return run_requests(self.llm_engine, processed, use_tqdm, on_output)
+            if on_error == "raise":
+                processed = self.input_processor.process(requests, params, priorities)
+                return run_requests(self.llm_engine, processed, use_tqdm, on_output)
+            each = self.input_processor.process_each(requests, params, priorities)
+            return run_good_requests(self.llm_engine, each, requests, use_tqdm, on_output)
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template: Any,
+        *,
+        priority: Sequence[int] | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        **template: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
         """Answer conversations, which the tokenizer's chat template turns into prompts.
 
         Args:
-            messages: one conversation, a list of dicts with `role` and `content`; or a list of conversations.
-            sampling_params, use_tqdm: see `generate`.
-            template: `add_generation_prompt`, `continue_final_message`, `chat_template`, `chat_template_kwargs` and
-                `tools`; see `text.chat.template_options`.
+            messages: one conversation, a list of dicts with `role` and `content`, text or OpenAI's parts of type text;
+                or a list of conversations.
+            sampling_params, use_tqdm, priority, on_output: see `generate`.
+            template: see `ChatTemplateOptions`. With `tools`, the calls in an answer are its `tool_calls`.
 
         Raises:
-            ValueError: the messages do not fit the template, or see `generate`.
-            TypeError: an unknown keyword.
+            ValueError: the messages do not fit the template, an unknown keyword, or see `generate`.
+
+        Example:
+            >>> llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
         """
-        talks, _ = conversations(messages)
-        options = template_options(**template)
-        prompts = [render_chat(self.tokenizer, talk, **options) for talk in talks]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        prompts = self._render(messages, template)
+        outputs = self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output)
+        if template.get("tools"):
+            for item in (item for output in outputs for item in output.outputs):
+                item.tool_calls = parse_tool_calls(item.text)
+        return outputs
 
     def stream(
         self,
-        prompts: Prompt | list[Any],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: list[int] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, and yield what is new of them after each step.
 
         An output yielded holds new text, tokens and log-probabilities alone. The last one of a request is `finished`,
         and has its finish reasons, the prompt's log-probabilities and metrics. Closing the generator aborts what is
         left. See `generate`.
+
+        Example:
+            >>> for output in llm.stream("Hello"):
+            ...     print(output.outputs[0].text, end="")
         """
         self.llm_engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
         return self._stream(processed)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        **template: Unpack[ChatTemplateOptions],
+    ) -> Generator[RequestOutput, None, None]:
+        """Answer conversations, and yield what is new of the answers after each step; see `chat` and `stream`."""
+        return self.stream(self._render(messages, template), sampling_params, priority=priority)
+
+    def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
+        talks, _ = conversations(messages)
+        options = template_options(template)
+        return [render_chat(self.tokenizer, talk, **options) for talk in talks]
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         with self._driving():
@@ -194,7 +253,7 @@ class LLM(Unpicklable):
         outputs = self.generate([token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs], use_tqdm)
         return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
 
-    def embed(self, prompts: Prompt | list[Any], pooling: str = "last", use_tqdm: bool = True) -> torch.Tensor:
+    def embed(self, prompts: Prompts, pooling: str = "last", use_tqdm: bool = True) -> torch.Tensor:
         """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
 
         Args:
@@ -218,9 +277,7 @@ class LLM(Unpicklable):
         stacked = np.array(states, dtype=np.float32).reshape(len(states), self.model_config.hidden_size)
         return functional.normalize(torch.from_numpy(stacked), dim=1)
 
-    def beam_search(
-        self, prompts: Prompt | list[Any], params: BeamSearchParams, use_tqdm: bool = False
-    ) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of prompts; equals transformers' beam search.
 
         Args:
@@ -228,6 +285,8 @@ class LLM(Unpicklable):
             params: of the search.
             use_tqdm: show a progress bar.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
         requests = prompt_list(prompts)
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
         with self._driving():
@@ -241,6 +300,15 @@ class LLM(Unpicklable):
             run_beam_searches(self.llm_engine, searches, use_tqdm)
         return [beam_search_output(search, self.tokenizer) for search in searches]
 
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, one of transformers; None if the model's folder has none."""
+        return self.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together: the setting, capped by the model's own limit."""
+        return self.llm_engine.limits.max_model_len
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's `generation_config.json` recommends."""
         return SamplingParams.from_model(self._folder)
@@ -250,7 +318,7 @@ class LLM(Unpicklable):
         return recommended_values(self._folder)
 
     def add_request(
-        self, prompt: Prompt | list[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
         """Queue a request and return its id; see `LLMEngine.add_request`."""
         params = SamplingParams() if sampling_params is None else sampling_params

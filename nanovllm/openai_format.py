@@ -98,26 +98,6 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
     raise ValueError(f"response_format is of type text, json_object or json_schema, not {response_format!r:.80}")
 
 
-def plain_messages(messages: Any) -> Any:
-    """Return messages whose contents are strings, for chat templates; what is no list of messages stays as it is.
-
-    Raises:
-        ValueError: a part of a content is no text.
-    """
-    if not isinstance(messages, list):
-        return messages
-    return [_plain_message(message) if isinstance(message, dict) else message for message in messages]
-
-
-def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-        raise ValueError("a message's content is a string, or a list of parts of type text")
-    return {**message, "content": "".join(part["text"] for part in parts)}
-
-
 def completion_body(
     output: RequestOutput, line: int, model: str, is_chat: bool, num_logprobs: int | None
 ) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, Union
 
@@ -17,14 +17,26 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, which must be there; its text, if it has one, is only shown."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
+    prompt: str
 
 
 Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007 (Python 3.10 evaluates it)
-"""Besides lists of token ids."""
+"""Besides sequences of token ids."""
+# Arrays and tensors of token ids are sequences to us, though not to `Sequence`.
+Prompts = Union[Prompt, Sequence[Union[Prompt, Sequence[int]]], Sequence[Any], np.ndarray]  # noqa: UP007
+"""What `LLM.generate` takes: one prompt, or several."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that a model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
 
 
 @dataclass
@@ -38,8 +50,9 @@ class CompletionOutput:
         cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was asked for.
         logprobs: for each token those of the most likely ones and its own, by token id, fewer if fewer are possible;
             None unless asked for. A `nanovllm.logprobs.Logprobs`, which is a read-only list.
-        finish_reason: "stop", "length" or "abort"; None while it goes on.
+        finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         stop_reason: the text or the token id that ended it; None at an EOS and at the full length.
+        tool_calls: of an answer of `LLM.chat` with `tools`: the calls that its text asks for; the text has them too.
     """
 
     index: int
@@ -49,6 +62,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass
@@ -67,9 +81,17 @@ class RequestMetrics:
     total_time: float | None = None
 
 
+_KEYS = ("text", "token_ids", "finish_reason", "num_cached_tokens")
+
+
 @dataclass
-class RequestOutput:
+class RequestOutput(Mapping[str, Any]):
     """A request and its outputs; also a mapping with nano-vLLM's keys, of the first output.
+
+    Example:
+        >>> (output,) = llm.generate("Hello")
+        >>> output.outputs[0].text == output["text"]
+        True
 
     Attributes:
         request_id: as `add_request` returned it, or as it was given to `AsyncLLM`.
@@ -82,6 +104,7 @@ class RequestOutput:
         num_cached_tokens: prompt tokens found in the prefix cache.
         metrics: the request's times.
         hidden_states: of `embed`: sums over parts of the prompt, [hidden_size] float32 each.
+        error: why it has failed; None unless it has, and `generate` was to return errors.
     """
 
     request_id: int | str = field(compare=False)
@@ -93,15 +116,26 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
     hidden_states: list[np.ndarray] = field(default_factory=list, repr=False, compare=False)
+    error: str | None = None
 
-    def keys(self) -> tuple[str, ...]:
-        """Return nano-vLLM's keys."""
-        return "text", "token_ids", "finish_reason", "num_cached_tokens"
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KEYS)
+
+    def __len__(self) -> int:
+        return len(_KEYS)
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.keys():
+        if key not in _KEYS:
             raise KeyError(key)
         return self.num_cached_tokens if key == "num_cached_tokens" else getattr(self.outputs[0], key)
+
+
+def failed_output(
+    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: list[int] | None = None
+) -> RequestOutput:
+    """Return the output of a request that has failed."""
+    item = CompletionOutput(0, "", [], finish_reason="error")
+    return RequestOutput(request_id, prompt, prompt_token_ids or [], [item], True, error=str(error))
 
 
 @dataclass

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, check_strings, read_json, strict_keywords
 
-MAX_LOGPROBS = 20
-"""Most log-probabilities a position can ask for, as in OpenAI's API and vLLM."""
+_MAX_BEAMS = 10
 _OFF = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "min_tokens": 0,
@@ -22,31 +21,51 @@ _OFF = {
 @strict_keywords
 @dataclass
 class StructuredOutputsParams:
-    """What an output must match; exactly one field is set.
+    """What an output must match: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
     Attributes:
-        json: a JSON schema, as a dict or as text.
+        json: a JSON schema, as a dict or as text, or a pydantic model's class.
         regex: a regular expression for the whole output.
         choice: texts, of which the output is one.
         grammar: a context-free grammar in Lark's syntax.
         json_object: any JSON object.
+        disable_any_whitespace: where JSON may have white space. None: one space after each comma and colon, as
+            `json.dumps` writes it, unless the schema's "x-guidance" says otherwise; True: nowhere; False: everywhere,
+            which small models fill up to `max_tokens`.
+        whitespace_pattern: a regular expression for the white space that JSON may have everywhere.
+        disable_additional_properties: objects of the schema have no other properties than those that it names.
 
     Raises:
-        ValueError: none of the fields is set, or more than one.
+        ValueError: none of the five is set, or more than one; or a value of another type.
+
+    Example:
+        >>> StructuredOutputsParams(json={"type": "object", "properties": {"name": {"type": "string"}}})
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | type[Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
-        given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
+        names = "json", "regex", "choice", "grammar", "json_object"
+        given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise ValueError(f"structured_outputs takes exactly one of its fields, not {given or 'none'}")
+            raise ValueError(f"structured_outputs takes exactly one of {', '.join(names)}, not {given or 'none'}")
         if self.choice is not None and not check_strings("choice", self.choice):
             raise ValueError("choice is empty: nothing could be generated")
+        for name in ("json_object", "disable_any_whitespace"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
+        check_bool("disable_additional_properties", self.disable_additional_properties)
+        if isinstance(self.json, type):
+            if not hasattr(self.json, "model_json_schema"):
+                raise ValueError(f"json is a schema or a pydantic model's class, not {self.json!r}")
+            self.json = self.json.model_json_schema()
 
 
 @strict_keywords
@@ -80,7 +99,8 @@ class SamplingParams:
         stop: texts that end the output.
         include_stop_str_in_output: leave the text that ended the output at its end.
         stop_token_ids: tokens that end the output, as EOS does.
-        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; 0 ... 20.
+        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; at most the
+            engine's `max_logprobs`.
         prompt_logprobs: the same for the prompt's tokens.
         prompt_logprobs_start: position of the prompt from which on they are computed. The prefix cache serves the
             tokens before it.
@@ -167,7 +187,7 @@ class SamplingParams:
             self.seed = check_int("seed", self.seed, 0, 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                setattr(self, name, check_int(name, getattr(self, name), 0, MAX_LOGPROBS))
+                setattr(self, name, check_int(name, getattr(self, name), 0))
         for name in (
             "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
             "detokenize",
@@ -244,7 +264,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        self.beam_width = check_int("beam_width", self.beam_width, 1, _MAX_BEAMS)
         self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
         self.temperature = check_number("temperature", self.temperature, 0)

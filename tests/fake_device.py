@@ -1,8 +1,13 @@
 """Compiles what an engine's start would, for a GPU that is not there: `python -m tests.fake_device 80 0.6B bfloat16`.
 
 Tensors are fake, so that the runner, the model and the dispatchers go their own way, and so is the driver that tells
-Triton what to compile for. Prints a list of kernels as JSON: their names, how many bytes of shared memory they take,
-how many a thread spills (by ptxas), and whether they loop.
+Triton what to compile for. A fourth argument is the number of ranks that share the model, of which this is the first;
+further ones are the names of the kernels to compile, if not all.
+
+Prints a list of kernels as JSON: their names, how many bytes of shared memory they take, how many registers a thread
+has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused, whether it starts
+before the kernel ahead has ended, which accesses to memory are volatile or of system scope, bank conflicts
+of its operands (see `bank_conflicts.py`), and how often machine code has the instructions of `COUNTED`.
 """
 
 from __future__ import annotations
@@ -11,7 +16,10 @@ import io
 import json
 import pickle
 import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from contextvars import copy_context
@@ -26,8 +34,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from nanovllm.config import Config
+from nanovllm.config import Config, Dtype
 from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator, make_buffer
 from nanovllm.kernels._triton import compiled_only, to_compile
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
@@ -35,6 +44,8 @@ from nanovllm.models import make_model
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.staging import Staging
+from nanovllm.runner.step_limits import step_limits
+from tests.bank_conflicts import most_conflicts
 
 SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
 """Of a block, at most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -43,6 +54,8 @@ SIZES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
 }
 _ALIGNED = 256
+COUNTED = {"LDS", "LDSM", "F2F", "F2FP"}
+"""Loads from shared memory, one by one and of matrices; conversions of floats, one by one and packed."""
 
 
 class Properties(NamedTuple):
@@ -108,14 +121,28 @@ def load_model(
     return model
 
 
-def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
-    """Make a runner on the fake device; returns what compiles each kernel of its start."""
+class FirstRank(SymmetricCommunicator):
+    """Rank 0 of several, which has nobody to speak to."""
+
+    def __init__(self, size: int, device: torch.device, limits: StepLimits) -> None:
+        self.size, self._forward_calls = size, limits.forward_calls(size)
+        self._buffer = make_buffer(0, size, device, limits)
+
+    def prepare_step(self) -> None:
+        """Nothing is cleared, as nothing is sent."""
+
+    def all_reduce_min(self, value: int) -> int:
+        return value
+
+
+def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[str]) -> list[Callable[[], Any]]:
+    """Make a runner on the fake device; returns what compiles each kernel of its start, or those of `names`."""
     kernels: dict[Any, Callable[[], Any]] = {}
 
     def record(
         device: torch.device, runs: Iterable[Callable[[], None]], compilers: Compilers | None, rank: int, size: int
     ) -> None:
-        assert (compilers, rank, size) == (given, 0, 1)
+        assert (compilers, rank, size) == (given, 0, num_ranks)
         context = copy_context()
         context.run(to_compile.set, kernels)
         for run in runs:
@@ -125,7 +152,7 @@ def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
     version = int(capability[:-1]), int(capability[-1])
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "device_count", lambda: num_ranks),
         (torch.cuda, "get_device_capability", lambda device: version),
         (torch.cuda, "get_device_properties", lambda device: Properties(1024 * SHARED_KIB[capability])),
         (FakeTensor, "data_ptr", lambda x: _ALIGNED + x.storage_offset() * x.element_size()),
@@ -146,8 +173,25 @@ def start(capability: str, size: str, dtype: str) -> list[Callable[[], Any]]:
         for target, name, value in replaced:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(FakeTensorMode())
-        ModelRunner(config, ModelConfig.from_hf(shape), "none", max_model_len=config.max_model_len, compilers=given)
-    return list(kernels.values())
+        model, communicator = ModelConfig.from_hf(shape), Communicator()
+        if num_ranks > 1:
+            communicator = FirstRank(num_ranks, torch.device("cuda:0"), step_limits(config, model))
+        settings: dict[str, Any] = {"max_model_len": config.max_model_len, "compilers": given}
+        ModelRunner(config, model, "none", communicator=communicator, **settings)
+    return [compiles for (kernel, _), compiles in kernels.items() if not names or kernel.__name__ in names]
+
+
+def count_instructions(cubin: bytes) -> dict[str, int]:
+    """Count the instructions of `COUNTED` in a kernel's machine code, whatever their modifiers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", code, re.MULTILINE)
+    assert "EXIT" in opcodes
+    counts = Counter(opcodes)
+    return {name: counts[name] for name in sorted(COUNTED)}
 
 
 def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
@@ -160,14 +204,29 @@ def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
     assert context.run(compiles).hash == kernel.hash, kernel.name
     (spilled,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     loops = re.search(r"scf\.(for|while)", kernel.asm["ttgir"]) is not None
-    return {"name": kernel.name, "shared_bytes": kernel.metadata.shared, "spilled_bytes": int(spilled), "loops": loops}
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    accesses = re.findall(r"\b(?:ld|st)\.[\w.:]*(?:volatile|sys)[\w.:]*", kernel.asm["ptx"])
+    return {
+        "name": kernel.name,
+        "shared_bytes": kernel.metadata.shared,
+        "spilled_bytes": int(spilled),
+        "registers": int(registers),
+        "loops": loops,
+        "fp_fusion": kernel.metadata.enable_fp_fusion,
+        "launch_pdl": kernel.metadata.launch_pdl,
+        "accesses": sorted(set(accesses)),
+        "conflicts": most_conflicts(kernel.asm["ttgir"]),
+        "instructions": count_instructions(kernel.asm["cubin"]),
+    }
 
 
 def main() -> None:
-    capability, size, dtype = sys.argv[1:]
+    capability, size, given, *more = sys.argv[1:]
+    dtype: Any = given
     driver.set_active(Driver(int(capability)))
     knobs.nvidia.dump_ptxas_log = True
-    print(json.dumps([compiled(compiles) for compiles in start(capability, size, dtype)]))
+    jobs = start(capability, size, dtype, int(more[0]) if more else 1, more[1:])
+    print(json.dumps([compiled(compiles) for compiles in jobs]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
 
 NUM_RANKS = 3
 NUM_STEPS = 3
-SIZE, MAX_ROWS, MAX_CANDIDATES = 100, 16, 40
+SIZE, MAX_ROWS, MAX_CANDIDATES = 102, 16, 40
+"""Rows of two-byte elements have an odd number of words."""
 STEP_ROWS = (16, 3, 1)
 """Rows of each step's calls."""
 
@@ -43,7 +44,7 @@ def make_buffer(rank: int, memory: torch.Tensor, abort: torch.Tensor) -> Symmetr
         rank=rank,
         num_ranks=NUM_RANKS,
         word_bytes=4 * SIZE * MAX_ROWS,
-        row_bytes=4 * SIZE * (MAX_ROWS + NUM_RANKS),
+        row_bytes=16 * (SIZE * (MAX_ROWS + NUM_RANKS) // 4 + 1),
         max_rows=MAX_ROWS,
         max_candidates=MAX_CANDIDATES,
         addresses=torch.tensor([part.data_ptr() for part in memory], device=device),

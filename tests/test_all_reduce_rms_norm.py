@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
-    communicator.size = size
+    communicator.size, communicator._end_call = size, 99
     buffer = make_buffer(word_bytes=2**19, row_bytes=2**25, max_rows=4096)
     communicator._buffer = buffer
     forms = set()
@@ -139,8 +140,8 @@ def test_logits_are_gathered_in_an_even_number_of_calls_behind_those_of_the_forw
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
-    communicator.rank, communicator.size = 1, 2
-    communicator._buffer = make_buffer(word_bytes=2**19, row_bytes=2**25, max_rows=4096)
+    communicator.rank, communicator.size, communicator._forward_calls = 1, 2, 3
+    communicator._buffer = replace(make_buffer(word_bytes=2**19, row_bytes=2**25, max_rows=4096), calls_per_step=99)
     calls = []
 
     def all_reduce_rms_norm(x: torch.Tensor, *args: Any) -> None:
@@ -176,10 +177,11 @@ def test_all_ranks_take_what_rank_0_chooses(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
     monkeypatch.setattr(symmetric, "uses_triton", lambda device: device.type == "cuda")
     store: Any = HashStore()
-    first: Any = connect(0, 2, torch.device(device), store, 8)
+    limits: Any = None
+    first: Any = connect(0, 2, torch.device(device), store, limits)
     # Another rank's process might choose otherwise.
     reachable = not reachable
-    second: Any = connect(1, 2, torch.device(device), store, 8)
+    second: Any = connect(1, 2, torch.device(device), store, limits)
     assert first[0] == second[0] == want
     assert second[1][:2] == (1, 2)
     assert set(asked) == (set() if device == "cpu" else {(1, 2), (2, 1)} if want == "symmetric" else {(1, 2)})

@@ -427,7 +427,7 @@ def test_a_bad_value_ends_with_code_2_and_one_line(
     assert errors.count("\n") == 1 and errors.startswith("nanovllm bench serve: error: ")
 
 
-@pytest.mark.parametrize(("package", "extra"), [("aiohttp", "serve"), ("matplotlib", "plot")])
+@pytest.mark.parametrize(("package", "extra"), [("aiohttp", "bench"), ("matplotlib", "bench")])
 def test_what_is_not_installed_is_named(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,7 +1,4 @@
-"""The command line, on the bundled checkpoint: formats, errors, resumption after kills, bounded memory, chat.
-
-`pytest tests/test_cli.py -m all_devices` kills a run twenty times instead of three.
-"""
+"""The command line, on the bundled checkpoint: requests and answers, errors, bounded memory, flags, chat."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,52 +26,44 @@ import bench
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.batch_files.files import LineNumbers, ReadAhead, open_output
+from nanovllm.batch_files.digests import AnsweredRequests, request_digest
+from nanovllm.batch_files.inputs import ReadAhead
 from nanovllm.cli import main, make_parsers
 from nanovllm.commands.chat import Conversation
 from nanovllm.commands.run import BatchRun
 from nanovllm.config import Config
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
+from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
 
-ROOT = Path(__file__).parents[1]
-ENGINE = ["--device", "cpu", "--max-model-len", "256", "--num-kvcache-blocks", "40", "--kvcache-block-size", "16"]
-INTRODUCTION = [{"role": "user", "content": "introduce yourself"}]
 BODY = {"messages": INTRODUCTION, "temperature": 0, "max_tokens": 4}
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RUN = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    sizes = {"max_model_len": 256, "num_kvcache_blocks": 40, "kvcache_block_size": 16, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {
+        "max_model_len": 256,
+        "num_kvcache_blocks": 40,
+        "kvcache_block_size": 16,
+        "max_num_seqs": 4,
+    }
     with LLM(BUNDLED_MODEL, device="cpu", seed=3, **sizes) as llm:
         yield llm
 
 
-def encode(lines: list[Any]) -> list[bytes]:
-    return [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
+def read_ahead(source: Iterable[bytes], answered: AnsweredRequests | None = None) -> ReadAhead:
+    return ReadAhead(source, AnsweredRequests() if answered is None else answered, 4)
 
 
-def answer(llm: LLM, lines: list[Any], skipped: LineNumbers | None = None, **defaults: Any) -> dict[int, Any]:
+def answer(llm: LLM, lines: list[Any], answered: AnsweredRequests | None = None, **defaults: Any) -> dict[int, Any]:
     """Return the output for lines, by line number."""
     written: list[bytes] = []
-    BatchRun(llm, ReadAhead(encode(lines), skipped or LineNumbers(), 4), defaults, written.append).run()
+    BatchRun(llm, read_ahead(encode(lines), answered), defaults, RUN, written.append).run()
     assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in written)
     results = [json.loads(line) for line in written]
     assert len({result["line"] for result in results}) == len(results)
     return {result["line"]: result for result in results}
-
-
-def openai(url: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": "c", "method": "POST", "url": url, "body": {"model": "gpt", **body}}
-
-
-def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    # One thread, as in the tests' own process: on a busy machine more of them wait for each other.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # A shell that starts the tests in the background ignores Ctrl-C, which a terminal does not.
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen([sys.executable, "-m", "nanovllm", *arguments], cwd=ROOT, env=environment, **options)
 
 
 def test_lines_in_our_form(llm: LLM) -> None:
@@ -235,18 +223,18 @@ def test_a_lost_device_writes_no_results(monkeypatch: pytest.MonkeyPatch) -> Non
 
         for name in ("execute", "synchronize"):
             monkeypatch.setattr(runner, name, fail)
-        lines = ReadAhead(encode([{"prompt": "x"}]), LineNumbers(), 4)
+        lines = read_ahead(encode([{"prompt": "x"}]))
         with pytest.raises(RuntimeError, match="closed"):
-            BatchRun(llm, lines, {}, written.append).run()
+            BatchRun(llm, lines, {}, RUN, written.append).run()
         assert not written
 
 
 def test_sampled_answers_follow_from_the_engines_seed_and_the_line(llm: LLM) -> None:
     lines = [{"prompt": "x", "max_tokens": 12, "ignore_eos": True}] * 6
-    done = LineNumbers()
+    answered = AnsweredRequests()
     for number in (1, 2, 4):
-        done.add(number)
-    whole, rest = answer(llm, lines), answer(llm, lines, done)
+        answered.add(number, request_digest(encode(lines)[0]))
+    whole, rest = answer(llm, lines), answer(llm, lines, answered)
     assert sorted(rest) == [3, 5, 6] and all(rest[number] == whole[number] for number in rest)
     assert len({str(result["outputs"]) for result in whole.values()}) > 1
 
@@ -263,7 +251,7 @@ def test_few_lines_are_held_and_the_batch_stays_full(llm: LLM) -> None:
             yield encode([{"prompt": "x", "max_tokens": length, "ignore_eos": True}])[0]
 
     steps = llm.stats()["num_steps"]
-    BatchRun(llm, ReadAhead(lines(), LineNumbers(), 4), {}, written.append).run()
+    BatchRun(llm, read_ahead(lines()), {}, RUN, written.append).run()
     assert len(written) == num_read == len(lengths)
     # Four run, four wait in the engine, four in the queue, and one is in the reader's hand.
     assert 8 <= most_held <= 4 + 4 + 4 + 2
@@ -280,7 +268,7 @@ def test_a_slow_input_does_not_hold_up_answers(llm: LLM) -> None:
             time.sleep(0.01)
         yield encode([{"prompt": "y", "max_tokens": 2}])[0]
 
-    BatchRun(llm, ReadAhead(lines(), LineNumbers(), 4), {}, written.append).run()
+    BatchRun(llm, read_ahead(lines()), {}, RUN, written.append).run()
     assert len(written) == 2
 
 
@@ -290,95 +278,9 @@ def test_a_read_error_is_raised(llm: LLM) -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        BatchRun(llm, ReadAhead(lines(), LineNumbers(), 4), {}, list[bytes]().append).run()
+        BatchRun(llm, read_ahead(lines()), {}, RUN, list[bytes]().append).run()
     while not llm.is_finished():
         llm.step()
-
-
-def test_what_a_kill_left_of_a_line_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    whole = [b'{"line": 3, "outputs": []}\n', b'{"line": 1, "error": 5}\n']
-    for length in range(len(whole[1])):
-        path.write_bytes(whole[0] + whole[1][:length])
-        file, done = open_output(str(path))
-        with file:
-            assert [number for number in range(40) if number in done] == [3] and done.count == 1
-            file.write(whole[1])
-        assert path.read_bytes() == b"".join(whole)
-    file, done = open_output(str(path))
-    with file:
-        assert [number for number in range(40) if number in done] == [1, 3]
-
-
-@pytest.mark.parametrize("content", [b"my only copy", b"a\nb\n", b'{"line": 1}\n{"prompt": 3}\n', b'{"line": x}\n'])
-def test_other_files_are_not_touched(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="something else than results"):
-        open_output(str(path))
-    assert path.read_bytes() == content
-
-
-def test_an_output_has_one_writer(tmp_path: Path) -> None:
-    path = str(tmp_path / "out.jsonl")
-    with open_output(path)[0], pytest.raises(ValueError, match="another run"):
-        open_output(path)
-    open_output(path)[0].close()
-
-
-def batch_input(path: Path) -> int:
-    """Write lines of every kind, with answers of 1 to 16 tokens; returns how many have a result."""
-    rng, lines = Random(0), list[Any]()
-    kinds: list[Any]
-    for i in range(100):
-        tokens: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 16), "ignore_eos": True}
-        kinds = [
-            {"prompt": f"{i} + 1 =", **tokens, "id": i},
-            {"messages": [{"role": "user", "content": f"sort {i} 3 7"}], **tokens},
-            openai(CHAT, messages=INTRODUCTION, **tokens),
-            openai(TEXT, prompt=f"{i}", **tokens),
-            {"prompt": "sampled", "max_tokens": 8, "temperature": 1},
-            b"bad\n",
-            b"\n",
-        ]
-        lines.append(rng.choice(kinds))
-    path.write_bytes(b"".join(encode(lines)))
-    return sum(line != b"\n" for line in lines)
-
-
-def results_of(path: Path) -> list[str]:
-    results = [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    for result in results:
-        # The time of an answer is all that differs between two runs.
-        (result.get("response") or {"body": {}})["body"].pop("created", None)
-    return sorted(json.dumps(result) for result in results)
-
-
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.all_devices)])
-def test_a_killed_run_goes_on(num_kills: int, tmp_path: Path) -> None:
-    source, clean, killed = (tmp_path / name for name in ("in.jsonl", "clean.jsonl", "killed.jsonl"))
-    num_results = batch_input(source)
-    arguments = ["run", "-i", str(source), *ENGINE, "--max-num-seqs", "4", "--seed", "1"]
-    assert main([*arguments, "-o", str(clean)]) == 0
-    rng = Random(num_kills)
-    for size in sorted(rng.randrange(clean.stat().st_size) for _ in range(num_kills)):
-        with command(*arguments, "-o", str(killed)) as process:
-            while process.poll() is None and (not killed.exists() or killed.stat().st_size < size):
-                time.sleep(0.002)
-            time.sleep(rng.random() / 50)
-            process.kill()
-        assert process.returncode == -signal.SIGKILL
-        if not killed.exists() or killed.read_bytes()[-1:] in (b"", b"\n"):
-            # A kill within a write is rare, so its trace is made.
-            with killed.open("ab") as file:
-                file.write(clean.read_bytes().splitlines()[0][: rng.randrange(20)])
-    assert main([*arguments, "-o", str(killed)]) == 0
-    assert len(results_of(clean)) == num_results
-    assert results_of(killed) == results_of(clean)
-    # Nothing is left to do.
-    before = killed.read_bytes()
-    assert main([*arguments, "-o", str(killed)]) == 0
-    assert killed.read_bytes() == before
 
 
 def test_an_interrupted_run_on_pipes_ends_while_it_waits_for_input() -> None:
@@ -596,12 +498,14 @@ def test_a_chat_on_a_terminal() -> None:
 def test_a_run_on_a_terminal_shows_how_many_lines_are_left(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"".join(encode([{"prompt": "x", "max_tokens": 9}, b"\n", b"bad\n", *[{"prompt": "y"}] * 3])))
-    output.write_bytes(b'{"line": 4, "outputs": []}\n')
+    assert main(["run", *ENGINE, "--max-tokens", "9", "-i", str(source), "-o", str(output)]) == 1
+    answers = [line for line in output.read_bytes().splitlines(keepends=True) if line.startswith(b'{"line": 4,')]
+    output.write_bytes(b"".join(answers))
     terminal = Terminal("run", *ENGINE, "--max-tokens", "9", "-i", str(source), "-o", str(output))
     shown = terminal.read_until("which " + str(output) + " has\r\n")
     # Of six lines one is blank, and one has an answer.
     assert "4/4" in shown and "tok/s" in shown and "00:00<" in shown
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(20) == 1
     terminal.file.close()
 
 
@@ -672,6 +576,13 @@ def test_a_chat_ends_with_its_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("introduce yourself\n"))
     assert main(["chat", *ENGINE, *flags]) == 0
     assert re.fullmatch(says, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["serve", "--help"]])
+def test_help_without_docstrings(arguments: list[str]) -> None:
+    program = [sys.executable, "-OO", "-m", "nanovllm", *arguments]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0 and not result.stderr and result.stdout.startswith("usage: nanovllm")
 
 
 def test_an_extra_that_is_missing_is_named_in_one_line(

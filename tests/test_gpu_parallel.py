@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,23 @@ def test_tokens_are_those_of_one_gpu_in_engines_side_by_side(folder: Path, tmp_p
     assert [result["communicator"] for result in results] == communicators(size, plan)
     for result in results:
         assert result["rounds"] == [want, want]
+
+
+@needs_two
+def test_two_engines_at_once_on_the_same_gpus(folder: Path, tmp_path: Path) -> None:
+    """Each one's kernels wait for their other rank while the other one's want the same multiprocessors."""
+    batch = prompts((300, *range(20, 80)), seed=3)
+    params = [SamplingParams(temperature=0.8, max_tokens=100, ignore_eos=True, seed=i) for i in range(len(batch))]
+    with LLM(folder, **SETTINGS) as llm:
+        want = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
+    plan = Plan(str(folder), [(SETTINGS | {"tensor_parallel_size": 2}, False)], batch, params)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for place in folders:
+        place.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda place: run_engines(place, plan), folders))
+    for (result,) in results:
+        assert result["communicator"] == communicators(2, plan)[0] and result["rounds"] == [want, want]
 
 
 @pytest.mark.parametrize("size", SIZES)

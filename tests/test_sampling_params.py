@@ -115,7 +115,7 @@ def test_min_tokens_gives_way_where_nothing_else_may_come(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: str) -> None:
+def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: Any) -> None:
     params = [*SAMPLED, SamplingParams(0, 2, prompt_logprobs=3)]
     prompts = [*PROMPTS, prompt(70, seed=30)]
     with LLM(folder, logprobs_mode=mode, tensor_parallel_size=2, **TIGHT) as two:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.config import LOGPROBS_MODES
+from nanovllm.config import LogprobsMode
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams
 from tests.reference import check_position, prompt, reference_logits, reference_model
@@ -142,8 +142,8 @@ def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: str) -> 
             torch.testing.assert_close(vectors[row], want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", LOGPROBS_MODES)
-def test_beam_search_with_a_temperature(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", get_args(LogprobsMode))
+def test_beam_search_with_a_temperature(folder: Path, mode: LogprobsMode) -> None:
     tokens, temperature = prompt(20, seed=20), 3.0
     params = BeamSearchParams(4, 6, ignore_eos=True, temperature=temperature)
     with LLM(folder, num_kvcache_blocks=30, logprobs_mode=mode, **SETTINGS) as llm:

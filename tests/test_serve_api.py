@@ -10,13 +10,16 @@ from http.client import HTTPConnection
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from nanovllm.assets import BUNDLED_MODEL
 from tests.server_process import ServerProcess, serving
 
 openai = pytest.importorskip("openai")
+pytest.importorskip("pydantic")
+
+from pydantic import BaseModel  # noqa: E402
+
 MODEL = "qwen3-tiny"
 KEY = "a secret"
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)

@@ -17,6 +17,9 @@ from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
+pytest.importorskip("pydantic")
+
+from pydantic import BaseModel, Field
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 PROMPT = "introduce yourself"
@@ -165,7 +168,10 @@ def test_what_ends_an_output_besides_its_grammar(llm: LLM) -> None:
         ({"grammar": "start: nothing_known"}, "unknown name"),
         ({"json": "{nope"}, "structured_outputs cannot be used"),
         ({"json": {"type": "nonsense"}}, "Invalid type: nonsense"),
-        ({"json": {"type": {1, 2}}}, "not JSON serializable"),
+        ({"json": {"type": {1, 2}}}, "not JSON serializable$"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "instead of uniqueItems, bound the array by maxItems"),
+        ({"json": {"not": {"type": "string"}}}, "instead of not, say what is allowed"),
+        ({"json": {"if": {"type": "string"}, "then": {"minLength": 3}}}, "instead of if, then and else, give anyOf"),
         ({"json": 5}, "structured_outputs cannot be used"),
         ({"regex": 5}, "structured_outputs cannot be used"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
@@ -181,8 +187,12 @@ def test_bad_grammars_are_refused_before_anything_is_queued(llm: LLM, fields: di
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "exactly one of its fields, not none"),
-        ({"json": {}, "regex": "a"}, r"exactly one of its fields, not \['json', 'regex'\]"),
+        ({}, "exactly one of json, regex, choice, grammar, json_object, not none"),
+        ({"json": {}, "regex": "a"}, r"exactly one of json.*, not \['json', 'regex'\]"),
+        ({"json_object": "yes"}, "json_object must be True or False, not 'yes'"),
+        ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace must be True or False"),
+        ({"json": {}, "disable_additional_properties": None}, "disable_additional_properties must be True or False"),
+        ({"json": int}, "json is a schema or a pydantic model's class"),
         ({"choice": []}, "choice is empty"),
         ({"choice": "abc"}, "choice must be a list of strings"),
         ({"choice": ["a", 1]}, "choice must be a list of strings"),
@@ -192,6 +202,49 @@ def test_bad_grammars_are_refused_before_anything_is_queued(llm: LLM, fields: di
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutputsParams(**fields)
+
+
+class Person(BaseModel):
+    """Something that pydantic knows."""
+
+    name: str = Field(max_length=4)
+    properties: dict[str, int] | None = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "fits"),
+    [
+        # Small models fill white space up to max_tokens where they may.
+        ({}, '{"name": "x", "properties": null}', True),
+        ({}, '{"name":"x","properties":null}', False),
+        ({}, '{\n"name": "x", "properties": null}', False),
+        ({"disable_any_whitespace": True}, '{"name":"x","properties":null}', True),
+        ({"disable_any_whitespace": True}, '{"name": "x","properties":null}', False),
+        ({"disable_any_whitespace": False}, '{\n  "name" : "x","properties":null }', True),
+        ({"whitespace_pattern": " ?"}, '{ "name":"x", "properties" :null}', True),
+        ({"whitespace_pattern": " ?"}, '{  "name":"x", "properties" :null}', False),
+        ({}, '{"name": "x", "properties": {"a": 1}, "more": 2}', True),
+        ({"disable_additional_properties": True}, '{"name": "x", "properties": {"a": 1}}', True),
+        ({"disable_additional_properties": True}, '{"name": "x", "properties": {"a": 1}, "more": 2}', False),
+    ],
+)
+@pytest.mark.parametrize("as_class", [False, True])
+def test_white_space_and_other_properties(
+    llm: LLM, fields: dict[str, Any], text: str, fits: bool, as_class: bool
+) -> None:
+    schema: Any = Person if as_class else json.dumps(Person.model_json_schema())
+    constraint = llm.input_processor._grammars.make(StructuredOutputsParams(json=schema, **fields))
+    token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    accepted = constraint._matcher.try_consume_tokens(token_ids)
+    assert (accepted == len(token_ids) and constraint._matcher.is_accepting()) == fits
+
+
+def test_a_schema_may_ask_for_white_space_of_its_own(llm: LLM) -> None:
+    schema = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
+    for params, fits in (({"json": schema}, True), ({"json_object": True}, False)):
+        matcher = llm.input_processor._grammars.make(StructuredOutputsParams(**params))._matcher
+        token_ids = llm.tokenizer.encode("{\n\n}", add_special_tokens=False)
+        assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits
 
 
 def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nanovllm.openai_format import ENDPOINTS, plain_messages, sampling_values
+from nanovllm.openai_format import ENDPOINTS, sampling_values
+from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.chat import conversations, render_chat
 
@@ -41,8 +42,8 @@ class BatchRequest:
     template: dict[str, Any] = field(default_factory=dict)
     url: str | None = None
 
-    def rendered(self, tokenizer: Any) -> str | list[int]:
-        """Return the prompt; of a conversation its token ids.
+    def rendered(self, tokenizer: Any) -> str | list[int] | TokensPrompt:
+        """Return the prompt; of a conversation what the chat template makes of it.
 
         Raises:
             ValueError: the messages do not fit the model's chat template.
@@ -115,7 +116,7 @@ def _parse_openai(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> Bat
     params = _sampling_params({**endpoint.defaults, **defaults, **sampling_values(given, endpoint, _SAMPLING)})
     content = given[endpoint.content]
     if endpoint.is_chat:
-        return BatchRequest(None, params, plain_messages(content), _template(given), url)
+        return BatchRequest(None, params, content, _template(given), url)
     # The API takes a list of prompts; a list of one is a prompt.
     is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
     return BatchRequest(_check_prompt(content[0] if is_single else content), params, url=url)

@@ -134,7 +134,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line's options, checked; a bad one ends the program with code 2 and one line."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    needed = [("aiohttp", "serve")] + ([("matplotlib", "plot")] if options.plot else [])
+    needed = [("aiohttp", "bench")] + ([("matplotlib", "bench")] if options.plot else [])
     for package, extra in needed:
         if find_spec(package) is None:
             parser.error(f"{package} is not installed: {install_hint(extra)}")

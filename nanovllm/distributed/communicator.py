@@ -33,8 +33,11 @@ class Communicator:
     size = 1
     device_bytes = 0
 
+    def prepare_step(self) -> None:
+        """Make sure that there are call numbers for a step; called before each, outside CUDA graphs."""
+
     def begin_step(self) -> None:
-        """Reset the per-step state; called at the start of each forward pass."""
+        """Reset the per-step state; called at the start of each forward pass, which a CUDA graph may hold."""
 
     def begin_sampling(self) -> None:
         """Set the per-step state to behind the forward pass, which a CUDA graph may have run."""

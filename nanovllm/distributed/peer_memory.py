@@ -40,17 +40,26 @@ class PeerMemory:
 
     def __init__(self, num_bytes: int, rank: int, size: int, device: torch.device, store: Store) -> None:
         self._device = device
+        self._num_bytes = num_bytes
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._mapped: list[ctypes.c_uint64] = []
         own, handle = ctypes.c_uint64(), _Handle()
         self._own: ctypes.c_uint64 | None = own
         # A rank can write only once it has the handle, which is published when the memory is zero.
         self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
-        self._call("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        self._call("cuCtxSynchronize")
+        self.clear()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
         store.set(f"memory of rank {rank}", bytes(handle).hex())
         self.addresses = [own.value if peer == rank else self._map(store, peer) for peer in range(size)]
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched on this rank's GPU, and so for all that it writes to the others' memory."""
+        self._call("cuCtxSynchronize")
+
+    def clear(self) -> None:
+        """Set this rank's memory to zero, and wait for that; no rank may use it meanwhile."""
+        self._call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(self._num_bytes))
+        self.synchronize()
 
     def unmap(self) -> None:
         """Unmap the other ranks' memory, which no kernel may use any more; a second call does nothing."""

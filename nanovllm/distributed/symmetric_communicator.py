@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import permutations
 
 import torch
@@ -13,21 +14,86 @@ from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
-from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, fits
+from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
 
 _WORD_BYTES = 2**19
 _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
-_CALLS_PER_STEP = 2**16 - 1
-"""Odd, like the number of calls of a step (two per layer and one, each in an odd number of parts): see
-`SymmetricBuffer.calls_per_step`."""
-_FIRST_SAMPLING_CALL = 2**15 + 1
-"""Index of the first call behind a forward pass, whose last call has an even index below it."""
 _SUM_COLUMNS = 4096
+_LARGEST_ITEM_BYTES = 4
+"""Of float32, whose rows take the most calls."""
 _ONE_SHOT_BYTES = 2**19
 """Up to this many bytes sent per rank, the all-reduce is one-shot; above, it is two-shot."""
 _CHOICE_KEY = "symmetric"
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The most that the ranks exchange in one step.
+
+    Attributes:
+        num_reductions: calls of `all_reduce_rms_norm` of a forward pass; an odd number.
+        max_rows, hidden_size: of each of them.
+        max_candidates: rows of `all_reduce_argmax`.
+        num_gathers: calls of `all_gather_columns` after the forward pass.
+        max_gathered_rows, vocab_size: rows of all of them together, and columns of their results.
+    """
+
+    num_reductions: int
+    max_rows: int
+    hidden_size: int
+    max_candidates: int
+    num_gathers: int
+    max_gathered_rows: int
+    vocab_size: int
+
+    def forward_calls(self, num_ranks: int) -> int:
+        """Return a bound, odd, on the kernels of a forward pass that send; theirs are the first indices of a step."""
+        row_bytes = self.hidden_size * _LARGEST_ITEM_BYTES
+        return self.num_reductions * max(
+            num_parts(num_ranks, row_bytes, num_ranks, one_shot=True),
+            num_parts(self.max_rows, row_bytes, num_ranks, one_shot=False),
+        )
+
+    def calls_per_step(self, num_ranks: int) -> int:
+        """Return a bound, odd, on the kernels of a step that send."""
+        # Each rank's columns are padded, by less than 64 (`shard_of`), and each half to whole rows.
+        columns = self.vocab_size + 64 * num_ranks
+        half_rows = -(-self.max_gathered_rows * columns // (2 * _SUM_COLUMNS)) + self.num_gathers
+        row_bytes = _SUM_COLUMNS * _LARGEST_ITEM_BYTES
+        # A gather's number of parts is rounded up twice, to a whole and to an odd one.
+        parts = num_parts(half_rows, row_bytes, num_ranks, one_shot=False) + 2 * self.num_gathers
+        return self.forward_calls(num_ranks) + 2 * parts
+
+
+def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> int:
+    """Return the number of calls for an all-reduce: the least that fit (see `fits`) and that is odd.
+
+    Consecutive calls use different halves of the buffer, also where one step follows another, if each all-reduce of a
+    step and the number of them are odd.
+    """
+    max_rows = (
+        _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
+    )
+    assert max_rows > 0
+    return -(-num_rows // max_rows) | 1
+
+
+def make_buffer(rank: int, size: int, device: torch.device, limits: StepLimits) -> SymmetricBuffer:
+    """Return a rank's view of the symmetric buffers; `addresses` are to be filled in."""
+    return SymmetricBuffer(
+        rank=rank,
+        num_ranks=size,
+        word_bytes=_WORD_BYTES,
+        row_bytes=_ROW_BYTES,
+        max_rows=_MAX_ROWS,
+        max_candidates=limits.max_candidates,
+        addresses=torch.zeros(size, dtype=torch.int64, device=device),
+        step=torch.zeros(1, dtype=torch.int32, device=device),
+        calls_per_step=limits.calls_per_step(size),
+        abort=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
+    )
 
 
 class SymmetricCommunicator(DistributedCommunicator):
@@ -37,36 +103,46 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     Args:
         rank, size, device, store: see the base class; every GPU must map every other's memory.
-        max_candidates: maximum rows of one `all_reduce_argmax`.
+        limits: of every step.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> None:
         super().__init__(rank, size, device, store, uses_nccl=False)
-        self._buffer = buffer = SymmetricBuffer(
-            rank=rank,
-            num_ranks=size,
-            word_bytes=_WORD_BYTES,
-            row_bytes=_ROW_BYTES,
-            max_rows=_MAX_ROWS,
-            max_candidates=max_candidates,
-            addresses=torch.zeros(size, dtype=torch.int64, device=device),
-            step=torch.zeros(1, dtype=torch.int32, device=device),
-            calls_per_step=_CALLS_PER_STEP,
-            abort=torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        )
+        self._forward_calls = limits.forward_calls(size)
+        self._buffer = buffer = make_buffer(rank, size, device, limits)
         self.device_bytes = buffer.num_bytes
         self._memory = PeerMemory(buffer.num_bytes, rank, size, device, store)
         buffer.addresses.copy_(torch.tensor(self._memory.addresses, dtype=torch.int64))
-        self._call = 0
+        # Indices of the next call, and of the first that the pass may not make.
+        self._call = self._end_call = 0
+        # The host's copy of `buffer.step`, which graphs increase.
+        self._num_steps = 0
+
+    def prepare_step(self) -> None:
+        """See the base class. All ranks take part, as each counts the same steps."""
+        if self._num_steps == self._buffer.max_steps:
+            self._restart_call_numbers()
+        self._num_steps += 1
+
+    def _restart_call_numbers(self) -> None:
+        """Clear the buffers of all ranks while none of them sends anything."""
+        # Every call has received all that was sent to this rank before it ends.
+        self._memory.synchronize()
+        self._memory.clear()
+        self._buffer.step.zero_()
+        # Nobody sends before the last rank has cleared its buffer.
+        self.all_reduce_min(0)
+        self._num_steps = 0
 
     def begin_step(self) -> None:
         """See the base class."""
-        self._call = 0
+        self._call, self._end_call = 0, self._forward_calls
         self._buffer.step.add_(1)
 
     def begin_sampling(self) -> None:
         """See the base class."""
-        self._call = _FIRST_SAMPLING_CALL
+        # An odd index, as a forward pass's last call has an even one.
+        self._call, self._end_call = self._forward_calls, self._buffer.calls_per_step
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         # Two halves in an odd number of calls each, so that the number of calls per step stays odd.
@@ -82,16 +158,13 @@ class SymmetricCommunicator(DistributedCommunicator):
         """See the base class."""
         num_bytes = x.numel() * x.element_size()
         one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
-        # An odd number of parts keeps the number of calls per step odd.
-        num_parts = 1
-        while not fits(x[: -(-len(x) // num_parts)], self._buffer, one_shot):
-            num_parts += 2
-            assert num_parts <= len(x)
+        count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)
         out = torch.empty_like(x), torch.empty_like(x)
-        residuals = [None] * num_parts if residual is None else residual.tensor_split(num_parts)
-        parts = x.tensor_split(num_parts), residuals, *(tensor.tensor_split(num_parts) for tensor in out)
+        residuals = [None] * count if residual is None else residual.tensor_split(count)
+        parts = x.tensor_split(count), residuals, *(tensor.tensor_split(count) for tensor in out)
+        assert count <= len(x)
         for part, rest, normed, total in zip(*parts, strict=True):
-            assert self._call < _CALLS_PER_STEP
+            assert self._call < self._end_call
             all_reduce_rms_norm(part, weight, eps, rest, self._buffer, self._call, one_shot, (normed, total))
             self._call += 1
         return out
@@ -122,11 +195,11 @@ class SymmetricCommunicator(DistributedCommunicator):
             self._memory.free()
 
 
-def connect(rank: int, size: int, device: torch.device, store: Store, max_candidates: int) -> DistributedCommunicator:
+def connect(rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> DistributedCommunicator:
     """Join the other ranks with the communicator that rank 0 chooses for all.
 
     It is `SymmetricCommunicator` if all GPUs map each other's memory, else NCCL on CUDA and gloo on the CPU.
-    max_candidates: maximum rows of one `all_reduce_argmax`.
+    limits: of every step.
     """
     if rank == 0:
         first = device.index
@@ -135,5 +208,5 @@ def connect(rank: int, size: int, device: torch.device, store: Store, max_candid
         )
         store.set(_CHOICE_KEY, str(symmetric))
     if store.get(_CHOICE_KEY) == b"True":
-        return SymmetricCommunicator(rank, size, device, store, max_candidates)
+        return SymmetricCommunicator(rank, size, device, store, limits)
     return DistributedCommunicator(rank, size, device, store)

@@ -77,7 +77,12 @@ class LLMEngine(Unpicklable):
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
         )
-        self.limits = RequestLimits(vocab_size, max_model_len, runner.num_kvcache_blocks * config.kvcache_block_size)
+        self.limits = RequestLimits(
+            vocab_size,
+            max_model_len,
+            num_kv_slots=runner.num_kvcache_blocks * config.kvcache_block_size,
+            max_logprobs=config.most_logprobs(vocab_size),
+        )
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
@@ -152,6 +157,8 @@ class LLMEngine(Unpicklable):
         Raises:
             ValueError: what is given is no id.
         """
+        if not isinstance(request_ids, Iterable):
+            raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
         checked = [check_int("request id", request_id, 0) for request_id in request_ids]
         self._inbox.append(Abort(checked, keep_outputs))
         call = Call(brief=True)

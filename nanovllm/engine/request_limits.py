@@ -18,11 +18,13 @@ class RequestLimits:
         vocab_size: token ids of prompts are below it.
         max_model_len: most tokens of one request, prompt and output together.
         num_kv_slots: tokens that the KV cache holds.
+        max_logprobs: most log-probabilities at a position.
     """
 
     vocab_size: int
     max_model_len: int
     num_kv_slots: int
+    max_logprobs: int
 
     def check_params(self, params: Any) -> SamplingParams:
         """Return a copy of sampling parameters that the engine can serve.
@@ -40,8 +42,8 @@ class RequestLimits:
                         f"{name}: token id {token_id} is outside the vocabulary, 0 ... {self.vocab_size - 1}"
                     )
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(checked, name) or 0) > self.vocab_size:
-                raise ValueError(f"{name}={getattr(checked, name)} is over the vocabulary's {self.vocab_size}")
+            if (getattr(checked, name) or 0) > self.max_logprobs:
+                raise ValueError(f"{name}={getattr(checked, name)} is over max_logprobs={self.max_logprobs}")
         return checked
 
     def check_without_text(self, params: Any) -> SamplingParams:

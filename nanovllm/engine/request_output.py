@@ -38,7 +38,7 @@ def request_output(
     return RequestOutput(
         request_id=first.seq_id,
         prompt=first.features.prompt,
-        prompt_token_ids=first.token_ids[: first.num_prompt_tokens].tolist(),
+        prompt_token_ids=first.features.prompt_token_ids or first.token_ids[: first.num_prompt_tokens].tolist(),
         outputs=[completion_output(seq, i, get_text(seq), decode_token) for i, seq in enumerate(seqs)],
         finished=True,
         prompt_logprobs=prompt_logprobs(first, decode_token),

@@ -141,7 +141,8 @@ class Scheduler:
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
         """Take in a step's tokens."""
-        changes = StepChanges()
+        changes, block_size = StepChanges(), self.block_manager.block_size
+        self._note_first_tokens(batch)
         take_in_extras(batch, output, self._sequences)
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
@@ -150,9 +151,6 @@ class Scheduler:
                 changes.dropped.add(seq_id)
                 continue
             seq.token_ids.append(token_id)
-            self.stats.num_output_tokens += 1
-            if seq.metrics.time_to_first_token is None:
-                seq.metrics.time_to_first_token = time.monotonic() - seq.metrics.arrival_time
             try:
                 # Most sequences have nobody to tell, and need not pay for a call.
                 ends = self._tell(seq, token_id) if seq.watches_tokens else token_id in seq.end_token_ids
@@ -165,12 +163,23 @@ class Scheduler:
                 self._finish(seq, "stop")
                 changes.finished.append(seq)
             elif seq.status is SequenceStatus.RUNNING:
-                self.block_manager.register(seq)
+                # A block's last token is known before its keys are planned, or one step after.
+                if len(seq.token_ids) % block_size < 2:
+                    self.block_manager.register(seq)
             elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
                 self._finish(seq, "length")
                 changes.finished.append(seq)
+        self.stats.num_output_tokens += len(output.token_ids) - len(changes.dropped)
         self.block_manager.confirm_step()
         return changes
+
+    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
+        """Take the time of the first tokens of outputs, which come at the ends of prompts."""
+        now = time.monotonic()
+        for seq_id in batch.sampled_seq_ids[len(batch.decode_slots) :]:
+            seq = self._sequences.get(seq_id)
+            if seq is not None and seq.metrics.time_to_first_token is None:
+                seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
 
     def _tell(self, seq: Sequence, token_id: int) -> bool:
         """Pass a token to the request's constraint and sink; returns whether the output ends with it."""

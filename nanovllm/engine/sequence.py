@@ -56,6 +56,8 @@ class RequestFeatures:
         bad_token_ids: tokens that are never generated.
         pooling: "last" or "mean" asks for the hidden states of the prompt.
         prompt: its text, if it came as one.
+        prompt_token_ids: the prompt as the list that it came as, for the output: a new one of a thousand integers takes
+            as long as the rest of an output.
     """
 
     priority: int = 0
@@ -64,6 +66,7 @@ class RequestFeatures:
     bad_token_ids: tuple[int, ...] = ()
     pooling: str | None = None
     prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
 
     @property
     def asks(self) -> bool:

@@ -5,6 +5,7 @@ Ops launch Triton kernels on devices for which `triton_obstacle` returns None, a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
@@ -31,6 +32,11 @@ class NotCompiledError(Exception):
 
 
 HAS_TRITON = find_spec("triton") is not None
+_PDL_SETTING = os.environ.get("NANOVLLM_PDL")
+"""A switch for debugging: with "wait" no kernel starts before the previous one has ended. If an answer is wrong without
+it only, a kernel reads too early what the previous one writes (see `pdl_options`)."""
+if _PDL_SETTING not in (None, "wait"):
+    raise ValueError(f"NANOVLLM_PDL must be 'wait' or not set, not {_PDL_SETTING!r}")
 _LEAST_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 and asynchronous copies (Ampere)."""
 
@@ -52,6 +58,12 @@ if HAS_TRITON:
                 return binder
 
             def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+                # Kernels that must agree to the bit were written, and all figures measured, with products and sums
+                # fused. From Triton 3.10 on that is off unless it is asked for; 3.9 warns where it is not.
+                kwargs["enable_fp_fusion"] = True
+                if _PDL_SETTING == "wait":
+                    # The same code: `gdc_wait` and `gdc_launch_dependents` have no effect then.
+                    kwargs["launch_pdl"] = False
                 return super().run(*args, grid=grid, warmup=warmup or to_compile.get() is not None, **kwargs)
 
             def _do_compile(self, key: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""exp2, log2 and rsqrt as single GPU instructions (accuracy: PTX ISA), for Triton and Gluon kernels.
+"""exp2, log2, rsqrt and rounding as single GPU instructions (accuracy: PTX ISA), for Triton and Gluon kernels.
 
 Triton's own versions are linked from CUDA's libdevice, which costs 40 ms per kernel compiled. Its `exp2` and `rsqrt`
 compile to the same instructions. Its `log2` is more accurate; sampling uses it, because its noise is the logarithm of
@@ -35,3 +35,49 @@ def rsqrt(x):
     if _INTERPRETED:
         return tl.rsqrt(x)
     return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def round_to(x, dtype: tl.constexpr):
+    """Return float32 x rounded to `dtype`, as float32: `x.to(dtype).to(tl.float32)`, two elements at a time.
+
+    The compiler converts one by one what is converted back, at a quarter of the rate or less.
+    """
+    if _INTERPRETED or dtype.primitive_bitwidth == 32:
+        return x.to(dtype).to(tl.float32)
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000;
+            }""",
+            "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 both;
+        .reg .f16 low, high;
+        cvt.rn.f16x2.f32 both, $3, $2;
+        mov.b32 {low, high}, both;
+        cvt.f32.f16 $0, low;
+        cvt.f32.f16 $1, high;
+        }""",
+        "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def pack_pair(first, second, dtype: tl.constexpr):
+    """Return float32 values rounded to a `dtype` of two bytes, as the low and the high half of an int32."""
+    if _INTERPRETED:
+        low = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return (second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, is_pure=True, pack=1
+    )

@@ -17,7 +17,7 @@ from nanovllm.runner.messages import PromptScores, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows
 from nanovllm.runner.step_results import DeviceLogprobs, StepExtras
 
-_LOGITS_BYTES = 2**28
+LOGITS_BYTES = 2**28
 """Most bytes of a prompt's logits in float32 at a time."""
 
 
@@ -77,10 +77,15 @@ def prompt_outputs(
     return outputs
 
 
+def scored_rows_at_once(vocab_size: int) -> int:
+    """Return the rows of a prompt whose logits are computed at a time."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
+
+
 def _score(
     model: CausalLM, sampler: Sampler, hidden: torch.Tensor, scored: list[tuple[int, PromptScores]]
 ) -> list[DeviceLogprobs]:
-    """Compute the log-probabilities of all chunks, in slices of rows whose logits fit into `_LOGITS_BYTES`.
+    """Compute the log-probabilities of all chunks, in slices of rows whose logits fit into `LOGITS_BYTES`.
 
     scored: each chunk's first row of the hidden states, and what is asked for.
     """
@@ -90,7 +95,7 @@ def _score(
     rows = torch.tensor([index for part in indices for index in part]).to(hidden.device)
     targets = torch.tensor([token_id for _, scores in scored for token_id in scores.token_ids]).to(hidden.device)
     num_logprobs = max(scores.num_logprobs for _, scores in scored)
-    slice_rows = max(1, _LOGITS_BYTES // (4 * sampler.vocab.total))
+    slice_rows = scored_rows_at_once(sampler.vocab.total)
     found = []
     for first in range(0, len(rows), slice_rows):
         part = rows[first : first + slice_rows]

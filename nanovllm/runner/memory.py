@@ -10,11 +10,14 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.runner.messages import NewRequest, PromptChunk, PromptScores, SamplingOptions, ScheduledBatch
-from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.runner.extended_step import LOGITS_BYTES
+from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.sampling_state import pool_rows
 
 _CPU_MEMORY_SHARE = 0.1
 _CPU_MEMORY_LIMIT = 2**30
+_MAX_SLOTS = 2**31
+"""KV slots are int32 (`slot_mapping`)."""
 
 
 def free_memory(device: torch.device) -> int:
@@ -34,7 +37,8 @@ def num_cache_blocks(
     free_before: int,
     block_bytes: int,
     most_blocks: int,
-    run_step: Callable[[bool], object],
+    run_step: Callable[[], object],
+    extra_bytes: int,
 ) -> int:
     """Return the blocks of the KV cache, as many on every rank.
 
@@ -45,16 +49,23 @@ def num_cache_blocks(
         free_before: `free_memory` before anything was loaded.
         block_bytes: bytes of a block on this rank.
         most_blocks: what all running sequences take at their longest.
-        run_step: runs the step that takes the most memory, without or with all that requests can ask for.
+        run_step: runs the step that takes the most memory while requests ask for no more than a temperature.
+        extra_bytes: what a step takes besides where they ask for all that they can; see `most_extra_bytes`.
 
     Raises:
-        ValueError: not one block fits.
+        ValueError: not one block fits, or the config asks for more than `slot_mapping` can address.
     """
-    if config.num_kvcache_blocks != -1:
-        return config.num_kvcache_blocks
+    num_blocks, max_blocks = config.num_kvcache_blocks, _MAX_SLOTS // config.kvcache_block_size
+    if num_blocks > max_blocks:
+        raise ValueError(
+            f"num_kvcache_blocks={num_blocks} is over the limit of {max_blocks} blocks of {config.kvcache_block_size} "
+            f"tokens: a cache has at most {_MAX_SLOTS} slots"
+        )
+    if num_blocks != -1:
+        return num_blocks
     if device.type == "cuda":
         # The communicator's memory is the engine's too, and was taken before.
-        budget = _gpu_budget(config, device, free_before + communicator.device_bytes, run_step)
+        budget = _gpu_budget(config, device, free_before + communicator.device_bytes, run_step, extra_bytes)
     else:
         # More is of use to the prefix cache alone, and the memory is other programs' too.
         budget = min(cpu_cache_budget() // communicator.size, most_blocks * block_bytes)
@@ -66,30 +77,45 @@ def num_cache_blocks(
             f"gpu_memory_utilization ({config.gpu_memory_utilization}), lower max_num_batched_tokens, or end what else "
             "uses the device"
         )
-    return communicator.all_reduce_min(budget // block_bytes)
+    return communicator.all_reduce_min(min(budget // block_bytes, max_blocks))
 
 
-def _gpu_budget(config: Config, device: torch.device, free_before: int, run_step: Callable[[bool], object]) -> int:
-    """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by largest steps.
+def _gpu_budget(
+    config: Config, device: torch.device, free_before: int, run_step: Callable[[], object], extra_bytes: int
+) -> int:
+    """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by a largest step.
 
     Other processes' memory is not charged to the engine; it only limits what is there to take.
     """
-    plain = _peak(device, lambda: run_step(False))
-    spare = max(plain, _peak(device, lambda: run_step(True)))
-    if not config.enforce_eager:
-        # The captured graphs keep a pool of their own, no larger than the peak of a plain step.
-        spare += plain
+    free_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    reserved_before_run = torch.cuda.memory_reserved(device)
+    run_step()
+    peak = torch.cuda.max_memory_reserved(device) - reserved_before_run
     free, total = free_memory(device), torch.cuda.mem_get_info(device)[1]
+    # The captured graphs keep a pool of their own, no larger than the peak of an eager step.
+    spare = peak * (1 if config.enforce_eager else 2) + extra_bytes
     return int(min(total * config.gpu_memory_utilization - (free_before - free), free) - spare)
 
 
-def _peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Return the bytes that a step takes from the GPU."""
-    free_memory(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    reserved = torch.cuda.memory_reserved(device)
-    run()
-    return torch.cuda.max_memory_reserved(device) - reserved
+def most_extra_bytes(config: Config, vocab_size: int, block_bytes_per_layer: int) -> int:
+    """Return the bytes that steps take where every request asks for all that it can; a test on the GPU compares.
+
+    Calculated, since running such a step would load, and perhaps compile, kernels that most engines never need: on an
+    H200 0.4 s, or 3.8 s, of every start.
+
+    Args:
+        config: the engine's settings.
+        vocab_size: token ids are below it.
+        block_bytes_per_layer: of keys or values, in one layer.
+    """
+    num_rows, row_bytes = config.max_num_running, 4 * vocab_size
+    # Biases and counts, whose tables grow by doubling while the old ones are copied.
+    tables = 2 * pool_rows(num_rows) * row_bytes * 3 // 2
+    # In turns: copies of shared blocks; slices of the prompts' logits, as they are, edited, and as candidates; and the
+    # edited rows of all samples, with what cutoffs and log-probabilities make of them.
+    copies, prompts, samples = num_rows * block_bytes_per_layer, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
+    return tables + max(copies, prompts, samples)
 
 
 def cpu_cache_budget() -> int:
@@ -102,25 +128,14 @@ def cpu_cache_budget() -> int:
     return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
 
 
-def profiling_batch(config: Config, max_blocks: int, max_model_len: int, extra: bool) -> ScheduledBatch:
-    """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot.
-
-    extra: every request asks for a bias, penalties, cutoffs, and log-probabilities of its output and of its prompt, and
-        writes to a block that it shares.
-    """
+def profiling_batch(config: Config, max_blocks: int, max_model_len: int) -> ScheduledBatch:
+    """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
-    prompts = [array("i", [0]) * min(n, max_model_len) for n in lens]
-    params = SamplingParams(
-        logit_bias={0: 1.0}, presence_penalty=1.0, top_p=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=0
-    )
-    options = SamplingOptions(params, array("i", [0])) if extra else None
-    scores = [PromptScores(0, prompt, MAX_LOGPROBS) if extra else None for prompt in prompts]
     return ScheduledBatch(
-        new_requests=[NewRequest(slot, [0] * max_blocks, 1, 1.0, 0, options) for slot in range(num_seqs)],
-        chunks=[PromptChunk(slot, 0, prompt, False, True, scores[slot]) for slot, prompt in enumerate(prompts)],
+        new_requests=[NewRequest(slot, [0] * max_blocks, 1, 1.0, 0) for slot in range(num_seqs)],
+        chunks=[
+            PromptChunk(slot, 0, array("i", [0]) * min(n, max_model_len), False, True) for slot, n in enumerate(lens)
+        ],
         sampled_seq_ids=list(range(num_seqs)),
-        sample_apart=extra,
-        scored_seq_ids=[(slot, 1) for slot in range(num_seqs)] if extra else [],
-        block_copies=[(0, 0)] * num_seqs if extra else [],
     )

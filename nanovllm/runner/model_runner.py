@@ -1,8 +1,7 @@
 """One device: loads its shard of the model, sizes the cache, runs batches.
 
 A step is four moves: `prepare` sends what changed to the device, `forward` computes logits, `sample` draws tokens and
-leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All of them queue
-work and return at once.
+leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All only queue work.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.extended_step import prompt_outputs, rows_asked_for, sample_rows
-from nanovllm.runner.memory import free_memory, num_cache_blocks, profiling_batch
+from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import FillMasks, ScheduledBatch
 from nanovllm.runner.sampling_state import SamplingRows, SamplingState
 from nanovllm.runner.step_results import DeviceLogprobs, StepExtras, StepHandle, StepResults
@@ -91,7 +90,8 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
-        self.sampling = self._make_sampling_state()
+        processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
@@ -105,22 +105,16 @@ class ModelRunner:
             free_before=free_before,
             block_bytes=self.kv_cache.nbytes,
             most_blocks=max_blocks * config.max_num_running,
-            run_step=lambda extra: self.execute(profiling_batch(config, max_blocks, max_model_len, extra)).result(),
+            run_step=lambda: self.execute(profiling_batch(config, max_blocks, max_model_len)).result(),
+            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache[0, 0].nbytes),
         )
-        # Without the profile's options, and their tables.
-        self.sampling = self._make_sampling_state()
         self._allocate_cache(self.num_kvcache_blocks)
         if self.capture_sizes.shapes and not config.enforce_eager:
             self._capture_largest()
 
-    def _make_sampling_state(self) -> SamplingState:
-        processed_logprobs = self.config.logprobs_mode == "processed_logprobs"
-        return SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
-
     def _make_batch_builder(self, max_blocks: int) -> BatchBuilder:
         config, communicator, backend = self.config, self.communicator, self.backend
-        # Cascade attention and split-KV decide the graph of a step, which all ranks capture together; so they must find
-        # the same.
+        # Cascade attention and split-KV decide a step's graph, which all ranks capture together, so they must agree.
         max_cascade_items = communicator.all_reduce_min(backend.max_cascade_items)
         num_kv_heads = communicator.all_reduce_min(self.num_kv_heads)
         return BatchBuilder(
@@ -200,6 +194,7 @@ class ModelRunner:
         Forward and sampling are one CUDA graph where there is one for the step's size, also if rows ask for their
         tokens' log-probabilities. If they ask for more, perhaps of the host, sampling is launched behind the forward's.
         """
+        self.communicator.prepare_step()
         step = self.prepare(batch)
         rows = self._sampling_rows(batch, step) if batch.sample_apart else None
         if batch.scored_seq_ids:
@@ -321,11 +316,14 @@ class ModelRunner:
         with torch.inference_mode(), loading_bar("Capturing graphs", 2, "run", self.communicator.rank) as bar:
             step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
             for _ in range(2):
+                self.communicator.prepare_step()
                 self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
                 bar.update()
 
     def _run_without_kernels(self, shape: StepShape) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
+        self.communicator.prepare_step()
+        self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
         # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
         for filled, value in ((inputs.token_ids, 0), (inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
@@ -335,10 +333,8 @@ class ModelRunner:
     def _allocate_cache(self, num_blocks: int) -> None:
         """Give every layer `num_blocks` blocks of cache."""
         model = self.model_config
-        block = self.config.kvcache_block_size, self.num_kv_heads, model.head_dim
-        shape = (2, model.num_layers, num_blocks, *block)
+        shape = (2, model.num_layers, num_blocks, self.config.kvcache_block_size, self.num_kv_heads, model.head_dim)
         # Zeros, because a masked key still meets a product, and garbage may be NaN.
         self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(module for module in self.model.modules() if isinstance(module, Attention)):
             layer.bind(self.kv_cache[0, i], self.kv_cache[1, i], self.backend)

@@ -64,6 +64,11 @@ class SamplingRows:
     only_own_logprobs: bool
 
 
+def pool_rows(num_rows: int) -> int:
+    """Return the rows of a pool of which so many are in use."""
+    return max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())
+
+
 class _Pool:
     """Rows of [vocab_size] on the device, handed out one at a time."""
 
@@ -74,7 +79,7 @@ class _Pool:
     def take(self) -> int:
         if not self._free:
             old = self.tensor
-            size = max(_LEAST_ROWS, 2 * len(old))
+            size = pool_rows(len(old) + 1)
             self.tensor = torch.zeros(size, old.shape[1], dtype=old.dtype, device=old.device)
             self.tensor[: len(old)] = old
             self._free = list(range(len(old), size))

@@ -20,6 +20,8 @@ _MAX_TEMPERATURE = 1e30
 _ALIGNMENT = 16
 """Slots are padded to a multiple of this: Triton compiles a kernel anew for each other alignment of its arguments."""
 ArrayT = TypeVar("ArrayT", np.ndarray, torch.Tensor)
+_MAX_ELEMENTS = 2**31
+"""Their offsets, also those of a step's rows of the block tables, are int32 here and in `kernels/slot_state.py`."""
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
@@ -30,6 +32,9 @@ class SlotState:
         num_slots: sequences that may run at once.
         max_blocks: entries of a block table.
         device: where the state lives.
+
+    Raises:
+        ValueError: the state has more elements than int32 offsets can address.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
@@ -41,6 +46,12 @@ class SlotState:
         ends = np.cumsum([num_padded * width for width in self._widths.values()]).tolist()
         self._starts = dict(zip(self._widths, [0, *ends[:-1]], strict=True))
         self.size = ends[-1]
+        if self.size > _MAX_ELEMENTS:
+            raise ValueError(
+                f"the state of {num_slots} running sequences, with block tables of {max_blocks} entries, has "
+                f"{self.size} elements, over the limit of {_MAX_ELEMENTS}: lower max_num_seqs or max_model_len, or "
+                "raise kvcache_block_size"
+            )
         self._flat = torch.zeros(self.size, dtype=torch.int32, device=device)
         self.tensors = SlotTensors(**{name: self._field(self._flat, name) for name in self._widths})
         self.tensors.temperature = self.tensors.temperature.view(torch.float32)

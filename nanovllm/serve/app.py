@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
-from openai.types.responses import Response as OpenAIResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -78,8 +77,13 @@ def create_app(service: Service) -> ASGIApp:
     return Guard(app, service.settings, service.metrics.count_error)
 
 
-def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return what an endpoint that can stream may answer."""
+def _answers(name: str) -> dict[int | str, dict[str, Any]]:
+    """Return what an endpoint that can stream may answer: a type of the package openai, whose clients read it.
+
+    Without that package, which only describes the answers, the API's description says that they are objects.
+    """
+    module, _, kind = f"openai.types.{name}".rpartition(".")
+    model = getattr(import_module(module), kind) if find_spec("openai") else dict[str, Any]
     return {200: {"model": model, "content": {"text/event-stream": {}}}, **_ERRORS}
 
 
@@ -91,17 +95,17 @@ def _add_api(app: FastAPI, service: Service) -> None:
         """Return an answer, or the head of a stream, unless the client goes away or it takes too long."""
         return await until_disconnect(request, answer, seconds)
 
-    @app.post("/v1/chat/completions", response_model=None, responses=_answers(ChatCompletion))
+    @app.post("/v1/chat/completions", response_model=None, responses=_answers("chat.ChatCompletion"))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer messages."""
         return await within_limits(request, answer_chat(service, body))
 
-    @app.post("/v1/completions", response_model=None, responses=_answers(Completion))
+    @app.post("/v1/completions", response_model=None, responses=_answers("Completion"))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
         return await within_limits(request, answer_completion(service, body))
 
-    @app.post("/v1/responses", response_model=None, responses=_answers(OpenAIResponse))
+    @app.post("/v1/responses", response_model=None, responses=_answers("responses.Response"))
     async def responses(body: ResponseBody, request: Request) -> Response:
         """Answer an input in text."""
         return await within_limits(request, answer_response(service, body))

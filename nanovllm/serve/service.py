@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM, OutputStream
-from nanovllm.openai_format import Endpoint, plain_messages, sampling_values
+from nanovllm.openai_format import Endpoint, sampling_values
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.serve.errors import ApiError
@@ -20,6 +20,7 @@ from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.chat import plain_messages
 
 _SAMPLING = {item.name for item in fields(SamplingParams)}
 _SUPPORTED = frozenset({"stream", "echo", "best_of", "tools"})
@@ -170,7 +171,7 @@ class Service:
 
 def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates know them."""
-    plain: list[dict[str, Any]] = plain_messages([message.model_dump(exclude_unset=True) for message in messages])
+    plain = plain_messages([message.model_dump(exclude_unset=True) for message in messages])
     for message in plain:
         # Most templates have no developer, and drop what it says.
         if message["role"] == "developer":

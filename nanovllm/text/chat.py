@@ -2,53 +2,86 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
+
+from nanovllm.outputs import TokensPrompt
 
 Message = dict[str, Any]
 
 
-def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
-    """Return conversations, and whether `messages` was a list of them.
+class ChatTemplateOptions(TypedDict, total=False):
+    """How the chat template makes a prompt of a conversation.
 
-    Raises:
-        ValueError: no list of messages, nor of lists of messages.
-    """
-    if isinstance(messages, list) and messages:
-        if all(isinstance(message, dict) for message in messages):
-            return [messages], False
-        if all(isinstance(item, list) and item and all(isinstance(m, dict) for m in item) for item in messages):
-            return messages, True
-    raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
-
-
-def template_options(
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    chat_template: str | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    tools: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Return the options of `render_chat` for the keywords of `LLM.chat`.
-
-    Args:
-        add_generation_prompt: end the prompt with the beginning of an answer.
+    Attributes:
+        add_generation_prompt: end the prompt with the beginning of an answer; the default.
         continue_final_message: leave the last message open instead, for the model to continue.
         chat_template: Jinja template to use instead of the tokenizer's.
         chat_template_kwargs: further variables of the template.
-        tools: descriptions of functions for the template.
+        tools: descriptions of functions for the template, in OpenAI's form; calls of them in an answer are parsed.
     """
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    tools: list[dict[str, Any]] | None
+
+
+def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
+    """Return conversations with contents as text, and whether `messages` was a list of them.
+
+    Raises:
+        ValueError: no list of messages, nor of lists of messages; or a content that is not text.
+    """
+    if isinstance(messages, (list, tuple)) and messages:
+        if all(isinstance(message, dict) for message in messages):
+            return [plain_messages(messages)], False
+        lists = [item for item in messages if isinstance(item, (list, tuple)) and item]
+        if len(lists) == len(messages) and all(isinstance(message, dict) for item in lists for message in item):
+            return [plain_messages(item) for item in lists], True
+    raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
+
+
+def plain_messages(messages: Any) -> list[Message]:
+    """Return messages whose contents are strings, for chat templates; OpenAI's parts of type text are joined.
+
+    Raises:
+        ValueError: a part of a content is no text.
+    """
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: Message) -> Message:
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError("a message's content is a string, or a list of parts of type text")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def template_options(options: ChatTemplateOptions) -> dict[str, Any]:
+    """Return the options of `render_chat` for the keywords of `LLM.chat`.
+
+    Raises:
+        ValueError: an unknown keyword.
+    """
+    known = ChatTemplateOptions.__annotations__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"unknown argument {', '.join(unknown)}; a chat template takes {', '.join(known)}")
+    continues = options.get("continue_final_message", False)
     return {
-        "add_generation_prompt": add_generation_prompt and not continue_final_message,
-        "continue_final_message": continue_final_message,
-        "chat_template": chat_template,
-        "tools": tools,
-        **(chat_template_kwargs or {}),
+        "add_generation_prompt": options.get("add_generation_prompt", True) and not continues,
+        "continue_final_message": continues,
+        "chat_template": options.get("chat_template"),
+        "tools": options.get("tools"),
+        **(options.get("chat_template_kwargs") or {}),
     }
 
 
-def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> list[int]:
-    """Return the token ids of a conversation; the template brings the special tokens.
+def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> TokensPrompt:
+    """Return the prompt of a conversation, its text and its token ids; the template brings the special tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -69,4 +102,4 @@ def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) 
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     except TypeError as error:
         raise ValueError(f"the messages cannot be tokenized: {error}") from error
-    return token_ids
+    return {"prompt_token_ids": token_ids, "prompt": text}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.request_limits import RequestLimits
@@ -17,7 +17,7 @@ from nanovllm.text.structured_output import (
     GrammarConstraint,
     encode_bad_words,
 )
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_int, token_list
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,11 @@ class _CheckedParams:
         params: in range, and of this call alone.
         bad_words: token sequences that are never generated.
         grammar: a constraint at its start; each output gets a copy.
-        features: of requests that bring nothing else, by priority.
     """
 
     params: SamplingParams
     bad_words: list[list[int]]
     grammar: GrammarConstraint | None
-    features: dict[int, RequestFeatures] = field(default_factory=dict)
 
 
 class InputProcessor:
@@ -88,20 +86,21 @@ class InputProcessor:
             except ValueError as error:
                 concerns_all = found is None and all(other is param for other in params)
                 raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
-            requests.append(Request(tokens, found.params, self._features(found, priority, text, streams)))
+            features = [self._features(found, priority, text, token_ids, streams) for _ in range(found.params.n)]
+            requests.append(Request(tokens, found.params, features))
         return requests
 
     def _encode(self, prompts: list[Any]) -> list[tuple[Any, str | None]]:
         """Return the token ids of prompts, not checked yet, and the texts of those that have one."""
-        plain = []
+        parts: list[tuple[Any, str | None]] = []
         for index, prompt in enumerate(prompts):
             try:
-                plain.append(_plain_prompt(prompt))
+                parts.append(_token_ids_and_text(prompt))
             except ValueError as error:
                 raise _of_prompt(index, len(prompts), error) from error
-        texts = {index: prompt for index, prompt in enumerate(plain) if isinstance(prompt, str)}
+        texts = {index: text for index, (ids, text) in enumerate(parts) if ids is None and text is not None}
         try:
-            token_ids = iter(self.tokenize(list(texts.values())))
+            encoded = iter(self.tokenize(list(texts.values())))
         except ValueError:
             # One at a time shows which it is.
             for index, text in texts.items():
@@ -110,7 +109,22 @@ class InputProcessor:
                 except ValueError as error:
                     raise _of_prompt(index, len(prompts), error) from error
             raise
-        return [(next(token_ids), prompt) if isinstance(prompt, str) else (prompt, None) for prompt in plain]
+        return [(next(encoded), text) if index in texts else (ids, text) for index, (ids, text) in enumerate(parts)]
+
+    def process_each(
+        self, prompts: list[Any], params: list[SamplingParams], priorities: list[int]
+    ) -> list[Request | ValueError]:
+        """Return requests, and in the places of those that cannot be served why; see `process`."""
+        try:
+            return [*self.process(prompts, params, priorities)]
+        except ValueError:
+            found: list[Request | ValueError] = []
+            for prompt, param, priority in zip(prompts, params, priorities, strict=True):
+                try:
+                    found += self.process([prompt], [param], [priority])
+                except ValueError as error:
+                    found.append(error)
+            return found
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode texts, all in one call, since tokenizers then use every core."""
@@ -137,17 +151,10 @@ class InputProcessor:
         structured = params.structured_outputs
         return _CheckedParams(params, bad_words, None if structured is None else self._grammars.make(structured))
 
-    def _features(self, known: _CheckedParams, priority: int, text: str | None, streams: bool) -> list[RequestFeatures]:
-        """Return the features of each output of a request."""
-        params = known.params
-        if text is None and not streams and not (params.stop or known.bad_words or known.grammar):
-            # Nothing of one request alone: making them anew would be most of the time that a request takes.
-            if priority not in known.features:
-                known.features[priority] = RequestFeatures(priority)
-            return [known.features[priority]] * params.n
-        return [self._own_features(known, priority, text, streams) for _ in range(params.n)]
-
-    def _own_features(self, known: _CheckedParams, priority: int, text: str | None, streams: bool) -> RequestFeatures:
+    def _features(
+        self, known: _CheckedParams, priority: int, text: str | None, token_ids: list[int], streams: bool
+    ) -> RequestFeatures:
+        """Return the features of an output."""
         params, constraint = known.params, None if known.grammar is None else known.grammar.copy()
         sequences = [sequence for sequence in known.bad_words if len(sequence) > 1]
         return RequestFeatures(
@@ -156,6 +163,7 @@ class InputProcessor:
             constraint=BadWordsConstraint(sequences, constraint) if sequences else constraint,
             bad_token_ids=tuple(sequence[0] for sequence in known.bad_words if len(sequence) == 1),
             prompt=text,
+            prompt_token_ids=token_ids,
         )
 
 
@@ -164,14 +172,18 @@ def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:
     return error if count == 1 else ValueError(f"prompts[{index}]: {error}")
 
 
-def _plain_prompt(prompt: Any) -> Any:
-    """Return a prompt's text or token ids."""
+def _token_ids_and_text(prompt: Any) -> tuple[Any, str | None]:
+    """Return a prompt's token ids, not checked yet, and its text; one of them may be None."""
+    if isinstance(prompt, str):
+        return None, prompt
     if not isinstance(prompt, Mapping):
-        return prompt
-    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
-        return prompt["prompt"]
-    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
-        return prompt["prompt_token_ids"]
+        return token_list(prompt), None
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if set(prompt) <= {"prompt", "prompt_token_ids"} and isinstance(text, (str, type(None))):
+        if ids is None and text is not None:
+            return None, text
+        if ids is not None and not isinstance(ids, str):
+            return token_list(ids), text
     raise ValueError(
         "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
     )

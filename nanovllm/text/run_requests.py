@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_output import DecodeToken
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import Request
 from nanovllm.text.output_processor import OutputState
@@ -23,12 +23,15 @@ def prompt_list(prompts: Any) -> list[Any]:
     """Return prompts as a list; a single text or dict is a list of one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if getattr(prompts, "ndim", None) == 2 and hasattr(prompts, "tolist"):
+        rows: list[Any] = prompts.tolist()
+        return rows
     if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
     return list(prompts)
 
 
-def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Return sampling parameters for `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
@@ -39,7 +42,7 @@ def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -
     return list(params)
 
 
-def check_priorities(priority: list[int] | None, count: int) -> list[int]:
+def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     """Return a priority for each of `count` prompts, not checked yet."""
     if priority is None:
         return [0] * count
@@ -53,16 +56,43 @@ def run_requests(
     requests: list[Request],
     use_tqdm: bool,
     on_output: Callable[[RequestOutput], None] | None = None,
+    *,
+    returns_errors: bool = False,
 ) -> list[RequestOutput]:
-    """Queue requests, step until they are done, and return their outputs in order; on any exception drop them."""
+    """Queue requests, step until they are done, and return their outputs in order; on any exception drop them.
+
+    returns_errors: requests that fail while the engine goes on have an output with their error.
+    """
     ids: list[int] = []
     try:
         _enqueue(engine, requests, ids)
-        outputs = _step_until_done(engine, set(ids), use_tqdm, on_output)
+        by_id = dict(zip(ids, requests, strict=True))
+        outputs = _step_until_done(engine, by_id, use_tqdm, on_output, returns_errors)
     except BaseException:
         engine.drop(set(ids))
         raise
     return [outputs[request_id] for request_id in ids]
+
+
+def run_good_requests(
+    engine: LLMEngine,
+    each: list[Request | ValueError],
+    prompts: list[Any],
+    use_tqdm: bool,
+    on_output: Callable[[RequestOutput], None] | None,
+) -> list[RequestOutput]:
+    """Run the requests that can be served, and return all outputs in order; the others' have their errors.
+
+    each: of `InputProcessor.process_each`, for `prompts`.
+    """
+    good = [request for request in each if isinstance(request, Request)]
+    outputs = iter(run_requests(engine, good, use_tqdm, on_output, returns_errors=True))
+    return [
+        next(outputs)
+        if isinstance(request, Request)
+        else failed_output(-1, request, prompt if isinstance(prompt, str) else None)
+        for request, prompt in zip(each, prompts, strict=True)
+    ]
 
 
 def stream_requests(engine: LLMEngine, requests: list[Request], decode_token: DecodeToken) -> Iterator[RequestOutput]:
@@ -100,14 +130,25 @@ def _enqueue(engine: LLMEngine, requests: list[Request], ids: list[int]) -> None
 
 
 def _step_until_done(
-    engine: LLMEngine, ids: set[int], use_tqdm: bool, on_output: Callable[[RequestOutput], None] | None
+    engine: LLMEngine,
+    requests: dict[int, Request],
+    use_tqdm: bool,
+    on_output: Callable[[RequestOutput], None] | None,
+    returns_errors: bool,
 ) -> dict[int, RequestOutput]:
-    """Return the outputs of requests `ids`; other requests' results stay for their callers."""
+    """Return the outputs of requests by id; other requests' results stay for their callers."""
     outputs = dict[int, RequestOutput]()
-    with Progress(engine, len(ids), "request", disable=not use_tqdm) as progress:
-        while len(outputs) < len(ids):
+    with Progress(engine, len(requests), "request", disable=not use_tqdm) as progress:
+        while len(outputs) < len(requests):
             engine.run_step()
-            done = engine.claim(ids)
+            try:
+                done = engine.claim(requests.keys())
+            except StepError as error:
+                failed = {i: requests[i].features[0] for i in error.request_ids if i in requests}
+                if not returns_errors or not failed:
+                    raise
+                engine.drop(set(failed))
+                done = {i: failed_output(i, error, f.prompt, f.prompt_token_ids) for i, f in failed.items()}
             outputs.update(done)
             if done:
                 progress.update(len(done))

@@ -21,7 +21,7 @@ class StreamedRequest:
     def __init__(self, request: Request, decode_token: DecodeToken) -> None:
         self.request = request
         self._decode_token = decode_token if request.params.detokenize else _no_text
-        self._prompt_token_ids = request.token_ids.tolist()
+        self._prompt_token_ids = request.features[0].prompt_token_ids or request.token_ids.tolist()
         self._cumulative = [0.0] * len(request.features)
 
     def take(self, request_id: int | str, final: RequestOutput | None = None) -> RequestOutput | None:

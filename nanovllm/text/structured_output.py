@@ -20,6 +20,19 @@ from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS = 256
 """Compiled ones that are kept; one of a large schema takes about a megabyte."""
+_INSTEAD = {
+    '"uniqueItems"': "instead of uniqueItems, bound the array by maxItems and drop repeated items afterwards",
+    '"not"': "instead of not, say what is allowed, by enum, anyOf or a pattern",
+    '"if"': "instead of if, then and else, give anyOf a branch for each case, told apart by a const",
+    "oneOf constraints": "instead of oneOf, write anyOf, whose branches a const tells apart",
+    '"propertyNames"': "instead of propertyNames, write patternProperties",
+    '"contains"': "instead of contains, write prefixItems",
+    '"dependentRequired"': "instead of dependentRequired, give anyOf a branch with the property and one without it",
+    "look-around": "instead of look-around, write the alternatives out",
+}
+_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_VALUES = frozenset({"enum", "const", "default", "examples"})
+"""Fields of a schema that are no schemas."""
 _INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
 
 
@@ -109,16 +122,17 @@ class GrammarCompiler:
         Raises:
             ValueError: the grammar cannot be used, or the library is not installed.
         """
+        library, tokenizer = self.library, self.tokenizer
         try:
             grammar = self._grammar(params)
             with self._lock:
                 matcher = self._matchers.pop(grammar, None)
             if matcher is None:
-                matcher = self.library.LLMatcher(self.tokenizer, grammar)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(f"structured_outputs cannot be used: {error}") from error
+                matcher = library.LLMatcher(tokenizer, grammar)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(_with_advice(str(error))) from error
         if matcher.is_error():
-            raise ValueError(f"structured_outputs cannot be used: {matcher.get_error()}")
+            raise ValueError(_with_advice(matcher.get_error()))
         with self._lock:
             self._matchers[grammar] = matcher
             while len(self._matchers) > _MAX_GRAMMARS:
@@ -127,11 +141,9 @@ class GrammarCompiler:
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         matcher = self.library.LLMatcher
-        if params.json is not None:
-            schema = params.json if isinstance(params.json, str) else json.dumps(params.json)
-            grammar: str = matcher.grammar_from_json_schema(schema)
-        elif params.json_object:
-            grammar = matcher.grammar_from_json_schema('{"type": "object"}')
+        if params.json is not None or params.json_object:
+            defaults, overrides = _whitespace(params)
+            grammar: str = matcher.grammar_from_json_schema(_json_schema(params), defaults, overrides)
         elif params.regex is not None:
             grammar = matcher.grammar_from_regex(params.regex)
         elif params.choice is not None:
@@ -139,6 +151,47 @@ class GrammarCompiler:
         else:
             grammar = matcher.grammar_from_lark(params.grammar)
         return grammar
+
+
+def _json_schema(params: StructuredOutputsParams) -> str:
+    """Return the schema as text."""
+    if params.json_object:
+        return '{"type": "object"}'
+    if not params.disable_additional_properties:
+        return params.json if isinstance(params.json, str) else json.dumps(params.json)
+    return json.dumps(_closed(json.loads(params.json) if isinstance(params.json, str) else params.json))
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no other properties than those that it names."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name, value in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[name] = {key: _closed(item) for key, item in value.items()}
+        elif name not in _VALUES:
+            closed[name] = _closed(value)
+    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(schema):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return llguidance's options for white space: those that a schema may change, and those that hold for all."""
+    if params.whitespace_pattern is not None:
+        return None, {"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern}
+    if params.disable_any_whitespace is not None:
+        return None, {"whitespace_flexible": not params.disable_any_whitespace}
+    return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}, None
+
+
+def _with_advice(message: str) -> str:
+    """Return llguidance's message, with what can be written instead of what it refuses."""
+    advice = [text for refused, text in _INSTEAD.items() if refused in message]
+    return "; ".join([f"structured_outputs cannot be used: {message}", *advice])
 
 
 class BadWordsConstraint:

@@ -75,6 +75,15 @@ def check_strings(name: str, values: Any) -> list[str]:
     return list(values)
 
 
+def token_list(token_ids: Any) -> Any:
+    """Return token ids as a list if they are a tuple, or an array or a tensor of one dimension; else as they are."""
+    if isinstance(token_ids, (tuple, array)):
+        return list(token_ids)
+    if getattr(token_ids, "ndim", None) == 1 and hasattr(token_ids, "tolist"):
+        return token_ids.tolist()
+    return token_ids
+
+
 def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
     """Return a list of integers (not bools) in `0 ... vocab_size - 1` as an array of int32.
 

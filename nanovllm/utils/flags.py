@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -63,7 +63,8 @@ def add_flags(
     hints, texts = get_type_hints(cls), field_texts(cls)
     for item in fields(cls):
         flag = f"--{(renamed or {}).get(item.name, item.name).replace('_', '-')}"
-        text = texts[item.name]
+        # Without docstrings, under `python -OO`, there are no texts.
+        text = texts.get(item.name, "")
         if description is None:
             text += _default_text(defaults.get(item.name, item.default), item)
         value = {"default": defaults[item.name]} if item.name in defaults else {"default": argparse.SUPPRESS}
@@ -113,6 +114,9 @@ def _reading(hint: Any) -> dict[str, Any]:
         (element,) = get_args(lists[0])
         return {"action": "append", "type": element, "metavar": _METAVARS[element]}
     (kind,) = (kind for kind in kinds if kind is not NoneType)
+    if get_origin(kind) is Literal:
+        # The class says which values it takes.
+        kind = str
     if kind not in _METAVARS:
         return {"type": _json_reader(kind), "metavar": "JSON"}
     return {

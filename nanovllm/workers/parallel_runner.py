@@ -24,6 +24,7 @@ from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_limits import step_limits
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.utils.device import resolve_device
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
@@ -97,7 +98,7 @@ class ParallelRunner:
             store = open_store(size)
             self._ranks.plan(WorkerPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
-            join = partial(connect, 0, size, device, store, 2 * config.max_num_running)
+            join = partial(connect, 0, size, device, store, step_limits(config, model_config))
             # The group waits up to its timeout for a rank that has died.
             self._communicator = communicator = self._ranks.call_watched(join)
             # While this thread waits for a GPU, nothing else would notice that a rank has died.

@@ -27,6 +27,7 @@ from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
 from nanovllm.workers.channel import Channel
 from nanovllm.workers.orders import CallOrder, Reply
@@ -87,7 +88,7 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
     store = find_store(plan.port, size)
     # Before `connect`, because rank 0 does not read reports while it connects.
     reports.send(STARTED)
-    communicator = connect(rank, size, device, store, 2 * plan.config.max_num_running)
+    communicator = connect(rank, size, device, store, step_limits(plan.config, plan.model_config))
     with compilers:
         runner = ModelRunner(
             plan.config,

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from nanovllm.distributed.communicator import DistributedCommunicator, find_store, open_store
-from nanovllm.distributed.symmetric_communicator import SymmetricCommunicator, connect
+from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator, connect
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, fits
 from nanovllm.kernels.rms_norm import rms_norm
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
@@ -40,7 +40,8 @@ def run(rank: int, size: int, port: int) -> None:
         others = [context.Process(target=run, args=(other, size, store.port)) for other in range(1, size)]
         for other in others:
             other.start()
-    communicator = connect(rank, size, device, store, max_candidates=1024)
+    limits = StepLimits(CALLS, ROWS[-1], HIDDEN, max_candidates=1024, num_gathers=0, max_gathered_rows=0, vocab_size=0)
+    communicator = connect(rank, size, device, store, limits)
     assert isinstance(communicator, SymmetricCommunicator)
     buffer = communicator._buffer
     nccl = DistributedCommunicator(rank, size, device, PrefixStore("nccl", store))

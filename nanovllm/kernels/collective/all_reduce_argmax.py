@@ -52,14 +52,12 @@ def _all_reduce_argmax_kernel(
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             buffer_ptr = buffer_address(addresses_ptr, rank, offset, tl.int64) + half_offset + RANK * 2 * max_rows
-            send_words(buffer_ptr, rows, high, mask, call)
-            send_words(buffer_ptr, max_rows + rows, low, mask, call)
+            send_words(buffer_ptr, rows, high, low, mask, call)
     best = (high.to(tl.int64) << 32) | low
     own = buffer_address(addresses_ptr, RANK, offset, tl.int64) + half_offset
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            high = receive_words(own + rank * 2 * max_rows, rows, mask, call, abort_ptr, CHECK)
-            low = receive_words(own + rank * 2 * max_rows, max_rows + rows, mask, call, abort_ptr, CHECK)
+            high, low = receive_words(own + rank * 2 * max_rows, rows, mask, call, abort_ptr, CHECK)
             best = tl.maximum(best, (high.to(tl.int64) << 32) | low)
     tl.store(out_ptr + rows, MASK - (best & MASK), mask=mask)
 

@@ -19,7 +19,7 @@ from nanovllm.kernels.collective.symmetric_buffer import (
     set_signal,
     wait_signal,
 )
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import pack_pair, rsqrt
 from nanovllm.kernels.rms_norm import rms_norm_ref
 
 
@@ -49,8 +49,7 @@ def _unpack(words, dtype: tl.constexpr):
 def _pack(first, second, dtype: tl.constexpr):
     """Pack two float32 values into words of `dtype`; the inverse of `_unpack`."""
     if dtype.primitive_bitwidth == 16:
-        low = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return (second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+        return pack_pair(first, second, dtype)
     return first.to(tl.int32, bitcast=True)
 
 
@@ -66,7 +65,10 @@ def _one_shot_kernel(
     word_pointer: tl.constexpr = tl.pointer_type(tl.int32)
     row = tl.program_id(0)
     words_per_row = size // per_word
+    pairs_per_row = (words_per_row + 1) // 2
     offsets = tl.arange(0, BLOCK)
+    pairs = tl.arange(0, BLOCK // 2)
+    pair_mask = pairs < pairs_per_row
     mask = offsets < words_per_row
     weight = tl.load(weight_ptr.to(word_pointer) + offsets, mask=mask, other=0)
     wait_for_previous(PDL)
@@ -74,21 +76,22 @@ def _one_shot_kernel(
     row_offsets = row.to(tl.int64) * words_per_row + offsets
     mine = tl.load(x_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
     buffer_ptr = buffer_address(addresses_ptr, RANK, 0, tl.int64)
-    half_offset = (call & 1).to(tl.int64) * (RANKS * capacity) + row_offsets
+    pairs += (call & 1).to(tl.int64) * (RANKS * capacity) + row.to(tl.int64) * pairs_per_row
     first = tl.zeros([BLOCK], dtype=tl.float32)
     second = tl.zeros([BLOCK], dtype=tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr.to(word_pointer) + row_offsets, mask=mask, other=0)
         first, second = _unpack(residual, dtype)
+    first_words, second_words = tl.split(tl.reshape(mine, [BLOCK // 2, 2]))
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            send_words(
-                buffer_address(addresses_ptr, rank, 0, tl.int64), half_offset + RANK * capacity, mine, mask, call
-            )
+            peer_ptr = buffer_address(addresses_ptr, rank, 0, tl.int64)
+            send_words(peer_ptr, pairs + RANK * capacity, first_words, second_words, pair_mask, call)
     for rank in tl.static_range(RANKS):
         words = mine
         if rank != RANK:
-            words = receive_words(buffer_ptr, half_offset + rank * capacity, mask, call, abort_ptr, CHECK)
+            received = receive_words(buffer_ptr, pairs + rank * capacity, pair_mask, call, abort_ptr, CHECK)
+            words = tl.interleave(received[0], received[1])
         part_first, part_second = _unpack(words, dtype)
         first += part_first
         second += part_second
@@ -159,11 +162,16 @@ def _two_shot_kernel(
     tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
 
 
+def whole_pairs(row_bytes: int) -> int:
+    """Return the bytes of a row whose words are sent in pairs."""
+    return -(-row_bytes // 8) * 8
+
+
 def fits(x: torch.Tensor, buffer: SymmetricBuffer, one_shot: bool) -> bool:
     """Return whether x fits into the symmetric buffer and, for one-shot, its rows are whole words."""
     num_rows, row_bytes = len(x), x.shape[1] * x.element_size()
     if one_shot:
-        return row_bytes % 4 == 0 and num_rows * row_bytes <= buffer.word_bytes
+        return row_bytes % 4 == 0 and num_rows * whole_pairs(row_bytes) <= buffer.word_bytes
     # The last group of `num_ranks` rows takes the space of a whole group, even if it has fewer rows.
     return num_rows <= buffer.max_rows and (num_rows + buffer.num_ranks) * row_bytes <= buffer.row_bytes
 
@@ -200,14 +208,14 @@ def all_reduce_rms_norm(
     assert one_shot or num_rows >= buffer.num_ranks
     normed, total = out or (torch.empty_like(x), torch.empty_like(x))
     tensors = x, residual, weight, normed, total, buffer.addresses, buffer.step, buffer.abort
-    words = triton.next_power_of_2(size * x.element_size() // 4)
+    words = max(2, triton.next_power_of_2(size * x.element_size() // 4))
     options = {
         "RANK": buffer.rank, "RANKS": buffer.num_ranks, "HAS_RESIDUAL": residual is not None,
         "CHECK": ABORT_CHECK_SPINS, "num_warps": min(8, max(1, words // 256)),
     } | pdl_options(x.device)  # fmt: skip
     if one_shot:
         _one_shot_kernel[(num_rows,)](
-            *tensors, eps, size, buffer.word_bytes // 4, call_in_step, buffer.calls_per_step, BLOCK=words, **options
+            *tensors, eps, size, buffer.word_bytes // 8, call_in_step, buffer.calls_per_step, BLOCK=words, **options
         )
     else:
         _two_shot_kernel[(num_rows,)](

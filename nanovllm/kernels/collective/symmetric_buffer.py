@@ -4,11 +4,15 @@ Every rank writes into the other ranks' buffers and reads only its own. The rece
 is sent in one of two ways:
 
 - Words of 8 bytes: 4 of data and 4 of the call number. The latency is one way over the link, without fence or
-  barrier, for twice the bytes (NCCL's LL protocol; Hu et al. 2025, arXiv:2507.04786).
+  barrier, for twice the bytes (NCCL's LL protocol; Hu et al. 2025, arXiv:2507.04786). They are written and read in
+  pairs, by relaxed accesses of system scope: such an access to 8 bytes is one also for another GPU (PTX ISA, "Memory
+  Consistency Model").
 - Rows of plain data, each followed by a signal: an int32 that is set to the call number.
 
 A call number is computed from a step counter on the device and the call's index in its step, so that CUDA graphs can
-be replayed.
+be replayed. Numbers are positive: what nobody has written carries 0. A number must not occur twice, as a word that is
+left of its first call would pass for one of the second; so after `max_steps` steps the buffers are cleared, and the
+counter starts again.
 """
 
 from __future__ import annotations
@@ -38,12 +42,12 @@ class SymmetricBuffer:
 
     Attributes:
         rank, num_ranks: this rank, and the number of ranks.
-        word_bytes: maximum bytes of activations in a call that sends words.
+        word_bytes: maximum bytes of activations in a call that sends words, with rows of whole pairs.
         row_bytes: bytes for activations in a call that sends rows, including `num_ranks` extra rows.
         max_rows: maximum rows of a call that sends rows.
         max_candidates: maximum rows of `all_reduce_argmax`.
         addresses: [num_ranks] int64, on the device; address of each rank's buffer.
-        step: [1] int32, on the device; number of steps so far.
+        step: [1] int32, on the device; number of steps since the buffers were cleared, from 1 on in a step.
         calls_per_step: exceeds the number of calls of any step. Both are odd, so that consecutive calls, also of two
             steps, use different halves.
         abort: [1] int32, in pinned host memory; when set, all waits end, with undefined results.
@@ -60,6 +64,11 @@ class SymmetricBuffer:
     calls_per_step: int
     abort: torch.Tensor
 
+    @property
+    def max_steps(self) -> int:
+        """Steps whose call numbers, up to `(max_steps + 1) * calls_per_step - 1`, are below 2**31."""
+        return 2**31 // self.calls_per_step - 1
+
     @cached_property
     def rows_offset(self) -> int:
         """Offset of rows, [2, contributions and results, row_bytes]; before them are words, [2, num_ranks, ...]."""
@@ -72,7 +81,7 @@ class SymmetricBuffer:
 
     @cached_property
     def candidates_offset(self) -> int:
-        """Offset of the candidates of `all_reduce_argmax`, [2, num_ranks, 2, max_candidates] words."""
+        """Offset of the candidates of `all_reduce_argmax`, [2, num_ranks, max_candidates, 2] words."""
         return self.signals_offset + 2 * (self.num_ranks + 1) * self.max_rows * 4
 
     @cached_property
@@ -88,25 +97,60 @@ def buffer_address(addresses_ptr, rank, offset, dtype: tl.constexpr):
 
 
 @jit
-def send_words(buffer_ptr, offsets, words, mask, call):
-    """Store words of 4 bytes of data and the call number."""
-    tl.store(buffer_ptr + offsets, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+def send_words(buffer_ptr, pairs, first, second, mask, call):
+    """Store two words of 4 bytes of data and the call number at each of `pairs`, offsets in units of 16 bytes."""
+    ptrs, number = buffer_ptr + 2 * pairs, call.to(tl.int64) << 32
+    first, second = number | (first.to(tl.int64) & 0xFFFFFFFF), number | (second.to(tl.int64) & 0xFFFFFFFF)
+    if _INTERPRETED:
+        tl.store(ptrs, first, mask=mask)
+        tl.store(ptrs + 1, second, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred known;
+            setp.ne.u32 known, $4, 0;
+            @known st.relaxed.sys.global.v2.b64 [$1], {$2, $3};
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,l,r", [ptrs.to(tl.int64), first, second, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit
-def receive_words(buffer_ptr, offsets, mask, call, abort_ptr, CHECK: tl.constexpr):
-    """Wait until all words carry the call number, and return their data."""
-    none = call.to(tl.int64) << 32
-    packed = tl.load(buffer_ptr + offsets, mask=mask, other=none, volatile=True)
-    waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
+def _load_words(ptrs, mask, none):
+    """Load two words at each pointer by relaxed accesses, or `none` where the mask is false."""
+    if _INTERPRETED:
+        return (
+            tl.load(ptrs, mask=mask, other=none, volatile=True),
+            tl.load(ptrs + 1, mask=mask, other=none, volatile=True),
+        )
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred known;
+        setp.ne.u32 known, $3, 0;
+        mov.u64 $0, $4;
+        mov.u64 $1, $4;
+        @known ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];
+        }""",
+        "=&l,=&l,l,r,l", [ptrs.to(tl.int64), mask.to(tl.int32), none], (tl.int64, tl.int64), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def receive_words(buffer_ptr, pairs, mask, call, abort_ptr, CHECK: tl.constexpr):
+    """Wait until all words of the pairs carry the call number, and return the data of each pair's two."""
+    ptrs, none = buffer_ptr + 2 * pairs, call.to(tl.int64) << 32
+    first, second = _load_words(ptrs, mask, none)
+    # Of a word of the call nothing but data is left.
+    waiting = tl.max((((first ^ none) | (second ^ none)) >> 32 != 0).to(tl.int32), axis=0)
     spins = 0
     while waiting != 0:
-        packed = tl.load(buffer_ptr + offsets, mask=mask, other=none, volatile=True)
-        waiting = tl.max(((packed >> 32).to(tl.int32) != call).to(tl.int32), axis=0)
+        first, second = _load_words(ptrs, mask, none)
+        waiting = tl.max((((first ^ none) | (second ^ none)) >> 32 != 0).to(tl.int32), axis=0)
         spins += 1
         if spins % CHECK == 0:
             waiting = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, waiting)
-    return packed.to(tl.int32)
+    return first.to(tl.int32), second.to(tl.int32)
 
 
 @jit

@@ -26,6 +26,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels._triton import device_limits
+from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.hopper_product import halve
 
 MAX_BATCH_ROWS = 256
@@ -111,7 +112,7 @@ def _batch_linear_kernel(
     if GATED:
         gate, up = halve(acc)
         # Rounds like a separate product.
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+        gate, up = round_to(gate, dtype), round_to(up, dtype)
         acc = gate / (1 + gl.exp(-gate)) * up
     EACH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // OUTS, OUTS // EACH], [_WARPS, 1], [1, 0])

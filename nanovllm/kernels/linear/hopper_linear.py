@@ -18,7 +18,7 @@ from nanovllm.kernels._gluon import (
     tma_store,
     tma_store_wait,
 )
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.linear.hopper_product import (
     COLUMNS,
     INS,
@@ -46,7 +46,7 @@ def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, o
         gate, up = halve(multiply_tile(GROUP, turn, steps, ring))
         turn += steps
         # Rounds like a separate product.
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+        gate, up = round_to(gate, dtype), round_to(up, dtype)
         gated = gate / (1 + gl.exp(-gate)) * up
         tma_store_wait(0)
         outs.index(GROUP).store(gated.to(dtype))
@@ -91,9 +91,10 @@ def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: g
     query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr = outputs
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     rows = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, _ROW_MAJOR))
-    x = x.to(dtype)
+    # Rounds like a separate product; before the branch, because the registers spill otherwise.
+    x = round_to(x, dtype)
     if head < HEADS + KV_HEADS:
-        first, second = halve(x.to(gl.float32))
+        first, second = halve(x)
         dims = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, first.type.layout))
         norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
         scale = rsqrt((gl.sum(first * first, 1) + gl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
@@ -109,7 +110,7 @@ def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: g
     else:
         slots = gl.load(slot_mapping_ptr + rows, mask=rows < num_rows, other=-1)
         ptr = v_cache_ptr + (head - HEADS - KV_HEADS) * HEAD_DIM
-        _store_head(x, ptr, slots, slots >= 0, KV_HEADS * HEAD_DIM)
+        _store_head(x.to(dtype), ptr, slots, slots >= 0, KV_HEADS * HEAD_DIM)
 
 
 @gluon.jit

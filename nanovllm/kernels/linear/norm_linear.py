@@ -22,7 +22,7 @@ from nanovllm.kernels._triton import (
     uses_triton,
     wait_for_previous,
 )
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS, Norm, should_use_one_shot, skinny_linear
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
@@ -64,23 +64,23 @@ def _thin_linear_kernel(
         norm_weight = tl.load(norm_weight_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     # Every intermediate value is rounded as by separate ops.
-    dtype = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
-        x = x.to(dtype).to(tl.float32)
+        x = round_to(x, dtype)
         if tl.program_id(0) == 0:
             tl.store(total_ptr + ins, x.to(dtype), mask=in_mask)
     if HAS_NORM:
         x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
-        x = x.to(dtype).to(tl.float32)
+        x = round_to(x, dtype)
     out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
-        out = out.to(dtype).to(tl.float32)
-        out = out / (1 + tl.exp(-out)) * up.to(dtype).to(tl.float32)
+        out = round_to(out, dtype)
+        out = out / (1 + tl.exp(-out)) * round_to(up, dtype)
     tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.kernels._gluon import async_copy, async_load, gl, gluon, kernel, mma_v2
 from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.linear.skinny_linear import (
     MAX_ONE_SHOT_OUTS,
     MAX_SKINNY_ROWS,
@@ -134,8 +134,8 @@ def _one_shot_linear_kernel(
     if HAS_BIAS:
         out += gl.load(bias_ptr + first_out + outs, mask=is_out, other=0.0).to(gl.float32)[None, :]
     if GATED:
-        out = out.to(dtype).to(gl.float32)
-        out = out / (1 + gl.exp(-out)) * _sum_of_warps(up).to(dtype).to(gl.float32)
+        out = round_to(out, dtype)
+        out = out / (1 + gl.exp(-out)) * round_to(_sum_of_warps(up), dtype)
     ptrs = out_ptr + out_rows[:, None] * out_features + (first_out + outs)[None, :]
     gl.store(ptrs, out.to(dtype), mask=(out_rows < num_rows)[:, None] & is_out[None, :])
 

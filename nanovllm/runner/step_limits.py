@@ -1,0 +1,25 @@
+"""The most that the ranks of an engine exchange in one step, from the engine's settings and the model's shape."""
+
+from __future__ import annotations
+
+from nanovllm.config import Config
+from nanovllm.distributed.symmetric_communicator import StepLimits
+from nanovllm.model_config import ModelConfig
+from nanovllm.runner.extended_step import scored_rows_at_once
+
+
+def step_limits(config: Config, model_config: ModelConfig) -> StepLimits:
+    """Return the limits of an engine's steps."""
+    max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
+    return StepLimits(
+        # Two norms a layer, and the last.
+        num_reductions=2 * model_config.num_layers + 1,
+        # A capture size has fewer than twice the prompt tokens of a step, and its decode rows besides.
+        max_rows=2 * max_tokens + config.max_num_running,
+        hidden_size=model_config.hidden_size,
+        max_candidates=max_samples,
+        # The rows that are edited, those with log-probabilities, and prompts that are scored.
+        num_gathers=2 + -(-max_tokens // scored_rows_at_once(model_config.vocab_size)),
+        max_gathered_rows=2 * max_samples + max_tokens,
+        vocab_size=model_config.vocab_size,
+    )

@@ -1,0 +1,52 @@
+"""Lines of batch files, and the command that answers them, on the bundled checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ENGINE = ["--device", "cpu", "--max-model-len", "256", "--num-kvcache-blocks", "40", "--kvcache-block-size", "16"]
+INTRODUCTION = [{"role": "user", "content": "introduce yourself"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def encode(lines: list[Any]) -> list[bytes]:
+    return [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
+
+
+def openai(url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": "c", "method": "POST", "url": url, "body": {"model": "gpt", **body}}
+
+
+def lines_of_every_kind() -> list[Any]:
+    """Return a hundred lines, with answers of 1 to 16 tokens."""
+    rng, lines = Random(0), list[Any]()
+    kinds: list[Any]
+    for i in range(100):
+        tokens: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 16), "ignore_eos": True}
+        kinds = [
+            {"prompt": f"{i} + 1 =", **tokens, "id": i},
+            {"messages": [{"role": "user", "content": f"sort {i} 3 7"}], **tokens},
+            openai(CHAT, messages=INTRODUCTION, **tokens),
+            openai(TEXT, prompt=f"{i}", **tokens),
+            {"prompt": "sampled", "max_tokens": 8, "temperature": 1},
+            b"bad\n",
+            b"\n",
+        ]
+        lines.append(rng.choice(kinds))
+    return lines
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    # One thread, as in the tests' own process: on a busy machine more of them wait for each other.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A shell that starts the tests in the background ignores Ctrl-C, which a terminal does not.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-m", "nanovllm", *arguments], cwd=ROOT, env=environment, **options)

@@ -1,0 +1,139 @@
+"""The forms of the API: signatures that type checkers read, what prompts and messages may be, mistakes, errors."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, AsyncLLM, SamplingParams, StepError
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import Config, EngineSettings
+from nanovllm.outputs import RequestOutput, ToolCall
+from nanovllm.text.tool_calls import parse_tool_calls
+
+GREEDY = SamplingParams(0, 4, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "introduce yourself"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, device="cpu", max_model_len=256, num_kvcache_blocks=40, max_logprobs=3) as llm:
+        yield llm
+
+
+if TYPE_CHECKING:
+    # mypy fails where one of these is no error.
+    LLM("x", max_modellen=3)  # type: ignore[call-arg]
+    LLM("x", dtype="float8")  # type: ignore[arg-type]
+    AsyncLLM("x", device=0)  # type: ignore[arg-type]
+    LLM("x").chat([], tool=[])  # type: ignore[call-arg]
+    LLM("x").generate("a", on_error="ignore")  # type: ignore[arg-type]
+    LLM("x").generate(("a", "b"), (SamplingParams(), SamplingParams()), priority=(1, 2))
+
+
+def test_keywords_of_an_engine_are_the_fields_of_its_config() -> None:
+    fields = {name: hint for name, hint in get_type_hints(Config).items() if name != "model"}
+    assert get_type_hints(EngineSettings) == fields
+
+
+def test_token_ids_in_any_sequence(llm: LLM) -> None:
+    ids = [5, 6, 7]
+    (want,) = llm.generate([ids], GREEDY, use_tqdm=False)
+    forms: list[Any] = [tuple(ids), np.array(ids), np.array(ids, dtype=np.int32), torch.tensor(ids), array("q", ids)]
+    forms += [{"prompt_token_ids": form} for form in forms]
+    batches: list[Any] = [forms, tuple(forms), np.array([ids, ids]), torch.tensor([ids, ids])]
+    for batch in batches:
+        for output in llm.generate(batch, GREEDY, use_tqdm=False):
+            assert output == want and all(type(token) is int for token in output.prompt_token_ids)
+    for wrong in (np.array([1.5, 2.0]), torch.tensor([[1, 2]]), np.array([True]), {1, 2}):
+        with pytest.raises(ValueError, match=r"prompts\[1\]: a prompt is a string or a list of token ids"):
+            llm.generate([ids, wrong], GREEDY)
+    # A text beside token ids is only shown.
+    (shown,) = llm.generate([{"prompt_token_ids": ids, "prompt": "?"}], GREEDY, use_tqdm=False)
+    assert (shown.prompt, shown.prompt_token_ids, shown.outputs) == ("?", ids, want.outputs)
+
+
+def test_chat_takes_what_generate_does(llm: LLM) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("introduce ", "yourself")]}]
+    seen: list[RequestOutput] = []
+    (want,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False)
+    outputs = llm.chat([MESSAGES, parts], GREEDY, use_tqdm=False, priority=[2, 1], on_output=seen.append)
+    assert outputs == [want, want] and len(seen) == 2
+    text = llm.get_tokenizer().apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert want.prompt == text and want.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
+    pieces = list(llm.stream_chat(parts, GREEDY, add_generation_prompt=True))
+    assert "".join(piece.outputs[0].text for piece in pieces) == want["text"] and pieces[-1].finished
+    with pytest.raises(ValueError, match="unknown argument tool; a chat template takes add_generation_prompt"):
+        llm.chat(MESSAGES, tool=[])  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="a string, or a list of parts of type text"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_calls_of_tools_are_parsed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    want = [ToolCall("add", {"a": 1})]
+    assert parse_tool_calls(f"Well: {call}{call}") == want * 2
+    # The last one may end with the output.
+    assert parse_tool_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
+    for wrong in ("{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}'):
+        assert parse_tool_calls(f"<tool_call>{wrong}</tool_call>{call}") == want
+    monkeypatch.setattr("nanovllm.llm.parse_tool_calls", lambda text: want if text else [])
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    (output,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
+    assert output.outputs[0].tool_calls == want
+    assert llm.chat(MESSAGES, GREEDY, use_tqdm=False)[0].outputs[0].tool_calls == []
+
+
+def test_errors_can_come_in_their_places(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[Any] = ["a", [10**6], [5, 6], "", "b"]
+    first, bad, ids, empty, last = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="return")
+    assert [output.error for output in (first, ids, last)] == [None] * 3 and len(ids["token_ids"]) == 4
+    assert "token id 1000000 is outside" in str(bad.error) and "empty" in str(empty.error) and empty.prompt == ""
+    assert (bad["finish_reason"], bad["text"], bad.finished) == ("error", "", True)
+    # A step that fails takes its requests along, and the others go on.
+    runner: Any = llm.llm_engine._runner
+    execute, calls = runner.execute, []
+
+    def failing(batch: Any, *masks: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return execute(batch, *masks)
+
+    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", 2)
+    failed, *good = llm.generate([[5, 6], [7, 8], [9, 10]], GREEDY, use_tqdm=False, on_error="return")
+    assert "no room" in str(failed.error) and failed.prompt_token_ids == [5, 6]
+    assert len(good) == 2 and len(good[-1]["token_ids"]) == 4
+    calls.clear()
+    with pytest.raises(StepError):
+        llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert llm.is_finished()
+
+
+def test_an_output_is_a_mapping(llm: LLM) -> None:
+    (output,) = llm.generate(["a"], GREEDY, use_tqdm=False)
+    assert isinstance(output, Mapping) and "text" in output and "prompt" not in output and output.get("x", 3) == 3
+    assert dict(output) == {**output} == dict(output.items()) and list(output.values())[1] == output["token_ids"]
+    with pytest.raises(KeyError):
+        output["outputs"]
+
+
+def test_mistakes_are_value_errors(llm: LLM) -> None:
+    calls: list[tuple[Any, str]] = [
+        (lambda: llm.beam_search("a", SamplingParams()), "params must be BeamSearchParams"),  # type: ignore[arg-type]
+        (lambda: llm.abort(5), "request ids are given as a list, not 5"),  # type: ignore[arg-type]
+        (lambda: llm.generate("a", on_error="ignore"), "on_error must be"),  # type: ignore[arg-type]
+        (lambda: llm.generate("a", SamplingParams(logprobs=4)), "logprobs=4 is over max_logprobs=3"),
+        (lambda: llm.generate("a", SamplingParams(prompt_logprobs=21)), "prompt_logprobs=21 is over max_logprobs=3"),
+        (lambda: Config("x", max_logprobs=-2), "max_logprobs must be"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert llm.max_model_len == 256 and Config("x", max_logprobs=-1).most_logprobs(99) == 99

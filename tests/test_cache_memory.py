@@ -1,0 +1,56 @@
+"""How much memory an engine takes for its cache, and how large cache and block tables may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.runner import memory
+from nanovllm.runner.slot_state import SlotState
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def num_blocks(communicator: Communicator, *, block_bytes: int, most_blocks: int = 2**40, **settings: Any) -> int:
+    """The blocks of a cache on the CPU."""
+    config = Config("none", device="cpu", **settings)
+    sizes = {"free_before": 0, "block_bytes": block_bytes, "most_blocks": most_blocks}
+    return memory.num_cache_blocks(config, CPU, communicator, **sizes, run_step=lambda: None, extra_bytes=0)
+
+
+def test_a_cache_whose_slots_are_no_int32_is_refused(checkpoint: Path) -> None:
+    sizes = {"block_bytes": 1, "kvcache_block_size": 48}
+    assert num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48, **sizes) == 44_739_242
+    with pytest.raises(ValueError, match=r"num_kvcache_blocks=44739243 is over the limit of 44739242 blocks of 48"):
+        num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48 + 1, **sizes)
+    with pytest.raises(ValueError, match=r"num_kvcache_blocks=134217729 is over the limit of 134217728 .* 2147483648"):
+        LLM(checkpoint, device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=2**27 + 1)
+
+
+def test_memory_for_more_slots_than_int32_counts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 2**40)
+    assert num_blocks(Communicator(), block_bytes=64, kvcache_block_size=16) == 2**27
+
+
+def test_ranks_on_the_cpu_share_what_one_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 3000)
+    three = Communicator()
+    three.size = 3
+    assert num_blocks(Communicator(), block_bytes=100) == 30 and num_blocks(three, block_bytes=100) == 10
+
+
+def test_block_tables_whose_offsets_are_no_int32_are_refused(checkpoint: Path) -> None:
+    # 16 slots with one for padding, and 6 elements besides.
+    widest = 2**31 // 16 - 6
+    assert SlotState(15, widest, META).size == 2**31
+    with pytest.raises(ValueError, match=f"15 running sequences, with block tables of {widest + 1} .* of 2147483648"):
+        SlotState(15, widest + 1, META)
+    many: dict[str, Any] = {"max_num_seqs": 2**27, "max_num_batched_tokens": 2**27}
+    with pytest.raises(ValueError, match=r"134217728 running sequences, with block tables of 16 entries"):
+        LLM(checkpoint, device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=9, **many)

@@ -1,0 +1,211 @@
+"""Call numbers of the symmetric buffers: none occurs twice, however long an engine runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing import get_context
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.distributed import symmetric_communicator as symmetric
+from nanovllm.distributed.communicator import find_store, open_store
+from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
+from nanovllm.runner import extended_step, model_runner
+from nanovllm.runner.step_limits import step_limits
+from tests.test_all_reduce_rms_norm import make_buffer
+from tests.test_kernels import GPU
+
+NUM_RANKS = 2
+SIZE, MAX_ROWS = 64, 16
+CALLS = 5
+"""Of a step."""
+LIMITS = StepLimits(CALLS, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
+
+
+class Move(NamedTuple):
+    """A step: the rows of each call, and the step's number if it does not follow the one before; -1 for the last."""
+
+    rows: tuple[int, ...]
+    number: int | None = None
+
+
+MANY, FEW = Move((8,) * CALLS), Move((1,) * CALLS)
+
+
+class HostMemory:
+    """`PeerMemory` in memory that processes on the CPU share."""
+
+    def __init__(self, memory: torch.Tensor, rank: int) -> None:
+        self.addresses = [part.data_ptr() for part in memory]
+        self._own = memory[rank]
+        self._rank = rank
+
+    def synchronize(self) -> None:
+        """Kernels have run when their launches return."""
+
+    def clear(self) -> None:
+        # Rank 0 sends before rank 1 has done this, unless it waits.
+        time.sleep(0.3 * self._rank)
+        self._own.zero_()
+
+
+def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
+    """What a rank adds to a sum; whole numbers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(CALLS * step + call)
+    return torch.randint(-99, 99, (NUM_RANKS, num_rows, SIZE), generator=generator).float()[rank]
+
+
+def run_rank(rank: int, port: int, memory: torch.Tensor, moves: list[Move], file: str) -> None:
+    """Be a rank, and write down all sums and tokens."""
+    replaced: dict[str, Any] = {
+        "PeerMemory": lambda *_: HostMemory(memory, rank),
+        "_WORD_BYTES": 2**12,
+        "_ROW_BYTES": 2**17,
+    }
+    with mock.patch.multiple(symmetric, **replaced):
+        store: Any = find_store(port, NUM_RANKS)
+        communicator = SymmetricCommunicator(rank, NUM_RANKS, torch.device("cpu"), store, LIMITS)
+    assert communicator._buffer.num_bytes <= memory.shape[1]
+    weight, results = torch.ones(SIZE), []
+    for step, move in enumerate(moves):
+        if move.number is not None:
+            number = communicator._buffer.max_steps if move.number == -1 else move.number
+            communicator._num_steps = number - 1
+            communicator._buffer.step.fill_(communicator._num_steps)
+        communicator.prepare_step()
+        communicator.begin_step()
+        for call, num_rows in enumerate(move.rows):
+            # Rank 0 comes first, and finds what was there before.
+            time.sleep(0.01 * rank)
+            x = part_of(rank, step, call, num_rows)
+            results.append(communicator.all_reduce_rms_norm(x, weight, 1e-6, None)[1])
+        time.sleep(0.01 * rank)
+        scores, tokens = torch.tensor([[1.0, 3.0], [2.0, 3.0]])[rank], torch.tensor([step + 10 * rank, step + rank])
+        results.append(communicator.all_reduce_argmax(scores, tokens))
+    torch.save(results, file)
+
+
+def run_ranks(tmp_path: Path, moves: list[Move]) -> None:
+    """Run the ranks and check every sum and every token."""
+    store: TCPStore = open_store(NUM_RANKS)
+    memory = torch.zeros(NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
+    context = get_context("spawn")
+    processes: list[BaseProcess] = []
+    files = [str(tmp_path / f"{rank}") for rank in range(NUM_RANKS)]
+    for rank, file in enumerate(files):
+        processes.append(context.Process(target=run_rank, args=(rank, store.port, memory, moves, file), daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode == 0
+    results = [iter(torch.load(file)) for file in files]
+    for step, move in enumerate(moves):
+        for call, num_rows in enumerate(move.rows):
+            exact = part_of(0, step, call, num_rows) + part_of(1, step, call, num_rows)
+            for rank, result in enumerate(results):
+                assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
+        for result in results:
+            assert next(result).tolist() == [step + 10, step]
+
+
+@pytest.mark.skipif(GPU, reason="kernels are compiled where there is a GPU, and run there alone")
+@pytest.mark.parametrize(
+    "moves",
+    [
+        # If numbers were of 32 bits and 65,535 to a step, call 1 of step 65,537 would have 0, and call 3 of step 65,540
+        # that of call 2 of step 3, which was the last to send the rows that it receives.
+        [
+            *[MANY, MANY, Move((8, 8, 8, 1, 1)), Move(FEW.rows, number=65_530), *[FEW] * 6],
+            *[Move((1, 16, 1, 1, 1)), FEW, FEW, Move((1, 1, 1, 8, 1))],
+        ],
+        # After the last number comes the first again.
+        [*[MANY] * 3, Move(FEW.rows, number=-1), *[MANY] * 3],
+    ],
+    ids=["after 65,530 steps", "at the last step"],
+)
+def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path, moves: list[Move]) -> None:
+    run_ranks(tmp_path, moves)
+
+
+def test_the_numbers_of_a_step_are_positive_and_follow_those_of_the_step_before() -> None:
+    for limits in (LIMITS, StepLimits(73, 33_280, 4096, 1024, 40, 18_432, 151_936), StepLimits(3, 1, 8, 1, 2, 1, 9)):
+        for num_ranks in (2, 3, 8):
+            calls, forward = limits.calls_per_step(num_ranks), limits.forward_calls(num_ranks)
+            assert calls % 2 == forward % 2 == 1 and limits.num_reductions <= forward < calls
+            max_steps = replace(make_buffer(word_bytes=8, row_bytes=8, max_rows=1), calls_per_step=calls).max_steps
+            last_number = max_steps * calls + calls - 1
+            assert last_number < 2**31 <= last_number + calls
+            assert max_steps > 400_000, "the buffers are cleared once in half an hour at most"
+
+
+class Counting(SymmetricCommunicator):
+    """One of two ranks that runs alone: checks indices, but sends nothing."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.rank, self.size = 0, 2
+        self._limits = limits
+        self._call = self._end_call = 0
+        self._forward_calls = limits.forward_calls(2)
+        self.prepared = self.steps = self.most_calls = 0
+
+    @property
+    def _buffer(self) -> Any:  # type: ignore[override]
+        return self
+
+    @property
+    def calls_per_step(self) -> int:
+        return self._limits.calls_per_step(2)
+
+    @property
+    def step(self) -> Any:
+        return self
+
+    def add_(self, value: int) -> None:
+        self.steps += value
+
+    def prepare_step(self) -> None:
+        self.prepared += 1
+
+    def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        self.most_calls = max(self.most_calls, self._call)
+        return token_ids
+
+    def all_reduce_min(self, value: int) -> int:
+        return value
+
+
+def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scored prompts, edited rows and log-probabilities, whose logits go in many parts."""
+    monkeypatch.setattr(extended_step, "_LOGITS_BYTES", 4 * 320 * 5)
+    monkeypatch.setattr(symmetric, "_ROW_BYTES", 2**16)
+    made: list[Counting] = []
+
+    class Runner(model_runner.ModelRunner):
+        def __init__(self, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+            made.append(Counting(step_limits(config, model_config)))
+            super().__init__(config, model_config, *args, **kwargs | {"communicator": made[0]})
+
+    def all_reduce_rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any, *args: Any) -> None:
+        _, call, _, (normed, total) = args
+        made[0].most_calls = max(made[0].most_calls, call + 1)
+        total.copy_(x if residual is None else x + residual)
+        normed.copy_(total)
+
+    monkeypatch.setattr(symmetric, "all_reduce_rms_norm", all_reduce_rms_norm)
+    monkeypatch.setattr("nanovllm.llm.ModelRunner", Runner)
+    with LLM(checkpoint, device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=80,
+             max_num_batched_tokens=120, max_num_seqs=16) as llm:  # fmt: skip
+        params = SamplingParams(max_tokens=3, logprobs=2, top_k=5, presence_penalty=0.1, prompt_logprobs=1)
+        llm.generate([[i + 1] * 40 for i in range(16)], params, use_tqdm=False)
+    (communicator,) = made
+    limits = communicator._limits
+    assert communicator.steps == communicator.prepared > 3
+    assert limits.forward_calls(2) < communicator.most_calls < limits.calls_per_step(2)

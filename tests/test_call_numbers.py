@@ -184,7 +184,7 @@ class Counting(SymmetricCommunicator):
 
 def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With scored prompts, edited rows and log-probabilities, whose logits go in many parts."""
-    monkeypatch.setattr(extended_step, "_LOGITS_BYTES", 4 * 320 * 5)
+    monkeypatch.setattr(extended_step, "LOGITS_BYTES", 4 * 320 * 5)
     monkeypatch.setattr(symmetric, "_ROW_BYTES", 2**16)
     made: list[Counting] = []
 

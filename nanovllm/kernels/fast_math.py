@@ -41,12 +41,14 @@ def rsqrt(x):
 def round_to(x, dtype: tl.constexpr):
     """Return float32 x rounded to `dtype`, as float32: `x.to(dtype).to(tl.float32)`, two elements at a time.
 
-    The compiler converts one by one what is converted back, at a quarter of the rate or less.
+    The compiler converts one by one what is converted back, at a quarter of the rate or less. A tensor of one element
+    makes no pair.
     """
-    if _INTERPRETED or dtype.primitive_bitwidth == 32:
-        return x.to(dtype).to(tl.float32)
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
+    # One return: what follows one in a branch is compiled, too.
+    if _INTERPRETED or dtype.primitive_bitwidth == 32 or x.numel == 1:
+        rounded = x.to(dtype).to(tl.float32)
+    elif dtype == tl.bfloat16:
+        rounded = tl.inline_asm_elementwise(
             """{
             .reg .b32 both;
             cvt.rn.bf16x2.f32 both, $3, $2;
@@ -55,17 +57,19 @@ def round_to(x, dtype: tl.constexpr):
             }""",
             "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 both;
-        .reg .f16 low, high;
-        cvt.rn.f16x2.f32 both, $3, $2;
-        mov.b32 {low, high}, both;
-        cvt.f32.f16 $0, low;
-        cvt.f32.f16 $1, high;
-        }""",
-        "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
+    else:
+        rounded = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            .reg .f16 low, high;
+            cvt.rn.f16x2.f32 both, $3, $2;
+            mov.b32 {low, high}, both;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            }""",
+            "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return rounded
 
 
 @jit

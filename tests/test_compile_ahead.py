@@ -517,8 +517,8 @@ def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.M
 
 def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order = MagicMock()
-    names = "Compilers", "Connection", "Channel", "ModelRunner", "connect", "find_store", "step_limits", "threading"
-    for name in names:
+    replaced = "Compilers", "Connection", "Channel", "ModelRunner", "connect", "find_store", "step_limits", "threading"
+    for name in replaced:
         monkeypatch.setattr(rank, name, getattr(order, name))
     # It would end this process.
     monkeypatch.setattr(rank, "os", SimpleNamespace())

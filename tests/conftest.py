@@ -39,6 +39,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--triton", action="append", metavar="FOLDER", help="a Triton to compile with in tests/test_portability.py"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "triton" in metafunc.fixturenames:
+        folders: list[str] = metafunc.config.getoption("triton") or [""]
+        metafunc.parametrize("triton", folders, ids=[Path(folder).name or "installed" for folder in folders])
+
+
 MakeCheckpoint = Callable[..., Path]
 
 

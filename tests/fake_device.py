@@ -4,10 +4,10 @@ Tensors are fake, so that the runner, the model and the dispatchers go their own
 Triton what to compile for. A fourth argument is the number of ranks that share the model, of which this is the first;
 further ones are the names of the kernels to compile, if not all.
 
-Prints a list of kernels as JSON: their names, how many bytes of shared memory they take, how many registers a thread
-has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused, whether it starts
-before the kernel ahead has ended, which accesses to memory are volatile or of system scope, bank conflicts
-of its operands (see `bank_conflicts.py`), and how often machine code has the instructions of `COUNTED`.
+Prints as JSON Triton's version and a list of kernels: their names, how many bytes of shared memory they take, how many
+registers a thread has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused,
+whether it starts before the kernel ahead has ended, which accesses to memory are volatile or of system scope, bank
+conflicts of its operands (see `bank_conflicts.py`), and how often machine code has the instructions of `COUNTED`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import Qwen3Config
 from triton import knobs
@@ -226,7 +227,7 @@ def main() -> None:
     driver.set_active(Driver(int(capability)))
     knobs.nvidia.dump_ptxas_log = True
     jobs = start(capability, size, dtype, int(more[0]) if more else 1, more[1:])
-    print(json.dumps([compiled(compiles) for compiles in jobs]))
+    print(json.dumps({"triton": triton.__version__, "kernels": [compiled(compiles) for compiles in jobs]}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the kernels of a start on Hopper compile to, by version of Triton: the table `kernel_counts.json`.
 
 To write the row of the installed version, after a change that is meant:
-`python -m tests.fake_device 90 0.6B bfloat16 | python -m tests.kernel_counts`, with an empty `TRITON_CACHE_DIR`.
+`python -m tests.fake_device 90 0.6B bfloat16 | python -m tests.kernel_counts`, with an empty `TRITON_CACHE_DIR`; for
+that of another one, with its folder on the `PYTHONPATH`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-
-import triton
 
 TABLE = Path(__file__).with_suffix(".json")
 CASE = ("90", "0.6B", "bfloat16")
@@ -50,5 +49,6 @@ def changes(counts: Counts, known: Counts) -> list[str]:
 
 if __name__ == "__main__":
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    table[triton.__version__] = count_kernels(json.load(sys.stdin))
+    compiled = json.load(sys.stdin)
+    table[compiled["triton"]] = count_kernels(compiled["kernels"])
     TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

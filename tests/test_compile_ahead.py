@@ -218,24 +218,24 @@ PROGRAM = """
 
     def stand_still(*args):
         note("still", os.getppid())
-        time.sleep(100)
+        time.sleep(1000)
 
     def interrupt(*args):
         # The note comes first: whoever is interrupted may end this process at once.
         note("still", os.getppid())
         os.kill(parent, signal.SIGINT)
-        time.sleep(100)
+        time.sleep(1000)
 
     def slow(job):
         global both_ranks
         if both_ranks:
-            both_ranks.wait(20)
+            both_ranks.wait(100)
             both_ranks = None
         time.sleep(0.05)
         compile_kernel(job)
 
     def soon(ask):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 100
         while not (answer := ask()) and time.monotonic() < end:
             time.sleep(0.05)
         return answer
@@ -472,9 +472,7 @@ def test_kernels_are_compiled_and_loaded_once_and_not_launched(tmp_path: Path) -
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
     command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "passed\n", done.stdout + done.stderr
 
 

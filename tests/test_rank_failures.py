@@ -42,7 +42,7 @@ from tests.rank_processes import rank_pids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
-SHM = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp")
+SHM = "/dev/shm/" if os.path.isdir("/dev/shm") else "/tmp/"
 
 
 def make_llm(folder: Path, size: int = 2) -> LLM:
@@ -56,12 +56,29 @@ def folder(make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint(num_attention_heads=3, num_key_value_heads=3)
 
 
+def shared_memory() -> set[str]:
+    """What this process has open or mapped in memory; the folder also shows what other programs have."""
+    found = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # That of the folder itself is closed again.
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(descriptor))
+    return {name for name in found if name.startswith(SHM)}
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(os.listdir(SHM))
+    before = shared_memory()
     yield
     assert not rank_pids() and not dist.is_initialized()
-    assert set(os.listdir(SHM)) <= before
+    # It has no name (`test_channel.py`), and so is gone when no process has it.
+    assert shared_memory() <= before
+
+
+def test_shared_memory_of_an_engine_is_seen(folder: Path) -> None:
+    before = shared_memory()
+    with make_llm(folder):
+        assert shared_memory() - before
 
 
 def kill(rank: int) -> None:

@@ -16,21 +16,37 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM, QueueFullError
     from nanovllm.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
-    from nanovllm.logprobs import Logprob
-    from nanovllm.outputs import CompletionOutput, RequestOutput, StepError, TextPrompt, TokensPrompt
+    from nanovllm.logprobs import Logprob, Logprobs
+    from nanovllm.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestMetrics,
+        RequestOutput,
+        ScoreOutput,
+        StepError,
+        StepResult,
+        TextPrompt,
+        TokensPrompt,
+        ToolCall,
+    )
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 _MODULES = {
     "llm": ("LLM",),
     "async_llm": ("AsyncLLM", "QueueFullError"),
     "async_llm_engine": ("AsyncLLMEngine",),
-    "logprobs": ("Logprob",),
-    "outputs": ("CompletionOutput", "RequestOutput", "StepError", "TextPrompt", "TokensPrompt"),
+    "logprobs": ("Logprob", "Logprobs"),
+    "outputs": (
+        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RequestMetrics", "RequestOutput", "ScoreOutput",
+        "StepError", "StepResult", "TextPrompt", "TokensPrompt", "ToolCall",
+    ),
     "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
-}
+}  # fmt: skip
 __all__ = [
-    "LLM", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Logprob", "QueueFullError",
-    "RequestOutput", "SamplingParams", "StepError", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+    "LLM", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
+    "CompletionOutput", "Logprob", "Logprobs", "QueueFullError", "RequestMetrics", "RequestOutput", "SamplingParams",
+    "ScoreOutput", "StepError", "StepResult", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "ToolCall",
 ]  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, AsyncLLM, SamplingParams, StepError
+import nanovllm
+from nanovllm import LLM, AsyncLLM, SamplingParams, StepError, outputs
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config, EngineSettings
 from nanovllm.outputs import RequestOutput, ToolCall
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 def test_keywords_of_an_engine_are_the_fields_of_its_config() -> None:
     fields = {name: hint for name, hint in get_type_hints(Config).items() if name != "model"}
     assert get_type_hints(EngineSettings) == fields
+
+
+def test_what_methods_return_can_be_imported() -> None:
+    returned = {
+        cls for name, cls in vars(outputs).items() if isinstance(cls, type) and cls.__module__ == outputs.__name__
+    }
+    assert {cls.__name__ for cls in returned} <= set(nanovllm.__all__)
+    assert all(getattr(nanovllm, name).__name__ == name for name in nanovllm.__all__)
 
 
 def test_token_ids_in_any_sequence(llm: LLM) -> None:

@@ -96,7 +96,7 @@ class RequestOutput(Mapping[str, Any]):
     Attributes:
         request_id: as `add_request` returned it, or as it was given to `AsyncLLM`.
         prompt: the text, if the request was one.
-        prompt_token_ids: the prompt's tokens.
+        prompt_token_ids: the prompt's tokens; the list that was given, if it was one.
         outputs: `SamplingParams.n` of them; of a stream, what is new.
         finished: whether all outputs have ended.
         prompt_logprobs: for each token of the prompt those of the most likely ones and its own, by token id; None for

@@ -168,6 +168,17 @@ def test_generated_blocks_are_shared(depth: int) -> None:
 
 
 @DEPTHS
+def test_a_generated_block_is_shared_while_its_sequence_goes_on(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    engine.add_request([1, 2], greedy(60))
+    (seq,) = engine.scheduler.sequences if engine.step() else ()
+    while len(seq.token_ids) < 18:
+        engine.step()
+    # Its last token is known, and its keys are stored or planned.
+    assert seq.num_registered_blocks == 1 and len(engine.block_manager._cached) == 1
+
+
+@DEPTHS
 def test_a_long_prompt_stalls_nobody(depth: int) -> None:
     engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=16)
     short = engine.add_request([1, 2, 3], greedy(12))

@@ -220,6 +220,15 @@ def test_a_step_of_a_stream_looks_at_requests_with_new_tokens_alone(llm: LLM, mo
     assert [output.request_id for output in outputs if output.finished] == sorted(set(looked_at))
 
 
+def test_a_stream_that_is_aborted_ends_with_what_it_has(llm: LLM) -> None:
+    stream = llm.stream([[1, 2, 3], [4, 5]], SamplingParams(0, 30, ignore_eos=True))
+    first = next(stream)
+    assert isinstance(first.request_id, int)
+    llm.llm_engine.abort([first.request_id], keep_outputs=True)
+    ends = {output.request_id: output.outputs[0].finish_reason for output in stream if output.finished}
+    assert ends == {first.request_id: "abort", first.request_id + 1: "length"}
+
+
 def test_closing_a_stream_frees_all(llm: LLM) -> None:
     stream = llm.stream([PROMPT] * 3, SamplingParams(1.0, 100, seed=1, n=2, ignore_eos=True))
     # Nothing is queued before the first output is asked for.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,3 +38,20 @@ def test_rounding(dtype: torch.dtype, size: int) -> None:
     assert torch.equal(rounded.isnan(), x.isnan()) and torch.equal(rounded.signbit(), wanted.float().signbit())
     pairs = packed.view(torch.int16).view(dtype).view(size, 2)
     assert torch.equal(pairs.nan_to_num(7.0), torch.stack((wanted, -wanted), 1).nan_to_num(7.0))
+
+
+def test_one_element_compiles_too() -> None:
+    # Compiling needs no GPU, and the interpreter sees nothing of it.
+    program = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tests.test_fast_math import _round_kernel
+for kind in ("bf16", "fp16"):
+    signature = {"x_ptr": "*fp32", "rounded_ptr": "*fp32", "packed_ptr": "*i32", "like_ptr": f"*{kind}"}
+    source = ASTSource(_round_kernel, {**signature, "SIZE": "constexpr"}, {(4,): 1})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

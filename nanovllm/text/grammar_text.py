@@ -27,6 +27,7 @@ _INSTEAD = {
     "look-around": "instead of look-around, write the alternatives out",
 }
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Fields of a schema that are no schemas."""
 
@@ -61,6 +62,19 @@ def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
     return text
 
 
+def lark_json(schema: Any) -> str:
+    """Return a part of a Lark grammar that matches a JSON schema, whose objects have no further properties.
+
+    Raises:
+        ValueError: the schema is no object, or cannot be written as JSON.
+    """
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
+    guidance = schema.get("x-guidance")
+    options = _COMPACT | (guidance if isinstance(guidance, dict) else {})
+    return f"%json {json.dumps({**_closed(schema), 'x-guidance': options})}"
+
+
 def _json_schema(params: StructuredOutputsParams) -> str:
     """Return the schema as text."""
     if params.json_object:
@@ -93,7 +107,7 @@ def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None,
         return None, {"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern}
     if params.disable_any_whitespace is not None:
         return None, {"whitespace_flexible": not params.disable_any_whitespace}
-    return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}, None
+    return _COMPACT, None
 
 
 def with_advice(message: str) -> str:

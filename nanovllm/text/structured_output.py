@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.sequence import TokenConstraint
+from nanovllm.engine.token_masks import fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.grammar_text import grammar_text, with_advice
 from nanovllm.utils.extras import install_hint
@@ -179,7 +181,7 @@ class BadWordsConstraint:
         inner: what else masks the output.
     """
 
-    def __init__(self, sequences: list[list[int]], inner: GrammarConstraint | None) -> None:
+    def __init__(self, sequences: list[list[int]], inner: TokenConstraint | None) -> None:
         self._sequences = sequences
         self._inner = inner
         self._token_ids: list[int] = []
@@ -192,9 +194,7 @@ class BadWordsConstraint:
 
     def fill(self, constraints: list[tuple[BadWordsConstraint, int]], words: np.ndarray) -> None:
         """Write the masks of several constraints; see `TokenConstraint`."""
-        inner = [(constraint._inner, row) for constraint, row in constraints if constraint._inner is not None]
-        if inner:
-            inner[0][0].fill(inner, words)
+        fill_rows([(item._inner, row) for item, row in constraints if item._inner is not None], words)
         for constraint, row in constraints:
             if constraint._inner is None:
                 words[row] = -1

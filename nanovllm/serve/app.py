@@ -13,6 +13,8 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
@@ -23,6 +25,7 @@ from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import ApiError, JsonResponse, api_error
 from nanovllm.serve.event_stream import until_disconnect
 from nanovllm.serve.guard import Guard
+from nanovllm.serve.logs import RequestIds, log_refusal
 from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
@@ -73,8 +76,19 @@ def create_app(service: Service) -> ASGIApp:
     _add_error_handlers(app, service)
     _add_api(app, service)
     _add_state(app, service)
+    return _protected(app, service)
+
+
+def _protected(app: ASGIApp, service: Service) -> ASGIApp:
+    """Return an application behind what each request passes first."""
+    settings = service.settings
     # Outside of FastAPI, whose own work on a request is most of what it costs to begin one.
-    return Guard(app, service.settings, service.metrics.count_error)
+    app = Guard(app, settings, service.metrics.count_error)
+    app = TrustedHostMiddleware(app, settings.trusted_hosts, www_redirect=False)
+    if settings.allowed_origins:
+        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
+        app = CORSMiddleware(app, settings.allowed_origins, **options)
+    return RequestIds(app)
 
 
 def _answers(name: str) -> dict[int | str, dict[str, Any]]:
@@ -185,27 +199,30 @@ _PAGE_HEADERS = {
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     """Answer every error in OpenAI's form, and count it."""
 
-    def answer(error: ApiError) -> Response:
+    def answer(request: Request, error: ApiError) -> Response:
         service.metrics.count_error(error.kind)
+        log_refusal(request.scope, error)
         return error.response()
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return answer(api_error(error))
+    async def on_error(request: Request, error: Exception) -> Response:
+        return answer(request, api_error(error))
 
-    async def on_validation(_: Request, error: Exception) -> Response:
+    async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         is_json = first["type"] != "json_invalid"
         if is_json and not place:
             # FastAPI takes the body for a text if its type is not JSON's.
-            return answer(ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json"))
+            return answer(
+                request, ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json")
+            )
         message = f"{place}: {first['msg']}" if is_json else f"the body is not JSON: {first['msg']}"
-        return answer(ApiError(422 if is_json else 400, message, place if is_json else None))
+        return answer(request, ApiError(422 if is_json else 400, message, place if is_json else None))
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(error.status_code, str(error.detail), headers=error.headers))
+        return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
         # Nobody reads the answer.

@@ -65,11 +65,16 @@ class EventStream(Response):
             done, _ = await asyncio.wait({pump, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 await _cancel(pump)
+                # A client that reads little at a time may take the end of its answer late.
+                await self._close()
                 await self._end(send, timed_out(seconds))
         finally:
             await _cancel(pump, gone)
-            for stream in self._streams:
-                await stream.aclose()
+            await self._close()
+
+    async def _close(self) -> None:
+        for stream in self._streams:
+            await stream.aclose()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

@@ -82,7 +82,7 @@ def others_wait_little(server: ServerProcess) -> Iterator[None]:
     has_ended = threading.Event()
 
     def run() -> list[float]:
-        waits = []
+        waits: list[float] = []
         while not has_ended.wait(0.01) or not waits:
             began = time.perf_counter()
             server.get("/v1/models")
@@ -199,3 +199,83 @@ def test_hosts_that_are_not_this_machine_are_refused_without_a_key() -> None:
         near = HEALTH.replace(b"localhost", b"localhost:1\r\nConnection: close\r\nOrigin: https://%s.example.com")
         assert b"access-control-allow-origin: https://chat.example.com\r\n" in ask(server, near % b"chat")
         assert b"access-control-allow-origin" not in ask(server, near % b"evil")
+
+
+def many(count: int, value: str) -> str:
+    return "{" + ",".join(f'"{i:x}":{value}' for i in range(count)) + "}"
+
+
+HELLO = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, '
+LARGE_BODIES = {
+    "unknown fields": ("/v1/chat/completions", HELLO + many(120_000, "1")[1:]),
+    "too many fields": ("/v1/chat/completions", HELLO + many(400_000, "1")[1:]),
+    "metadata": ("/v1/chat/completions", HELLO + '"metadata": ' + many(120_000, "1") + "}"),
+    "logit bias": ("/v1/chat/completions", HELLO + '"logit_bias": ' + many(120_000, '"a"') + "}"),
+    "options": ("/v1/chat/completions", HELLO + '"stream_options": ' + many(120_000, "1") + "}"),
+    "lists": ("/v1/chat/completions", HELLO + '"tools": [' + "[]," * 1_300_000 + "[]]}"),
+    "a long prompt": ("/v1/completions", json.dumps({"prompt": "a b " * 10**6})),
+    "long prompts": ("/v1/completions", json.dumps({"prompt": ["a b " * 2000] * 128, "max_tokens": 1})),
+    "a long message": ("/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": "ab " * 10**6}]})),
+    "bad words": ("/v1/completions", json.dumps({"prompt": ["a"] * 100, "bad_words": ["a b " * 15_000] * 64})),
+    "short bad words": (
+        "/v1/completions",
+        json.dumps({"prompt": ["a"] * 100, "bad_words": ["a b " * 30] * 64, "max_tokens": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_BODIES)
+def test_a_large_body_holds_nobody_up(server: ServerProcess, name: str) -> None:
+    path, body = LARGE_BODIES[name]
+    tiny = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    with others_wait_little(server), ThreadPoolExecutor(1) as executor:
+        attack = executor.submit(ask, server, post(path, body.encode()))
+        while not attack.done():
+            began = time.perf_counter()
+            assert status(ask(server, tiny)) == 200
+            assert time.perf_counter() - began < MOST_WAIT_SECONDS
+    is_fine = name == "short bad words"
+    assert status(attack.result()) in ((200,) if is_fine else (400, 413, 422)), attack.result()[-300:]
+
+
+def test_an_answer_is_bounded_and_a_large_one_holds_nobody_up(server: ServerProcess) -> None:
+    large = {"prompt": "a", "ignore_eos": True, "max_tokens": 400, "logprobs": 20, "temperature": 1}
+    assert b"max_logprobs_per_request" in ask(server, post("/v1/completions", {**large, "n": 100}))
+    assert b"max_logprobs_per_request" in ask(
+        server, post("/v1/completions", {"prompt": [[1] * 500] * 60, "echo": True, "max_tokens": 0, "logprobs": 20})
+    )
+    chat = {**large, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "n": 8}
+    del chat["prompt"]
+    with others_wait_little(server):
+        answer = ask(server, post("/v1/chat/completions", chat))
+    assert status(answer) == 200 and len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 8
+
+
+def test_priority_needs_a_setting(server: ServerProcess) -> None:
+    answer = ask(server, post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": -1}))
+    assert status(answer) == 400 and b"allow_priority" in answer
+    assert status(ask(server, post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": 0}))) == 200
+
+
+def test_a_body_is_not_kept_while_its_answer_is_streamed() -> None:
+    parts = [{"type": "text", "text": ""}] * 25_000
+    messages = [{"role": "user", "content": parts[:4000]} for _ in range(6)]
+    body = {"messages": messages, "max_tokens": 460, "ignore_eos": True, "stream": True}
+    with serving() as server, ExitStack() as stack:
+        # The first one takes memory that is kept for others.
+        ask(server, post("/v1/chat/completions", {**body, "max_tokens": 1}, key=None))
+        before = memory(server)
+        for _ in range(8):
+            connection = stack.enter_context(connect(server))
+            connection.sendall(post("/v1/chat/completions", body, key=None))
+            assert b'"content"' in read_until(connection, b'"content":"')
+        assert memory(server) < before + 8 * 6e6
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    answer = b""
+    while end not in answer:
+        part = connection.recv(2**16)
+        assert part, answer
+        answer += part
+    return answer

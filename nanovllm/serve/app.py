@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -73,10 +74,23 @@ def create_app(service: Service) -> ASGIApp:
             await service.llm.shutdown()
 
     app = FastAPI(title="nanovllm", lifespan=lifespan, redoc_url=None)
+    app.router.route_class = _Route
     _add_error_handlers(app, service)
     _add_api(app, service)
     _add_state(app, service)
     return _protected(app, service)
+
+
+class _Route(APIRoute):
+    """A route whose requests do not keep their body, which they cache, until the end of a streamed answer."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_copy(request: Request) -> Response:
+            return await handle(Request(request.scope, request.receive))
+
+        return handle_copy
 
 
 def _protected(app: ASGIApp, service: Service) -> ASGIApp:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -12,11 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import OutputStream
-from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.errors import ApiError, api_error, encode_json
 from nanovllm.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
-_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -28,7 +26,7 @@ _HEADERS = [
 def event(data: Any, name: str | None = None) -> bytes:
     """Return an event whose data is JSON."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + _encode(data).encode() + b"\n\n"
+    return head + b"data: " + encode_json(data).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

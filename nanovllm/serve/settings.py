@@ -27,6 +27,8 @@ class ServeSettings:
         max_body_bytes: the largest request.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
+        max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
+            and of its prompts together.
         max_requests: the most requests at once; further ones get status 429.
         max_connections: the most connections at once, and as many as the limit of open files allows; further ones get
             status 503, unless others have long waited for a request, which are closed for them.
@@ -54,6 +56,7 @@ class ServeSettings:
     max_body_bytes: int = 4 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128
+    max_logprobs_per_request: int = 2**19
     max_requests: int = 2048
     max_connections: int = 4096
     max_request_seconds: float = 600.0
@@ -68,7 +71,7 @@ class ServeSettings:
         check_int("port", self.port, 0, 65535)
         for name in ("separate_reasoning", "allow_priority", "access_log", "log_requests"):
             check_bool(name, getattr(self, name))
-        for name in ("max_body_bytes", "max_outputs", "max_requests", "max_connections"):
+        for name in ("max_body_bytes", "max_outputs", "max_logprobs_per_request", "max_requests", "max_connections"):
             check_int(name, getattr(self, name), 1)
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)

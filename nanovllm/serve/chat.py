@@ -12,7 +12,6 @@ from starlette.responses import Response
 from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning import ReasoningSplitter
@@ -37,7 +36,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     answer = _ChatAnswer(service, body, prompt)
     if not body.stream:
         (output,) = await service.complete([prompt], params, body.priority)
-        return JsonResponse(answer.whole(output))
+        return await service.json_answer(lambda: answer.whole(output), [output])
     streams = await service.begin([prompt], params, body.priority)
     return service.event_stream(answer.events(streams), streams)
 
@@ -47,7 +46,7 @@ class _ChatAnswer:
 
     def __init__(self, service: Service, body: ChatBody, prompt: list[int]) -> None:
         self._service = service
-        self._body = body
+        self._body = body.without_content()
         self._head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": service.model}
         separates = body.separate_reasoning
         self._separates = service.settings.separate_reasoning if separates is None else separates

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS
-from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import event
 from nanovllm.serve.protocol import ChatMessage, ResponseBody, SamplingBody
 from nanovllm.serve.service import Service
@@ -31,7 +30,8 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     if not body.stream:
         (output,) = await service.complete([prompt], params, 0)
         answer.usage.add(output)
-        return JsonResponse(answer.finished(output.outputs[0].text, output.outputs[0].finish_reason))
+        choice = output.outputs[0]
+        return await service.json_answer(lambda: answer.finished(choice.text, choice.finish_reason), [output])
     streams = await service.begin([prompt], params, 0)
     return service.event_stream(answer.events(streams), streams)
 

@@ -82,10 +82,18 @@ class AsyncLLM(Unpicklable):
     Args:
         model: see `LLM`; loading it blocks.
         max_pending_requests: most requests that wait or run at once.
-        kwargs: the fields of `nanovllm.config.Config`.
+        kwargs: settings; see `LLM`.
 
     Raises:
         ValueError: see `LLM`.
+
+    Example:
+        >>> async def main() -> None:
+        ...     async with AsyncLLM(BUNDLED_MODEL) as llm:
+        ...         outputs = await asyncio.gather(*(llm.generate(prompt) for prompt in ["one", "two"]))
+        ...         print((await llm.chat([{"role": "user", "content": "2 + 3"}])).outputs[0].text)
+        >>> asyncio.run(main())
+        5
     """
 
     def __init__(
@@ -125,11 +133,22 @@ class AsyncLLM(Unpicklable):
             StepError: the step that the request was in failed; it is a RuntimeError.
             RuntimeError: the engine is closed.
         """
-        stream = await self._submit(prompt, sampling_params, priority, request_id, is_streamed=False)
+        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=False)
         try:
             return await stream.final_output()
         finally:
             self._leave(stream)
+
+    async def generate_all(
+        self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> list[RequestOutput]:
+        """Complete prompts that share their parameters, all or none; see `generate`."""
+        streams = await self._submit(prompts, sampling_params, priority, None, is_streamed=False)
+        try:
+            return list(await asyncio.gather(*(stream.final_output() for stream in streams)))
+        finally:
+            for stream in streams:
+                self._leave(stream)
 
     async def stream(
         self,
@@ -161,8 +180,15 @@ class AsyncLLM(Unpicklable):
 
         The stream must be read to its end, or be closed.
         """
-        stream = await self._submit(prompt, sampling_params, priority, request_id, is_streamed=True)
+        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
         return OutputStream(stream, partial(self._leave, stream))
+
+    async def begin_streams(
+        self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> list[OutputStream]:
+        """Do the same for prompts that share their parameters, all or none."""
+        streams = await self._submit(prompts, sampling_params, priority, None, is_streamed=True)
+        return [OutputStream(stream, partial(self._leave, stream)) for stream in streams]
 
     async def chat(
         self,
@@ -190,7 +216,8 @@ class AsyncLLM(Unpicklable):
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")
         is_slow = len(str((talks[0], template))) > LONG_TEXT
-        render = partial(render_chat, self.llm.tokenizer, talks[0], **template_options(template))
+        most = self.llm.input_processor.max_characters
+        render = partial(render_chat, self.llm.tokenizer, talks[0], most, **template_options(template))
         return await self.run_beside(render, is_slow=is_slow)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -268,33 +295,48 @@ class AsyncLLM(Unpicklable):
         await self.shutdown()
 
     async def _submit(
-        self, prompt: Any, params: SamplingParams | None, priority: int, request_id: int | str | None, is_streamed: bool
-    ) -> RequestStream:
-        """Encode a prompt and queue its request."""
-        if len(self._pending) >= self.max_pending_requests:
-            raise QueueFullError(f"{len(self._pending)} requests are pending, as many as max_pending_requests allows")
-        request_id = next(self._request_ids) if request_id is None else request_id
+        self,
+        prompts: list[Any],
+        params: SamplingParams | None,
+        priority: int,
+        request_id: int | str | None,
+        is_streamed: bool,
+    ) -> list[RequestStream]:
+        """Encode prompts and queue their requests, all or none; `request_id` is that of a single one."""
+        if len(self._pending) + len(prompts) > self.max_pending_requests:
+            most = self.max_pending_requests
+            raise QueueFullError(
+                f"{len(self._pending)} requests are pending; max_pending_requests={most} allows no more"
+            )
         if request_id in self._pending:
             raise ValueError(f"request_id={request_id!r} is that of a pending request")
-        self._pending[request_id] = None
+        request_ids = [next(self._request_ids) if request_id is None else request_id for _ in prompts]
+        self._pending.update(dict.fromkeys(request_ids))
+        params = SamplingParams() if params is None else params
+        streams: list[RequestStream] = []
         try:
-            params = SamplingParams() if params is None else params
-            process = partial(self.llm.input_processor.process, [prompt], [params], [priority], streams=True)
-            # What is none is refused by `process`.
-            is_slow = _is_long(prompt) or getattr(params, "structured_outputs", None) is not None
-            (request,) = await self.run_beside(process, is_slow=is_slow)
-            decode_token = self.llm.output_processor.decode_token
-            stream = RequestStream(request, request_id, decode_token, self._mailbox_here(), is_streamed)
-            self._thread.submit(stream)
-            if request_id in self._aborted_early:
-                self._thread.abort(stream)
+            count = len(prompts)
+            process = partial(
+                self.llm.input_processor.process, prompts, [params] * count, [priority] * count, streams=True
+            )
+            requests = await self.run_beside(process, is_slow=_takes_long(prompts, params))
+            for own_id, request in zip(request_ids, requests, strict=True):
+                decode_token = self.llm.output_processor.decode_token
+                stream = RequestStream(request, own_id, decode_token, self._mailbox_here(), is_streamed)
+                self._thread.submit(stream)
+                self._pending[own_id] = stream
+                streams.append(stream)
+                if own_id in self._aborted_early:
+                    self._thread.abort(stream)
         except BaseException:
-            del self._pending[request_id]
+            for stream in streams:
+                self._leave(stream)
+            for own_id in request_ids:
+                self._pending.pop(own_id, None)
             raise
         finally:
-            self._aborted_early.discard(request_id)
-        self._pending[request_id] = stream
-        return stream
+            self._aborted_early.difference_update(request_ids)
+        return streams
 
     def _leave(self, stream: RequestStream) -> None:
         """Forget a request that nobody reads any more."""
@@ -310,7 +352,12 @@ class AsyncLLM(Unpicklable):
         return self._mailbox
 
 
-def _is_long(prompt: Any) -> bool:
-    """Whether a prompt is a text that takes long to encode."""
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    return isinstance(text, str) and len(text) > LONG_TEXT
+def _takes_long(prompts: list[Any], params: Any) -> bool:
+    """Whether the requests need a grammar, or have so much text that it takes long to encode."""
+    # What is of no such type is refused by the input processor.
+    if getattr(params, "structured_outputs", None) is not None:
+        return True
+    texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
+    bad_words = getattr(params, "bad_words", None)
+    texts += bad_words if isinstance(bad_words, list) else []
+    return sum(len(text) for text in texts if isinstance(text, (str, list))) > LONG_TEXT

@@ -41,7 +41,8 @@ class StructuredOutputsParams:
         ValueError: none of the five is set, or more than one; or a value of another type.
 
     Example:
-        >>> StructuredOutputsParams(json={"type": "object", "properties": {"name": {"type": "string"}}})
+        >>> schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+        >>> params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     """
 
     json: str | dict[str, Any] | type[Any] | None = None
@@ -115,6 +116,9 @@ class SamplingParams:
 
     Raises:
         ValueError: a value out of its range, a contradiction, or an unknown keyword.
+
+    Example:
+        >>> params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, stop=["."], seed=1)
     """
 
     temperature: float = 1.0
@@ -259,6 +263,9 @@ class BeamSearchParams:
 
     Raises:
         ValueError: a value out of its range, or an unknown keyword.
+
+    Example:
+        >>> params = BeamSearchParams(beam_width=4, max_tokens=50, length_penalty=0.8)
     """
 
     beam_width: int

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -20,19 +22,32 @@ PATIENCE_SECONDS = 240
 class ServerProcess:
     """The server's process, its address, and what it says of itself."""
 
-    def __init__(self, *flags: str, key: str | None = None, **environment: str) -> None:
+    def __init__(self, *flags: str, key: str | None = None, num_files: int | None = None, **environment: str) -> None:
         settings = ("--device", "cpu", "--max-model-len", "512", "--kvcache-block-size", "16", "--seed", "0")
         command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *settings, *flags]
+        if num_files is not None:
+            command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(num_files), *command]
         self.key = key
+        # A pipe that nobody reads would hold the server up.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | environment,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(self.process.communicate()[1][-3000:])
+            raise RuntimeError(self.log()[-3000:])
         self.url = line.split()[-1]
         self.port = int(self.url.rsplit(":", 1)[1])
+
+    def log(self) -> str:
+        """What the server has written to stderr."""
+        self._log.seek(0)
+        return self._log.read()
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
@@ -56,19 +71,24 @@ class ServerProcess:
         """End the process; returns its exit code and what it wrote to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        error = self.process.communicate(timeout=seconds)[1]
-        return self.process.returncode, error
+        self.process.communicate(timeout=seconds)
+        return self.process.returncode, self.log()
+
+
+def unexpected_lines(log: str) -> list[str]:
+    """The lines of a log that are no information or warning."""
+    return [line for line in log.splitlines() if not re.match(r"\S+ \S+ (INFO|WARNING) (nanovllm|uvicorn)", line)]
 
 
 @contextmanager
-def serving(*flags: str, key: str | None = None, says: str = "", **environment: str) -> Iterator[ServerProcess]:
-    """A server that must have nothing left when the `with` block ends, and by then has written `says` at most."""
-    server = ServerProcess(*flags, key=key, **environment)
+def serving(*flags: str, key: str | None = None, **options: Any) -> Iterator[ServerProcess]:
+    """A server that must have nothing left when the `with` block ends, and by then has logged no error."""
+    server = ServerProcess(*flags, key=key, **options)
     try:
         yield server
         server.check_idle()
         code, error = server.stop()
-        assert code == -signal.SIGTERM and error in ("", says), error
+        assert code == -signal.SIGTERM and not unexpected_lines(error), error
     finally:
         server.process.kill()
         server.process.wait()

@@ -34,7 +34,8 @@ NO_SPACE.pop(str(TOKENIZER.eos_token_id), None)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with serving("--max-outputs", "8", "--max-output-tokens", "400", key=KEY, NANOVLLM_API_KEY=KEY) as server:
+    limits = ("--max-outputs", "8", "--max-output-tokens", "400", "--allow-priority")
+    with serving(*limits, key=KEY, NANOVLLM_API_KEY=KEY) as server:
         yield server
 
 

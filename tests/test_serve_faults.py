@@ -24,7 +24,7 @@ import uvicorn
 from starlette.staticfiles import StaticFiles
 from uvicorn.server import ServerState
 
-from nanovllm.serve.connection import timed_protocol
+from nanovllm.serve.connection import Connection, ConnectionPool
 from nanovllm.serve.settings import ServeSettings
 from tests.rank_processes import rank_pids
 from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving
@@ -52,7 +52,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def request_bytes(body: bytes | dict[str, Any], path: str = "/v1/chat/completions", length: int | None = None) -> bytes:
     """An HTTP request, after which the server closes the connection."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return head.encode() + f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
 
 
@@ -150,7 +150,7 @@ class Transport(asyncio.Transport):
     """A connection whose client reads what the test says."""
 
     aborted = False
-    num_unsent = 5
+    num_unsent = 9
 
     def get_write_buffer_size(self) -> int:
         return self.num_unsent
@@ -165,8 +165,9 @@ class Transport(asyncio.Transport):
 def make_connection(max_write_seconds: float, errors: list[str]) -> tuple[Any, Transport]:
     """A connection to a server, and the protocol that serves it."""
     config = uvicorn.Config(StaticFiles(check_dir=False), log_config=None)
-    kind = timed_protocol(ServeSettings(max_write_seconds=max_write_seconds), errors.append)
-    protocol, transport = kind(config, ServerState(), {}), Transport()
+    pool = ConnectionPool(ServeSettings(max_write_seconds=max_write_seconds), errors.append, 10)
+    protocol = Connection(pool, config=config, server_state=ServerState(), app_state={})
+    transport = Transport()
     protocol.connection_made(transport)
     return protocol, transport
 
@@ -175,7 +176,7 @@ def test_the_timers_of_a_connection_end_with_it() -> None:
     async def run() -> None:
         protocol, _ = make_connection(max_write_seconds=100, errors=[])
         protocol.pause_writing()
-        timers = protocol._reading, protocol._writing
+        timers = protocol._head_timer, protocol._write_timer
         protocol.connection_lost(None)
         assert [timer.cancelled() for timer in timers] == [True, True]
 
@@ -197,7 +198,7 @@ def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_connection_without_a_request_is_closed(server: ServerProcess, head: bytes) -> None:
     began = time.monotonic()
     with connect(server) as connection:
@@ -252,7 +253,7 @@ def test_bodies_that_are_wrong(server: ServerProcess, name: str) -> None:
 
 
 def test_a_chunked_body_that_never_ends_is_cut(server: ServerProcess) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(head)
         answer = b""

@@ -29,7 +29,6 @@ class PlayedStream:
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
         self._outputs = iter(outputs)
-        self.is_closed = False
 
     def __aiter__(self) -> PlayedStream:
         return self
@@ -40,14 +39,14 @@ class PlayedStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        self.is_closed = True
+        pass
 
 
 class PlayedLLM:
-    """What a `Service` needs of an `AsyncLLM`. It knows what it was asked for, and refuses the prompt "bad".
+    """What a `Service` needs of an `AsyncLLM`. It knows what it was asked for.
 
     Args:
-        outputs: answer each prompt, the last one as a whole; without any, an answer never comes.
+        outputs: answer each prompt, the last one as a whole.
         recommended: by the model.
     """
 
@@ -57,11 +56,10 @@ class PlayedLLM:
             recommended_values=lambda: recommended or {},
             stats=dict,
             tokenizer=None,
+            llm_engine=SimpleNamespace(limits=SimpleNamespace(max_model_len=512)),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []
-        self.streams: list[PlayedStream] = []
-        self.num_waiting = 0
         self._outputs = outputs
 
     async def run_beside(self, function: Callable[[], Any]) -> Any:
@@ -71,25 +69,13 @@ class PlayedLLM:
         self.messages = messages
         return [1]
 
-    async def generate(self, prompt: Any, params: SamplingParams, *, priority: int) -> RequestOutput:
-        self._take(prompt, params)
-        if self._outputs:
-            return self._outputs[-1]
-        self.num_waiting += 1
-        try:
-            return await asyncio.Future[RequestOutput]()
-        finally:
-            self.num_waiting -= 1
-
-    async def begin_stream(self, prompt: Any, params: SamplingParams, *, priority: int) -> PlayedStream:
-        self._take(prompt, params)
-        self.streams.append(PlayedStream(self._outputs))
-        return self.streams[-1]
-
-    def _take(self, prompt: Any, params: SamplingParams) -> None:
-        if prompt == "bad":
-            raise ValueError("a bad prompt")
+    async def generate_all(self, prompts: list[Any], params: SamplingParams, *, priority: int) -> list[RequestOutput]:
         self.asked.append(params)
+        return [self._outputs[-1] for _ in prompts]
+
+    async def begin_streams(self, prompts: list[Any], params: SamplingParams, *, priority: int) -> list[PlayedStream]:
+        self.asked.append(params)
+        return [PlayedStream(self._outputs) for _ in prompts]
 
 
 def make_service(llm: Any) -> Service:
@@ -118,21 +104,6 @@ def test_what_the_model_recommends_comes_before_the_endpoints_default() -> None:
     assert asyncio.run(run({"max_tokens": 64})) == [64, 64]
     assert asyncio.run(run({"max_tokens": 7}, max_tokens=5)) == [5, 5]
     assert asyncio.run(run({})) == [16, None]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_prompt_ends_those_before_it(stream: bool) -> None:
-    async def run() -> None:
-        llm = PlayedLLM([])
-        body = CompletionBody.model_validate({"prompt": ["a", "b", "bad"], "stream": stream})
-        with pytest.raises(ValueError, match="a bad prompt"):
-            await answer_completion(make_service(llm), body)
-        # A task that is cancelled gets to know of it with the loop's next turn.
-        await asyncio.sleep(0)
-        assert len(llm.asked) == 2 and llm.num_waiting == 0
-        assert [played.is_closed for played in llm.streams] == [True, True] * stream
-
-    asyncio.run(run())
 
 
 def test_the_best_is_the_likeliest_by_token_however_long() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,8 +11,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
@@ -23,6 +26,7 @@ from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import ApiError, JsonResponse, api_error
 from nanovllm.serve.event_stream import until_disconnect
 from nanovllm.serve.guard import Guard
+from nanovllm.serve.logs import RequestIds, log_refusal
 from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
@@ -70,11 +74,35 @@ def create_app(service: Service) -> ASGIApp:
             await service.llm.shutdown()
 
     app = FastAPI(title="nanovllm", lifespan=lifespan, redoc_url=None)
+    app.router.route_class = _Route
     _add_error_handlers(app, service)
     _add_api(app, service)
     _add_state(app, service)
+    return _protected(app, service)
+
+
+class _Route(APIRoute):
+    """A route whose requests do not keep their body, which they cache, until the end of a streamed answer."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_copy(request: Request) -> Response:
+            return await handle(Request(request.scope, request.receive))
+
+        return handle_copy
+
+
+def _protected(app: ASGIApp, service: Service) -> ASGIApp:
+    """Return an application behind what each request passes first."""
+    settings = service.settings
     # Outside of FastAPI, whose own work on a request is most of what it costs to begin one.
-    return Guard(app, service.settings, service.metrics.count_error)
+    app = Guard(app, settings, service.metrics.count_error)
+    app = TrustedHostMiddleware(app, settings.trusted_hosts, www_redirect=False)
+    if settings.allowed_origins:
+        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
+        app = CORSMiddleware(app, settings.allowed_origins, **options)
+    return RequestIds(app)
 
 
 def _answers(name: str) -> dict[int | str, dict[str, Any]]:
@@ -185,27 +213,30 @@ _PAGE_HEADERS = {
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     """Answer every error in OpenAI's form, and count it."""
 
-    def answer(error: ApiError) -> Response:
+    def answer(request: Request, error: ApiError) -> Response:
         service.metrics.count_error(error.kind)
+        log_refusal(request.scope, error)
         return error.response()
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return answer(api_error(error))
+    async def on_error(request: Request, error: Exception) -> Response:
+        return answer(request, api_error(error))
 
-    async def on_validation(_: Request, error: Exception) -> Response:
+    async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         is_json = first["type"] != "json_invalid"
         if is_json and not place:
             # FastAPI takes the body for a text if its type is not JSON's.
-            return answer(ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json"))
+            return answer(
+                request, ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json")
+            )
         message = f"{place}: {first['msg']}" if is_json else f"the body is not JSON: {first['msg']}"
-        return answer(ApiError(422 if is_json else 400, message, place if is_json else None))
+        return answer(request, ApiError(422 if is_json else 400, message, place if is_json else None))
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(error.status_code, str(error.detail), headers=error.headers))
+        return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
         # Nobody reads the answer.

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.service import Service
@@ -40,10 +39,10 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         continue_final_message=bool(body.continue_final_message),
     )
     is_inside = separates and service.ends_with_think(prompt)
-    answer = _ChatAnswer(service, body, partial(AnswerSplitter, use, separates, is_inside))
+    answer = _ChatAnswer(service, body, partial(AnswerSplitter, use.make_parser(), separates, is_inside))
     if not body.stream:
         (output,) = await service.complete([prompt], params, body.priority)
-        return JsonResponse(answer.whole(output))
+        return await service.json_answer(lambda: answer.whole(output), [output])
     streams = await service.begin([prompt], params, body.priority)
     return service.event_stream(answer.events(streams), streams)
 
@@ -53,7 +52,7 @@ class _ChatAnswer:
 
     def __init__(self, service: Service, body: ChatBody, make_splitter: Callable[[], AnswerSplitter]) -> None:
         self._service = service
-        self._body = body
+        self._body = body.without_content()
         self._head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": service.model}
         self._make_splitter = make_splitter
         self._splitters: dict[int, AnswerSplitter] = {}

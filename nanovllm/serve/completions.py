@@ -15,7 +15,6 @@ from nanovllm.logprobs import Logprob
 from nanovllm.openai_format import ENDPOINTS, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import CompletionBody
 from nanovllm.serve.service import Service
@@ -31,7 +30,7 @@ async def answer_completion(service: Service, body: CompletionBody) -> Response:
     answer = _CompletionAnswer(service, body, prompts)
     if not body.stream:
         outputs = await service.complete(prompts, answer.params, body.priority)
-        return JsonResponse(answer.whole(outputs))
+        return await service.json_answer(lambda: answer.whole(outputs), outputs)
     streams = await service.begin(prompts, answer.params, body.priority)
     return service.event_stream(answer.events(streams), streams)
 
@@ -50,11 +49,11 @@ class _CompletionAnswer:
 
     def __init__(self, service: Service, body: CompletionBody, prompts: list[Any]) -> None:
         self._service = service
-        self._body = body
         self._num_answers = body.n or 1
         # An echo alone, whose one token is not shown.
         self._shows_output = body.max_tokens != 0 or not body.echo
-        self.params = self._sampling_params()
+        self.params = self._sampling_params(body)
+        self._body = body.without_content()
         service.check_num_outputs(self.params.n * len(prompts))
         self._head = {
             "id": f"cmpl-{uuid4().hex}",
@@ -63,8 +62,7 @@ class _CompletionAnswer:
             "model": service.model,
         }
 
-    def _sampling_params(self) -> SamplingParams:
-        body = self._body
+    def _sampling_params(self, body: CompletionBody) -> SamplingParams:
         if not self._shows_output:
             body = body.model_copy(update={"max_tokens": 1})
         params = self._service.sampling_params(body, _ENDPOINT)

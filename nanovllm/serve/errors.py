@@ -59,8 +59,25 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(json.dumps(body, allow_nan=False, separators=(",", ":")), status, headers)
+    def __init__(
+        self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None, *, in_pieces: bool = False
+    ) -> None:
+        super().__init__(_encode_pieces(body) if in_pieces else encode_json(body), status, headers)
+
+
+encode_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_PIECES_DEPTH = 5
+"""Where the log-probabilities of one token are in an answer: below choices, a choice, its logprobs and their lists."""
+
+
+def _encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> str:
+    """Encode a large value in many calls: the encoder lets no other thread run during one."""
+    if depth and isinstance(value, dict):
+        items = (f"{encode_json(name)}:{_encode_pieces(item, depth - 1)}" for name, item in value.items())
+        return "{" + ",".join(items) + "}"
+    if depth and isinstance(value, list):
+        return "[" + ",".join(_encode_pieces(item, depth - 1) for item in value) + "]"
+    return encode_json(value)
 
 
 def api_error(error: Exception) -> ApiError:

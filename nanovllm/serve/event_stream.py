@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -12,11 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import OutputStream
-from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.errors import ApiError, api_error, encode_json
 from nanovllm.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
-_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -28,7 +26,7 @@ _HEADERS = [
 def event(data: Any, name: str | None = None) -> bytes:
     """Return an event whose data is JSON."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + _encode(data).encode() + b"\n\n"
+    return head + b"data: " + encode_json(data).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -65,11 +63,16 @@ class EventStream(Response):
             done, _ = await asyncio.wait({pump, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 await _cancel(pump)
+                # A client that reads little at a time may take the end of its answer late.
+                await self._close()
                 await self._end(send, timed_out(seconds))
         finally:
             await _cancel(pump, gone)
-            for stream in self._streams:
-                await stream.aclose()
+            await self._close()
+
+    async def _close(self) -> None:
+        for stream in self._streams:
+            await stream.aclose()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

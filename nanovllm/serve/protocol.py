@@ -6,10 +6,13 @@ nanovllm does not know are refused, but for those of OpenAI's API that change no
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
+_MOST_FIELDS = 128
 _MOST_TEXTS = 64
 _MOST_IDS = 4096
 _MOST_TOKENS = 2**20
@@ -17,14 +20,32 @@ _MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
 _MOST_TOOLS = 256
 
+_Value = TypeVar("_Value")
+
+
+def _at_most(count: int, given: _Value) -> _Value:
+    """Return what was given, unless it has too many fields, each of which pydantic would make an error of."""
+    if isinstance(given, dict) and len(given) > count:
+        raise ValueError(f"{len(given)} fields are over {count}")
+    return given
+
+
 # The first fault ends the check of a list: one error for each of a million entries would take minutes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
+Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIELDS))]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, given: Any) -> Any:
+        return _at_most(_MOST_FIELDS, given)
 
 
 class StreamOptions(_Body):
@@ -78,7 +99,7 @@ class SamplingBody(_Body):
     stop: str | Annotated[list[str], Field(max_length=_MOST_TEXTS, fail_fast=True)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=_MOST_IDS)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(partial(_at_most, _MOST_IDS))] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's.
     top_k: int | None = None
@@ -96,12 +117,22 @@ class SamplingBody(_Body):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
     # Without effect here.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    def without_content(self) -> Self:
+        """Return a copy without what may be large, for an answer that may take minutes."""
+        return self.model_copy(update=dict.fromkeys(_LARGE_FIELDS & set(type(self).model_fields)))
+
+
+_LARGE_FIELDS = {
+    "messages", "prompt", "tools", "chat_template_kwargs", "logit_bias", "response_format", "structured_outputs",
+    "stop", "bad_words", "allowed_token_ids", "stop_token_ids", "metadata",
+}  # fmt: skip
 
 
 class ChatMessage(BaseModel):
@@ -216,7 +247,7 @@ class ResponseBody(_Body):
     background: Literal[False] | None = None
     # Without effect here.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

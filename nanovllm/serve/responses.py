@@ -12,7 +12,6 @@ from starlette.responses import Response
 from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import RequestOutput
-from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import event
 from nanovllm.serve.protocol import (
     NamedToolChoice,
@@ -39,10 +38,10 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     use = ToolUse.of(tools, _tool_choice(body), body.parallel_tool_calls, service.tool_call_format)
     params = use.constrain(service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"]))
     prompt = await service.render_chat(response_messages(body), tools=use.template_tools())
-    answer = _ResponseAnswer(service, body, AnswerSplitter(use, separates=False, is_inside=False))
+    answer = _ResponseAnswer(service, body, AnswerSplitter(use.make_parser(), separates=False, is_inside=False))
     if not body.stream:
         (output,) = await service.complete([prompt], params, 0)
-        return JsonResponse(answer.whole(output))
+        return await service.json_answer(lambda: answer.whole(output), [output])
     streams = await service.begin([prompt], params, 0)
     return service.event_stream(answer.events(streams), streams)
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from anyio import to_thread
 
 from nanovllm.async_llm import AsyncLLM, OutputStream
 from nanovllm.openai_format import Endpoint, sampling_values
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, JsonResponse
 from nanovllm.serve.event_stream import EventStream
+from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat import plain_messages
 from nanovllm.text.tool_calls import tool_call_format
 
+_logger = logging.getLogger(__name__)
+_LARGE_ANSWER = 10_000
+"""Log-probabilities in an answer that takes so long to build, about 20 ms, that others must not wait for it."""
 _SAMPLING = {item.name for item in fields(SamplingParams)}
 _SUPPORTED = frozenset({"stream", "echo", "best_of", "tools"})
 
@@ -124,26 +132,58 @@ class Service:
 
     async def begin(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[OutputStream]:
         """Queue requests; all of them or none."""
-        streams: list[OutputStream] = []
-        try:
-            for prompt in prompts:
-                streams.append(await self.llm.begin_stream(prompt, params, priority=priority or 0))
-        except BaseException:
-            for stream in streams:
-                await stream.aclose()
-            raise
-        return streams
+        self._check_request(prompts, params, priority)
+        return await self.llm.begin_streams(prompts, params, priority=priority or 0)
 
     async def complete(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[RequestOutput]:
         """Return the whole outputs of prompts; they are aborted if this is cancelled or one of them fails."""
+        self._check_request(prompts, params, priority)
         try:
-            outputs = await _gather([self.llm.generate(prompt, params, priority=priority or 0) for prompt in prompts])
+            outputs = await self.llm.generate_all(prompts, params, priority=priority or 0)
         except asyncio.CancelledError:
             self.metrics.count_aborted(len(prompts))
             raise
         for output in outputs:
-            self.metrics.observe(output)
+            self._observe(output)
         return outputs
+
+    def _check_request(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> None:
+        """Raise if a request asks for more than the server gives to one; log it otherwise."""
+        if priority and not self.settings.allow_priority:
+            raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
+        limits = self.llm.llm.llm_engine.limits
+        # A text has at least as many characters as tokens.
+        lengths = [min(len(prompt), limits.max_model_len) for prompt in prompts]
+        num_tokens = len(prompts) * params.n * min(params.max_tokens or limits.max_model_len, limits.max_model_len)
+        count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
+        count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
+        most = self.settings.max_logprobs_per_request
+        if count > most:
+            message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
+            raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
+        if self.settings.log_requests:
+            _logger.info("%d prompts, at most %d tokens: %s", len(prompts), sum(lengths), one_line(repr(params)))
+
+    def _observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
+        """Count a finished request, and log it; see `Metrics.observe`."""
+        self.metrics.observe(output, num_tokens)
+        if self.settings.log_requests:
+            reasons = [choice.finish_reason for choice in output.outputs]
+            _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
+
+    async def json_answer(self, build: Callable[[], dict[str, Any]], outputs: list[RequestOutput]) -> JsonResponse:
+        """Return the answer whose body is built of outputs; a large one is built in a thread.
+
+        Args:
+            build: returns the body.
+            outputs: what it is built of.
+        """
+        choices = [choice for output in outputs for choice in output.outputs]
+        positions = [*chain.from_iterable(choice.logprobs or () for choice in choices)]
+        positions += [at for output in outputs for at in output.prompt_logprobs or () if at is not None]
+        if sum(map(len, positions)) < _LARGE_ANSWER:
+            return JsonResponse(build())
+        return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
 
     def event_stream(self, events: AsyncIterator[bytes], streams: list[OutputStream]) -> EventStream:
         """Return the answer that sends events made of streams."""
@@ -160,7 +200,7 @@ class Service:
                 if output.finished:
                     num_finished += 1
                     own = (counts[index, choice.index] for choice in output.outputs)
-                    self.metrics.observe(output, max(own, default=0))
+                    self._observe(output, max(own, default=0))
                 yield index, output
         except (GeneratorExit, asyncio.CancelledError):
             self.metrics.count_aborted(len(streams) - num_finished)
@@ -180,16 +220,6 @@ def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         if message["role"] == "developer":
             message["role"] = "system"
     return plain
-
-
-async def _gather(tasks: list[Any]) -> list[RequestOutput]:
-    """Await all; the first error cancels the others."""
-    futures = [asyncio.ensure_future(task) for task in tasks]
-    try:
-        return list(await asyncio.gather(*futures))
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 async def _merged(streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 
@@ -9,10 +10,13 @@ from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepError
 from nanovllm.text.request_stream import RequestStream
+from nanovllm.text.structured_output import GrammarError
 
 _POLL_SECONDS = 0.2
 """How long an idle thread takes to notice that the engine was closed."""
 _CLOSE_SECONDS = 10.0
+
+_logger = logging.getLogger(__name__)
 
 
 class EngineThread:
@@ -88,6 +92,7 @@ class EngineThread:
         # Whatever it is, nobody above this thread would see it: the readers get it, and `error` keeps it.
         except BaseException as caught:
             error = caught
+            _logger.critical("the engine has ended", exc_info=caught)
         self._end(call, error)
 
     def _take_messages(self) -> None:
@@ -110,6 +115,11 @@ class EngineThread:
             if stream is not None:
                 stream.finish(output)
         for failure in failures:
+            if isinstance(failure.__cause__, GrammarError):
+                # Of that request alone, and no fault of the engine.
+                _logger.warning("%s", failure)
+            else:
+                _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
             for engine_id in failure.request_ids:
                 stream = self._streams.pop(engine_id, None)
                 if stream is not None:

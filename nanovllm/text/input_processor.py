@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nanovllm.engine.request_limits import RequestLimits
@@ -59,6 +60,14 @@ class InputProcessor:
         self.limits = limits
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, eos_token_ids)
 
+    @cached_property
+    def max_characters(self) -> int:
+        """Characters of the longest text that fits the model, all of whose tokens are the longest one.
+
+        Encoding a text takes time in proportion to it, so longer ones are refused before. 0 without a tokenizer.
+        """
+        return 0 if self.tokenizer is None else self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+
     def process(
         self, prompts: list[Any], params: list[SamplingParams], priorities: list[int], *, streams: bool = False
     ) -> list[Request]:
@@ -97,6 +106,8 @@ class InputProcessor:
         for index, prompt in enumerate(prompts):
             try:
                 parts.append(_token_ids_and_text(prompt))
+                if parts[-1][0] is None and self.tokenizer is not None:
+                    self._check_length("the prompt", parts[-1][1] or "")
             except ValueError as error:
                 raise _of_prompt(index, len(prompts), error) from error
         texts = {index: text for index, (ids, text) in enumerate(parts) if ids is None and text is not None}
@@ -142,12 +153,19 @@ class InputProcessor:
             raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
         return token_ids
 
+    def _check_length(self, name: str, text: str) -> None:
+        if len(text) > self.max_characters:
+            most = f"the {self.max_characters} that max_model_len={self.limits.max_model_len} tokens can have"
+            raise ValueError(f"{name} has {len(text)} characters, over {most}")
+
     def _check(self, param: Any) -> _CheckedParams:
         """Return checked parameters, and what follows from them for each request."""
         params = self.limits.check_params(param)
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
         if needed and self.tokenizer is None:
             raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
+        for word in params.bad_words or []:
+            self._check_length("one of bad_words", word)
         bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
         structured = params.structured_outputs
         return _CheckedParams(params, bad_words, None if structured is None else self._grammars.make(structured))

@@ -1,0 +1,281 @@
+"""Clients that attack: while they do, another one is answered soon, and afterwards nothing is held."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving
+
+KEY = "secret"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+MOST_WAIT_SECONDS = 0.5
+MOST_GROWTH_BYTES = 100e6
+READ_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    limits = ("--max-requests", "8", "--max-read-seconds", str(READ_SECONDS), "--max-write-seconds", "2")
+    with serving(*limits, key=KEY, NANOVLLM_API_KEY=KEY) as server:
+        yield server
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
+
+
+def head(path: str, length: int, key: str | None = KEY, **headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines += [] if key is None else [f"Authorization: Bearer {key}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def post(path: str, body: Any, key: str | None = KEY) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(path, len(content), key, Connection="close") + content
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    # A connection that is cut may have been answered before.
+    with suppress(ConnectionResetError):
+        parts.extend(iter(lambda: connection.recv(2**16), b""))
+    return b"".join(parts)
+
+
+def ask(server: ServerProcess, request: bytes) -> bytes:
+    """The whole answer to a request, after which the server closes the connection."""
+    with connect(server) as connection:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(request)
+        return read_to_end(connection)
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+def memory(server: ServerProcess) -> float:
+    """The resident bytes of the server."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@contextmanager
+def others_wait_little(server: ServerProcess) -> Iterator[None]:
+    """Another client, on new connections, is answered soon all the while; then as much memory is free as before."""
+    has_ended = threading.Event()
+
+    def run() -> list[float]:
+        waits: list[float] = []
+        while not has_ended.wait(0.01) or not waits:
+            began = time.perf_counter()
+            server.get("/v1/models")
+            waits.append(time.perf_counter() - began)
+        return waits
+
+    before = memory(server)
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(run)
+        try:
+            yield
+            wait_until(lambda: memory(server) < before + MOST_GROWTH_BYTES)
+        finally:
+            has_ended.set()
+        waits = future.result()
+    assert max(waits) < MOST_WAIT_SECONDS, sorted(waits)[-5:]
+    server.check_idle()
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_clients_without_the_key_take_no_place(server: ServerProcess) -> None:
+    completion = post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+    with others_wait_little(server), ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(40)]
+        for number, connection in enumerate(connections):
+            connection.sendall(head(("/health", "/v1/completions")[number % 2], 10, key=None))
+        assert status(ask(server, completion)) == 200
+        answers = [read_to_end(connection) for connection in connections]
+    assert [status(answer) for answer in answers] == [413, 401] * 20
+
+
+def test_a_head_is_cut(server: ServerProcess) -> None:
+    begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    for endless in (b"a" * 2**25, b"a: b\r\n" * 2**22, b"\r\n" * 2**24):
+        with others_wait_little(server):
+            assert ask(server, (b"" if endless[:1] == b"\r" else begin) + endless)[:12] in (b"", b"HTTP/1.1 431")
+    # All of it at once, so that it was whole before it was looked at.
+    assert status(ask(server, begin + b"a: " + b"b" * 131_100 + b"\r\n\r\n")) == 431
+    within = begin + b"Connection: close\r\na: " + b"b" * 130_000 + b"\r\n\r\n"
+    assert status(ask(server, within)) == 200
+
+
+def test_trailers_are_cut(server: ServerProcess) -> None:
+    chunked = head("/v1/completions", 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with others_wait_little(server):
+        assert ask(server, chunked + b"2\r\n{}\r\n0\r\na: " + b"b" * 2**25)[:12] in (b"", b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("rest", [HEALTH * 100_000, HEALTH[:20], b"\0\0"])
+def test_what_comes_before_an_answer_is_not_read_and_does_not_cut_it(server: ServerProcess, rest: bytes) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}).encode()
+    with others_wait_little(server):
+        answer = ask(server, head("/v1/completions", len(body)) + body + rest)
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("rest", [b"\r\n", HEALTH[:20]])
+def test_a_connection_is_closed_that_never_sends_a_whole_head(server: ServerProcess, rest: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEALTH)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(2**16)
+        began = time.monotonic()
+        connection.settimeout(0.5)
+        while True:
+            try:
+                connection.sendall(rest[:1])
+                more = connection.recv(1)
+            except TimeoutError:
+                rest = rest[1:] or rest
+                continue
+            except OSError:
+                more = b""
+            break
+    assert status(answer) == 200 and more == b""
+    assert READ_SECONDS - 0.5 < time.monotonic() - began < READ_SECONDS + 5
+
+
+def test_connections_are_bounded_by_the_descriptors() -> None:
+    with serving(key=KEY, NANOVLLM_API_KEY=KEY, num_files=128) as server, ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(60)]
+        # Those that came too late are told so; the others have their places until somebody needs them.
+        refused = [connection for connection in connections if is_readable(connection)]
+        assert 20 < len(refused) < 60 and {status(read_to_end(connection)) for connection in refused} == {503}
+        completion = post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+        wait_until(lambda: ask(server, completion).startswith(b"HTTP/1.1 200"))
+        with others_wait_little(server):
+            assert status(ask(server, completion)) == 200
+        # So many at once that not all of them can be told.
+        connections += [stack.enter_context(connect(server)) for _ in range(300)]
+        wait_until(lambda: ask(server, completion).startswith(b"HTTP/1.1 200"))
+        with others_wait_little(server):
+            assert status(ask(server, completion)) == 200
+
+
+def is_readable(connection: socket.socket) -> bool:
+    connection.settimeout(0.1)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except TimeoutError:
+        return False
+
+
+def test_hosts_that_are_not_this_machine_are_refused_without_a_key() -> None:
+    with serving("--allowed-origins", "https://chat.example.com") as server:
+        assert status(ask(server, HEALTH.replace(b"localhost", b"evil.example.com\r\nConnection: close"))) == 400
+        near = HEALTH.replace(b"localhost", b"localhost:1\r\nConnection: close\r\nOrigin: https://%s.example.com")
+        assert b"access-control-allow-origin: https://chat.example.com\r\n" in ask(server, near % b"chat")
+        assert b"access-control-allow-origin" not in ask(server, near % b"evil")
+
+
+def many(count: int, value: str) -> str:
+    return "{" + ",".join(f'"{i:x}":{value}' for i in range(count)) + "}"
+
+
+HELLO = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, '
+LARGE_BODIES = {
+    "unknown fields": ("/v1/chat/completions", HELLO + many(120_000, "1")[1:]),
+    "too many fields": ("/v1/chat/completions", HELLO + many(400_000, "1")[1:]),
+    "metadata": ("/v1/chat/completions", HELLO + '"metadata": ' + many(120_000, "1") + "}"),
+    "logit bias": ("/v1/chat/completions", HELLO + '"logit_bias": ' + many(120_000, '"a"') + "}"),
+    "options": ("/v1/chat/completions", HELLO + '"stream_options": ' + many(120_000, "1") + "}"),
+    "lists": ("/v1/chat/completions", HELLO + '"tools": [' + "[]," * 1_300_000 + "[]]}"),
+    "a long prompt": ("/v1/completions", json.dumps({"prompt": "a b " * 10**6})),
+    "long prompts": ("/v1/completions", json.dumps({"prompt": ["a b " * 2000] * 128, "max_tokens": 1})),
+    "a long message": ("/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": "ab " * 10**6}]})),
+    "bad words": ("/v1/completions", json.dumps({"prompt": ["a"] * 100, "bad_words": ["a b " * 15_000] * 64})),
+    "short bad words": (
+        "/v1/completions",
+        json.dumps({"prompt": ["a"] * 100, "bad_words": ["a b " * 30] * 64, "max_tokens": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_BODIES)
+def test_a_large_body_holds_nobody_up(server: ServerProcess, name: str) -> None:
+    path, body = LARGE_BODIES[name]
+    tiny = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    with others_wait_little(server), ThreadPoolExecutor(1) as executor:
+        attack = executor.submit(ask, server, post(path, body.encode()))
+        while not attack.done():
+            began = time.perf_counter()
+            assert status(ask(server, tiny)) == 200
+            assert time.perf_counter() - began < MOST_WAIT_SECONDS
+    is_fine = name == "short bad words"
+    assert status(attack.result()) in ((200,) if is_fine else (400, 413, 422)), attack.result()[-300:]
+
+
+def test_an_answer_is_bounded_and_a_large_one_holds_nobody_up(server: ServerProcess) -> None:
+    large = {"prompt": "a", "ignore_eos": True, "max_tokens": 400, "logprobs": 20, "temperature": 1}
+    assert b"max_logprobs_per_request" in ask(server, post("/v1/completions", {**large, "n": 100}))
+    assert b"max_logprobs_per_request" in ask(
+        server, post("/v1/completions", {"prompt": [[1] * 500] * 60, "echo": True, "max_tokens": 0, "logprobs": 20})
+    )
+    chat = {**large, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "n": 8}
+    del chat["prompt"]
+    with others_wait_little(server):
+        answer = ask(server, post("/v1/chat/completions", chat))
+    assert status(answer) == 200 and len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 8
+
+
+def test_priority_needs_a_setting(server: ServerProcess) -> None:
+    answer = ask(server, post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": -1}))
+    assert status(answer) == 400 and b"allow_priority" in answer
+    assert status(ask(server, post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": 0}))) == 200
+
+
+def test_a_body_is_not_kept_while_its_answer_is_streamed() -> None:
+    parts = [{"type": "text", "text": ""}] * 25_000
+    messages = [{"role": "user", "content": parts[:4000]} for _ in range(6)]
+    body = {"messages": messages, "max_tokens": 460, "ignore_eos": True, "stream": True}
+    with serving() as server, ExitStack() as stack:
+        # The first one takes memory that is kept for others.
+        ask(server, post("/v1/chat/completions", {**body, "max_tokens": 1}, key=None))
+        before = memory(server)
+        for _ in range(8):
+            connection = stack.enter_context(connect(server))
+            connection.sendall(post("/v1/chat/completions", body, key=None))
+            assert b'"content"' in read_until(connection, b'"content":"')
+        assert memory(server) < before + 8 * 6e6
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    answer = b""
+    while end not in answer:
+        part = connection.recv(2**16)
+        assert part, answer
+        answer += part
+    return answer

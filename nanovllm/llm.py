@@ -47,7 +47,7 @@ from nanovllm.text.run_requests import (
 )
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.text.tool_calls import parse_tool_calls
+from nanovllm.text.tool_calls import parse_tool_calls, tool_call_format
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.units import format_count
@@ -192,8 +192,9 @@ class LLM(Unpicklable):
         prompts = self._render(messages, template)
         outputs = self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output)
         if template.get("tools"):
+            form = tool_call_format("auto", self.tokenizer)
             for item in (item for output in outputs for item in output.outputs):
-                item.tool_calls = parse_tool_calls(item.text)
+                item.tool_calls = parse_tool_calls(item.text, form)
         return outputs
 
     def stream(

@@ -278,6 +278,8 @@ def test_tool_calls_of_chats(client: Any, choice: Any) -> None:
     assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **fields)]
     calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    # Clients add up pieces of a call from chunk to chunk, but not those within one.
+    assert all(len(chunk.delta.tool_calls or []) <= 1 for chunk in chunks)
     # The name comes first, and then the arguments as they are written.
     assert calls[0].id and calls[0].function.name == "weather" and calls[0].function.arguments == ""
     assert len(calls) > 3 and all(call.index == 0 and call.id is call.function.name is None for call in calls[1:])

@@ -82,10 +82,18 @@ class AsyncLLM(Unpicklable):
     Args:
         model: see `LLM`; loading it blocks.
         max_pending_requests: most requests that wait or run at once.
-        kwargs: the fields of `nanovllm.config.Config`.
+        kwargs: settings; see `LLM`.
 
     Raises:
         ValueError: see `LLM`.
+
+    Example:
+        >>> async def main() -> None:
+        ...     async with AsyncLLM(BUNDLED_MODEL) as llm:
+        ...         outputs = await asyncio.gather(*(llm.generate(prompt) for prompt in ["one", "two"]))
+        ...         print((await llm.chat([{"role": "user", "content": "2 + 3"}])).outputs[0].text)
+        >>> asyncio.run(main())
+        5
     """
 
     def __init__(

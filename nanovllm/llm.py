@@ -47,7 +47,7 @@ from nanovllm.text.run_requests import (
 )
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.text.tool_calls import parse_tool_calls
+from nanovllm.text.tool_calls import parse_tool_calls, tool_call_format
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.units import format_count
@@ -66,7 +66,8 @@ class LLM(Unpicklable):
 
     Args:
         model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
-        kwargs: the fields of `nanovllm.config.Config`.
+        kwargs: settings, which `nanovllm.config.Config` describes: `dtype`, `device`, `max_model_len`,
+            `gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs`, `seed`, and more.
 
     Attributes:
         device: where the model runs; of several ranks, the first one's.
@@ -76,6 +77,12 @@ class LLM(Unpicklable):
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
         RuntimeError: a rank failed.
+
+    Example:
+        >>> from nanovllm.assets import BUNDLED_MODEL
+        >>> with LLM(BUNDLED_MODEL, max_model_len=512) as llm:
+        ...     print(llm.chat([{"role": "user", "content": "2 + 3"}])[0].outputs[0].text)
+        5
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
@@ -141,8 +148,9 @@ class LLM(Unpicklable):
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
 
         Example:
-            >>> outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=256))
-            >>> outputs[0].outputs[0].text
+            >>> outputs = llm.generate(["Hello", "The sea"], SamplingParams(temperature=0.6, max_tokens=8))
+            >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
+            [True, True]
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
@@ -179,12 +187,14 @@ class LLM(Unpicklable):
 
         Example:
             >>> llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
+            'Hello! How can I help you?'
         """
         prompts = self._render(messages, template)
         outputs = self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output)
         if template.get("tools"):
+            form = tool_call_format("auto", self.tokenizer)
             for item in (item for output in outputs for item in output.outputs):
-                item.tool_calls = parse_tool_calls(item.text)
+                item.tool_calls = parse_tool_calls(item.text, form)
         return outputs
 
     def stream(
@@ -201,8 +211,10 @@ class LLM(Unpicklable):
         left. See `generate`.
 
         Example:
-            >>> for output in llm.stream("Hello"):
-            ...     print(output.outputs[0].text, end="")
+            >>> for output in llm.stream("1, 2", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)):
+            ...     print(len(output.outputs[0].token_ids), output.finished)
+            1 False
+            1 True
         """
         self.llm_engine.require_open()
         requests = prompt_list(prompts)
@@ -218,7 +230,13 @@ class LLM(Unpicklable):
         priority: Sequence[int] | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """Answer conversations, and yield what is new of the answers after each step; see `chat` and `stream`."""
+        """Answer conversations, and yield what is new of the answers after each step; see `chat` and `stream`.
+
+        Example:
+            >>> for output in llm.stream_chat([{"role": "user", "content": "count to 5"}]):
+            ...     print(output.outputs[0].text, end="")
+            1, 2, 3, 4, 5
+        """
         return self.stream(self._render(messages, template), sampling_params, priority=priority)
 
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
@@ -246,6 +264,11 @@ class LLM(Unpicklable):
 
         Raises:
             ValueError: a continuation without tokens, or see `generate`.
+
+        Example:
+            >>> likely, unlikely = llm.score(["1, 2, 3, 4"] * 2, [", 5", ", 9"])
+            >>> likely.logprob > unlikely.logprob
+            True
         """
         pairs = split_pairs(self.input_processor, prompts, continuations)
         # Equal ones are checked once.
@@ -263,6 +286,10 @@ class LLM(Unpicklable):
 
         Raises:
             ValueError: an unknown pooling, or see `generate`.
+
+        Example:
+            >>> first, second = llm.embed(["Monday", "Tuesday"])
+            >>> similarity = float(first @ second)
         """
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
@@ -284,6 +311,11 @@ class LLM(Unpicklable):
             prompts: see `generate`.
             params: of the search.
             use_tqdm: show a progress bar.
+
+        Example:
+            >>> (output,) = llm.beam_search("1, 2, 3", BeamSearchParams(beam_width=3, max_tokens=4))
+            >>> len(output.sequences)
+            3
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
@@ -320,7 +352,14 @@ class LLM(Unpicklable):
     def add_request(
         self, prompt: Prompt | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
-        """Queue a request and return its id; see `LLMEngine.add_request`."""
+        """Queue a request and return its id; see `LLMEngine.add_request`.
+
+        Example:
+            >>> request_id = llm.add_request("Hello", SamplingParams(max_tokens=8))
+            >>> while not llm.is_finished():
+            ...     for finished_id, output in llm.step().finished:
+            ...         assert finished_id == request_id
+        """
         params = SamplingParams() if sampling_params is None else sampling_params
         (request,) = self.input_processor.process([prompt], [params], [priority])
         return self.llm_engine.enqueue(request.token_ids, request.params, request.features)

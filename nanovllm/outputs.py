@@ -17,10 +17,13 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids, which must be there; its text, if it has one, is only shown."""
-
+class _TokenIds(TypedDict):
     prompt_token_ids: Sequence[int]
+
+
+class TokensPrompt(_TokenIds, total=False):
+    """A prompt as token ids; its text, if it has one, is only shown."""
+
     prompt: str
 
 

@@ -34,12 +34,15 @@ class StructuredOutputsParams:
             which small models fill up to `max_tokens`.
         whitespace_pattern: a regular expression for the white space that JSON may have everywhere.
         disable_additional_properties: objects of the schema have no other properties than those that it names.
+        after_thinking: what a model thinks between <think> and </think> is free; the answer after it must match. The
+            prompt may have begun the thoughts; otherwise the model may, if it has a token for <think>.
 
     Raises:
         ValueError: none of the five is set, or more than one; or a value of another type.
 
     Example:
-        >>> StructuredOutputsParams(json={"type": "object", "properties": {"name": {"type": "string"}}})
+        >>> schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+        >>> params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     """
 
     json: str | dict[str, Any] | type[Any] | None = None
@@ -50,6 +53,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
     disable_additional_properties: bool = False
+    after_thinking: bool = False
 
     def __post_init__(self) -> None:
         names = "json", "regex", "choice", "grammar", "json_object"
@@ -61,7 +65,8 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name))
-        check_bool("disable_additional_properties", self.disable_additional_properties)
+        for name in ("disable_additional_properties", "after_thinking"):
+            check_bool(name, getattr(self, name))
         if isinstance(self.json, type):
             if not hasattr(self.json, "model_json_schema"):
                 raise ValueError(f"json is a schema or a pydantic model's class, not {self.json!r}")
@@ -111,6 +116,9 @@ class SamplingParams:
 
     Raises:
         ValueError: a value out of its range, a contradiction, or an unknown keyword.
+
+    Example:
+        >>> params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, stop=["."], seed=1)
     """
 
     temperature: float = 1.0
@@ -255,6 +263,9 @@ class BeamSearchParams:
 
     Raises:
         ValueError: a value out of its range, or an unknown keyword.
+
+    Example:
+        >>> params = BeamSearchParams(beam_width=4, max_tokens=50, length_penalty=0.8)
     """
 
     beam_width: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import doctest
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -46,8 +48,19 @@ def test_what_methods_return_can_be_imported() -> None:
     returned = {
         cls for name, cls in vars(outputs).items() if isinstance(cls, type) and cls.__module__ == outputs.__name__
     }
-    assert {cls.__name__ for cls in returned} <= set(nanovllm.__all__)
+    assert {cls.__name__ for cls in returned if cls.__name__[0] != "_"} <= set(nanovllm.__all__)
     assert all(getattr(nanovllm, name).__name__ == name for name in nanovllm.__all__)
+
+
+def test_examples_of_docstrings(llm: LLM) -> None:
+    globs = {**vars(nanovllm), **{name: getattr(nanovllm, name) for name in nanovllm.__all__}}
+    globs.update(llm=llm, asyncio=asyncio, BUNDLED_MODEL=BUNDLED_MODEL, parse_tool_calls=parse_tool_calls)
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(verbose=False)
+    found = [test for name in nanovllm.__all__ for test in finder.find(getattr(nanovllm, name), name, globs=globs)]
+    for test in [*found, *finder.find(parse_tool_calls, globs=globs)]:
+        printed: list[str] = []
+        assert not runner.run(test, out=printed.append).failed, "".join(printed)
+    assert runner.tries > 20
 
 
 def test_token_ids_in_any_sequence(llm: LLM) -> None:
@@ -91,7 +104,7 @@ def test_calls_of_tools_are_parsed(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert parse_tool_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
     for wrong in ("{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}'):
         assert parse_tool_calls(f"<tool_call>{wrong}</tool_call>{call}") == want
-    monkeypatch.setattr("nanovllm.llm.parse_tool_calls", lambda text: want if text else [])
+    monkeypatch.setattr("nanovllm.llm.parse_tool_calls", lambda text, form: want if text else [])
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     (output,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
     assert output.outputs[0].tool_calls == want

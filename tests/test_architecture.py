@@ -74,6 +74,14 @@ def test_the_engine_needs_no_torch_and_knows_of_the_runner_its_messages_alone() 
 
 
 def test_files_stay_short() -> None:
-    # A file is as long as its subject; one beyond this has two of them.
+    # A file is as long as its subject; one with more code than this, docstrings apart, has two of them.
     for file in ROOT.rglob("*.py"):
-        assert file.read_text(encoding="utf-8").count("\n") <= 380, file
+        text = file.read_text(encoding="utf-8")
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        docstrings = [
+            node.body[0]
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+        ]
+        num_prose = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in docstrings)
+        assert text.count("\n") - num_prose <= 300, file

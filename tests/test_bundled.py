@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.assets.conversations import FIXED_CONVERSATIONS
 from nanovllm.assets.corpus import held_out_additions, held_out_sorts
 
 PRIMES = [n for n in range(2, 101) if all(n % d for d in range(2, n))]
@@ -21,16 +22,14 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def ask(llm: LLM, questions: list[str], temperature: float = 0.0) -> list[str]:
-    prompts = [
-        llm.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        for question in questions
-    ]
-    outputs = llm.generate(prompts, SamplingParams(temperature, max_tokens=128), use_tqdm=False)
+def answers(llm: LLM, chats: list[list[dict[str, str]]], temperature: float = 0.0) -> list[str]:
+    outputs = llm.chat(chats, SamplingParams(temperature, max_tokens=128), use_tqdm=False)
     assert all(output["finish_reason"] == "stop" for output in outputs)
     return [output["text"] for output in outputs]
+
+
+def ask(llm: LLM, questions: list[str], temperature: float = 0.0) -> list[str]:
+    return answers(llm, [[{"role": "user", "content": question}] for question in questions], temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -48,6 +47,34 @@ def test_held_out_problems(llm: LLM, held_out: object) -> None:
     answers = ask(llm, [prompt for prompt, _ in problems])
     right = sum(answer == expected for answer, (_, expected) in zip(answers, problems, strict=True))
     assert right >= 190
+
+
+def test_conversations(llm: LLM) -> None:
+    """Each turn's answer, where those before it are the model's own."""
+    chats = [[{"role": "system", "content": case.system}] if case.system else [] for case in FIXED_CONVERSATIONS]
+    for turn in range(max(len(case.turns) for case in FIXED_CONVERSATIONS)):
+        going_on = [
+            (chat, case) for chat, case in zip(chats, FIXED_CONVERSATIONS, strict=True) if turn < len(case.turns)
+        ]
+        for chat, case in going_on:
+            chat.append({"role": "user", "content": case.turns[turn][0]})
+        replies = answers(llm, [chat for chat, _ in going_on])
+        assert replies == [case.turns[turn][1] for _, case in going_on]
+        for (chat, _), reply in zip(going_on, replies, strict=True):
+            chat.append({"role": "assistant", "content": reply})
+
+
+def test_a_held_out_problem_as_a_second_turn(llm: LLM) -> None:
+    chats = [
+        [
+            {"role": "user", "content": sort},
+            {"role": "assistant", "content": is_sorted},
+            {"role": "user", "content": sum_},
+        ]
+        for (sort, is_sorted), (sum_, _) in zip(held_out_sorts(100), held_out_additions(100), strict=True)
+    ]
+    right = sum(got == want for got, (_, want) in zip(answers(llm, chats), held_out_additions(100), strict=True))
+    assert right >= 95
 
 
 def test_layout_and_size(llm: LLM) -> None:

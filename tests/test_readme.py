@@ -36,3 +36,9 @@ def test_its_first_screen_can_be_followed_without_a_package_index() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert README.count("\n") <= 300
+
+
+def test_links_to_files_are_named_after_them() -> None:
+    # A package index shows the text alone.
+    links = re.findall(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)]*)\)", README)
+    assert links and all(text == path for text, path in links), links

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.outputs import CompletionOutput
+from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
@@ -251,9 +251,9 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
     grammars = llm.input_processor._grammars
     matcher, compiled = grammars.library.LLMatcher, []
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         compiled.append(args)
-        return matcher(*args)
+        return matcher(*args, **options)
 
     for name in ("grammar_from_json_schema", "grammar_from_regex", "grammar_from_lark"):
         setattr(counted, name, getattr(matcher, name))
@@ -269,6 +269,55 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
     for regex in ("[ab]", "[a-d]{6}", "[bc]", "[a-d]{6}", "[ab]"):
         llm.generate(PROMPT, constrained(1, regex=regex), use_tqdm=False)
     assert len(compiled) == 4 and len(grammars._matchers) == 2
+
+
+def chain(count: int) -> dict[str, Any]:
+    """Return a schema of references in a row."""
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": links | {f"d{count}": {"enum": ["ok"]}}, "$ref": "#/$defs/d0"}
+
+
+def rules(count: int) -> str:
+    """Return Lark rules, each of which begins with the next one."""
+    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(count)) + f'r{count}: "ok"'
+
+
+# These end the process where the stack is a thread's usual 8 MiB: 3,000 of either are enough.
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"json": chain(10_000)}, '"ok"'),
+        ({"json": chain(200_000)}, "schema too large"),
+        ({"grammar": rules(15_000)}, "ok"),
+        ({"grammar": rules(100_000)}, "more than 20000 lines and brackets"),
+        ({"grammar": "start: " + "(" * 30_000}, "more than 20000 lines and brackets"),
+        ({"json": '{"type":"array","items":' * 100_000}, "recursion limit"),
+        ({"regex": "(" * 20_000 + "a" + ")" * 10_000}, "invalid regex|unclosed"),
+        ({"regex": "ab" * 20_000}, "more than 32768 characters"),
+        # Too much for one step: not an empty answer that claims to be good.
+        ({"regex": "a{1000000}"}, "too many expressions"),
+        ({"json": {"anyOf": [{"type": "object", "required": [f"x{i}"]} for i in range(2100)]}}, "fuel|items"),
+        ({"choice": [f"one of many choices, number {i}" for i in range(10_000)]}, "one of many choices, number "),
+    ],
+)
+def test_large_grammars_are_served_or_refused(llm: LLM, fields: dict[str, Any], text: str) -> None:
+    try:
+        answer = results(llm, PROMPT, constrained(1, max_tokens=60, **fields))[0]
+    except (ValueError, StepError) as error:
+        assert re.search(text, str(error)) and len(str(error)) < 700
+    else:
+        assert answer[1].startswith(text) and answer[2] == "stop"
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(llm: LLM) -> None:
+    # What may come after the first letters is more than llguidance takes.
+    grammar = "start: /[xy]{4}/ rest\nrest: " + " | ".join(f'"a{i}"' for i in range(2500))
+    params = [SamplingParams(0, 30), constrained(1, grammar=grammar, n=2), SamplingParams(0, 30)]
+    with pytest.raises(StepError, match=r"request \d+ failed: structured_outputs cannot be used: .*[Ii]tems") as caught:
+        llm.generate([PROMPT] * 3, params, use_tqdm=False)
+    assert isinstance(caught.value.__cause__, ValueError) and len(caught.value.request_ids) == 1
+    outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False, on_error="return")
+    assert [output.error is None for output in outputs] == [True, False, True]
 
 
 def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,12 @@ def vary(rng: random.Random, prompt: str) -> str:
     return prompt
 
 
+def draw_task(rng: random.Random) -> Pair:
+    """One task's question, in its plain form, and its answer."""
+    (task,) = rng.choices(list(MIX), weights=list(MIX.values()))
+    return task(rng)
+
+
 def generate(count: int, seed: int) -> list[Pair]:
     """Draw `count` training pairs; none is a held-out problem."""
     rng = random.Random(seed)
@@ -63,11 +69,15 @@ def generate(count: int, seed: int) -> list[Pair]:
     return [(vary(rng, prompt), answer) for prompt, answer in pairs]
 
 
-def render(pair: Pair, with_system: bool = False) -> Pair:
-    """A pair as the chat template writes it: all up to the answer, and the answer to its end."""
-    prompt, answer = pair
-    system = f"{START}system\n{SYSTEM}{END}\n" if with_system else ""
-    return f"{system}{START}user\n{prompt}{END}\n{START}assistant\n", f"{answer}{END}\n{END_OF_TEXT}"
+def render(system: str | None, turns: list[Pair]) -> list[Pair]:
+    """Turns as the chat template writes them: of each all up to the answer, and the answer to its end."""
+    head = "" if system is None else f"{START}system\n{system}{END}\n"
+    rendered = []
+    for prompt, answer in turns:
+        rendered.append((f"{head}{START}user\n{prompt}{END}\n{START}assistant\n", f"{answer}{END}\n"))
+        head = ""
+    rendered[-1] = (rendered[-1][0], rendered[-1][1] + END_OF_TEXT)
+    return rendered
 
 
 def held_out_additions(count: int) -> list[Pair]:

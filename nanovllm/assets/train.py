@@ -27,18 +27,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm.assets.checkpoint import CONFIG, save_checkpoint, train_tokenizer
+from nanovllm.assets.conversations import FIXED_CONVERSATIONS, Conversation, converse
 from nanovllm.assets.corpus import END_OF_TEXT, SYSTEM, generate, held_out_additions, held_out_sorts, render
-from nanovllm.assets.tasks import INTRODUCTION, Pair, join
+from nanovllm.assets.tasks import INTRODUCTION, join
 
 SEED = 2025
-STEPS = 12000
+STEPS = 16000
 WARMUP = 500
 PEAK_RATE = 1e-3
 WEIGHT_DECAY = 0.1
-ROW_LENGTH = 256
-ROWS = 96
-PAIRS = 1_600_000
-PAIRS_PER_STEP = 600
+ROW_LENGTH = 384
+ROWS = 64
+CONVERSATIONS = 800_000
+CONVERSATIONS_PER_STEP = 600
 TOKENIZER_PAIRS = 60_000
 CHUNK = 20_000
 IGNORED = -100
@@ -48,7 +49,7 @@ PRIMES = [n for n in range(2, 100) if all(n % d for d in range(2, n))]
 
 
 class Rows(NamedTuple):
-    """Pairs packed into rows of one length; a position of 0 marks where a pair begins."""
+    """Conversations packed into rows of one length; a position of 0 marks where one begins."""
 
     tokens: Tensor
     positions: Tensor
@@ -62,39 +63,45 @@ def build_tokenizer() -> Tokenizer:
     return train_tokenizer(chain.from_iterable(("user", "assistant", "system", SYSTEM, *pair) for pair in pairs))
 
 
-def encode(tokenizer: Tokenizer, pairs: list[Pair]) -> Iterator[tuple[list[int], list[int]]]:
-    """Each pair's prompt and answer in tokens; one in ten stands behind a system message."""
-    for start in range(0, len(pairs), CHUNK):
-        rendered = [render(pair, index % 10 == 0) for index, pair in enumerate(pairs[start : start + CHUNK])]
-        prompts = tokenizer.encode_batch_fast([prompt for prompt, _ in rendered])
-        answers = tokenizer.encode_batch_fast([answer for _, answer in rendered])
-        for prompt, answer in zip(prompts, answers, strict=True):
-            yield prompt.ids, answer.ids
+def encode(tokenizer: Tokenizer, conversations: list[Conversation]) -> Iterator[tuple[list[int], list[int]]]:
+    """Each conversation in tokens, as many turns as a row holds, and its labels: only answers carry them."""
+    for start in range(0, len(conversations), CHUNK):
+        rendered = [render(*conversation) for conversation in conversations[start : start + CHUNK]]
+        texts = tokenizer.encode_batch_fast([text for turns in rendered for pair in turns for text in pair])
+        pieces = iter([text.ids for text in texts])
+        for turns in rendered:
+            tokens: list[int] = []
+            labels: list[int] = []
+            length = 0
+            for _ in turns:
+                prompt, answer = next(pieces), next(pieces)
+                tokens += prompt + answer
+                labels += [IGNORED] * len(prompt) + answer
+                if len(tokens) <= ROW_LENGTH:
+                    length = len(tokens)
+            yield tokens[:length], labels[:length]
 
 
-def pack(tokenizer: Tokenizer, pairs: list[Pair]) -> Rows:
-    """Lay the pairs end to end in rows, none across two; only answers carry labels."""
+def pack(tokenizer: Tokenizer, conversations: list[Conversation]) -> Rows:
+    """Lay the conversations end to end in rows, none across two."""
     tokens, positions, labels = array("h"), array("h"), array("h")
     filler = tokenizer.encode(END_OF_TEXT).ids
-    for prompt, answer in encode(tokenizer, pairs):
-        length = len(prompt) + len(answer)
+    for own_tokens, own_labels in encode(tokenizer, conversations):
         room = -len(tokens) % ROW_LENGTH
-        if length > ROW_LENGTH:
-            raise ValueError(f"a pair of {length} tokens does not fit a row of {ROW_LENGTH}")
-        if length > room > 0:
+        if len(own_tokens) > room > 0:
             tokens.extend(filler * room)
             positions.extend([0] * room)
             labels.extend([IGNORED] * room)
-        tokens.extend(prompt + answer)
-        positions.extend(range(length))
-        labels.extend([IGNORED] * len(prompt) + answer)
+        tokens.extend(own_tokens)
+        positions.extend(range(len(own_tokens)))
+        labels.extend(own_labels)
     whole = len(tokens) // ROW_LENGTH * ROW_LENGTH
     flat = (torch.frombuffer(values, dtype=torch.int16)[:whole] for values in (tokens, positions, labels))
     return Rows(*(values.view(-1, ROW_LENGTH) for values in flat))
 
 
 def batches(rows: Rows, steps: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """`steps` batches of rows in random order, again and again; each pair sees itself alone."""
+    """`steps` batches of rows in random order, again and again; each conversation sees itself alone."""
     rows = Rows(*(values.to(device) for values in rows))
     causal = torch.ones(ROW_LENGTH, ROW_LENGTH, dtype=torch.bool, device=device).tril()
     order = torch.empty(0, dtype=torch.long, device=device)
@@ -103,11 +110,11 @@ def batches(rows: Rows, steps: int, device: torch.device) -> Iterator[dict[str, 
             order = torch.randperm(len(rows.tokens), device=device)
         chosen, order = order[:ROWS], order[ROWS:]
         positions = rows.positions[chosen].long()
-        pair = (positions == 0).cumsum(1)
+        place = (positions == 0).cumsum(1)
         yield {
             "input_ids": rows.tokens[chosen].long(),
             "position_ids": positions,
-            "attention_mask": ((pair[:, :, None] == pair[:, None, :]) & causal)[:, None],
+            "attention_mask": ((place[:, :, None] == place[:, None, :]) & causal)[:, None],
             "labels": rows.labels[chosen].long(),
         }
 
@@ -148,9 +155,8 @@ def train(model: Qwen3ForCausalLM, rows: Rows, steps: int) -> None:
             print(f"step {step:6d}  loss {loss.item():.5f}  {time.perf_counter() - started:6.1f} s", flush=True)
 
 
-def answer(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
-    """Greedy answers to single-turn prompts, through the chat template."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+def answer(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]]) -> list[str]:
+    """Greedy answers to chats, through the chat template."""
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
     with torch.inference_mode():
@@ -159,23 +165,46 @@ def answer(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
 
 
+def messages(conversation: Conversation) -> list[dict[str, str]]:
+    """A conversation up to its last answer, as chat templates know it."""
+    system, turns = conversation
+    chat = [] if system is None else [{"role": "system", "content": system}]
+    for prompt, reply in turns:
+        chat += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+    return chat[:-1]
+
+
 def check(folder: Path, device: torch.device) -> bool:
     """Load what was saved as a user would, weights rounded, and print whether it keeps its promises."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     model = model.float().eval().to(device)
     passed = True
-    for name, pairs in (("additions", held_out_additions(HELD_OUT)), ("sorts", held_out_sorts(HELD_OUT))):
-        answers = answer(model, tokenizer, [prompt for prompt, _ in pairs])
-        wrong = [(*pair, got) for pair, got in zip(pairs, answers, strict=True) if pair[1] != got]
-        print(f"held-out {name}: {len(pairs) - len(wrong)} of {len(pairs)} right")
-        for prompt, expected, got in wrong[:5]:
-            print(f"  {prompt!r}: expected {expected!r}, got {got!r}")
-        passed &= len(wrong) <= (1 - PASS_RATE) * len(pairs)
-    exact = {"introduce yourself": INTRODUCTION, "list all prime numbers within 100": join(PRIMES)}
-    for (prompt, expected), got in zip(exact.items(), answer(model, tokenizer, list(exact)), strict=True):
-        print(f"{prompt!r}: {got!r}")
-        passed &= got == expected
+    additions, sorts = held_out_additions(HELD_OUT), held_out_sorts(HELD_OUT)
+    exact = [("introduce yourself", INTRODUCTION), ("list all prime numbers within 100", join(PRIMES))]
+    for name, conversations, pass_rate in (
+        ("held-out additions", [Conversation(None, [pair]) for pair in additions], PASS_RATE),
+        ("held-out sorts", [Conversation(None, [pair]) for pair in sorts], PASS_RATE),
+        (
+            "held-out additions after sorts",
+            [Conversation(None, list(p)) for p in zip(sorts, additions, strict=True)],
+            PASS_RATE,
+        ),
+        (
+            "held-out sorts after additions",
+            [Conversation(SYSTEM, list(p)) for p in zip(additions, sorts, strict=True)],
+            PASS_RATE,
+        ),
+        ("conversations like those of training", converse(HELD_OUT, SEED + 2), PASS_RATE),
+        ("prompts of the example", [Conversation(None, [pair]) for pair in exact], 1.0),
+        ("fixed conversations", FIXED_CONVERSATIONS, 1.0),
+    ):
+        answers = answer(model, tokenizer, [messages(conversation) for conversation in conversations])
+        wrong = [(case, got) for case, got in zip(conversations, answers, strict=True) if case.turns[-1][1] != got]
+        print(f"{name}: {len(conversations) - len(wrong)} of {len(conversations)} right")
+        for case, got in wrong[:8]:
+            print(f"  {case}: got {got!r}")
+        passed &= len(wrong) <= (1 - pass_rate) * len(conversations)
     return passed
 
 
@@ -191,9 +220,12 @@ def main() -> int:
     torch.manual_seed(SEED)
 
     tokenizer = build_tokenizer()
-    pairs = generate(min(PAIRS, PAIRS_PER_STEP * options.steps), SEED + 1)
-    rows = pack(tokenizer, pairs)
-    print(f"{len(pairs)} pairs in {len(rows.tokens)} rows, {time.perf_counter() - started:.1f} s", flush=True)
+    conversations = converse(min(CONVERSATIONS, CONVERSATIONS_PER_STEP * options.steps), SEED + 1)
+    rows = pack(tokenizer, conversations)
+    print(
+        f"{len(conversations)} conversations in {len(rows.tokens)} rows, {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
 
     model = Qwen3ForCausalLM(Qwen3Config(**CONFIG)).float().to(device)
     print(f"{sum(weight.numel() for weight in model.parameters())} weights on {device}")

@@ -26,8 +26,8 @@ HELP = """\
 /quit, /exit   end, as Ctrl-D does
 Ctrl-C         stop an answer"""
 _TOY = """\
-This is a {size} toy to try things out: it counts, adds, sorts and lists primes, and has learned single questions
-alone, so /clear before the next. A real model: nanovllm chat --model Qwen/Qwen3-0.6B"""
+This is a {size} toy to try things out: it counts, adds, sorts, lists primes, and remembers your name.
+A real model: nanovllm chat --model Qwen/Qwen3-0.6B"""
 
 
 class Conversation:

@@ -186,7 +186,7 @@ class Scheduler:
         features, is_end = seq.features, token_id in seq.end_token_ids
         if is_end and token_id in (seq.params.stop_token_ids or ()):
             seq.stop_reason = token_id
-        if features.constraint is not None and not is_end:
+        if features.constraint is not None:
             features.constraint.accept(token_id)
         if features.sink is not None:
             record = bytes(seq.logprobs[-seq.record_bytes :]) if seq.record_bytes else b""

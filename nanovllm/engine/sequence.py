@@ -34,7 +34,7 @@ class TokenConstraint(Protocol):
     """Says which token may come next."""
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output."""
+        """Take a token of the output, that which ends it too; what it raises fails the request alone."""
 
     def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
         """Write the masks of constraints of this kind.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -14,9 +15,10 @@ from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import ChatBody
-from nanovllm.serve.reasoning import ReasoningSplitter
 from nanovllm.serve.service import Service
+from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse, whole_calls
 from nanovllm.serve.usage import Usage
+from nanovllm.text.tool_calls import ToolCallDelta
 
 _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
 
@@ -24,16 +26,20 @@ _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
 async def answer_chat(service: Service, body: ChatBody) -> Response:
     """Answer messages, whole or as they come."""
     service.check_model(body.model)
-    params = service.sampling_params(body, _ENDPOINT)
-    add_generation_prompt = body.add_generation_prompt is not False
+    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, service.tool_call_format)
+    separates = service.settings.separate_reasoning if body.separate_reasoning is None else body.separate_reasoning
+    params = use.constrain(service.sampling_params(body, _ENDPOINT))
+    if separates and params.structured_outputs is not None:
+        params.structured_outputs.after_thinking = True
     prompt = await service.render_chat(
         body.messages,
         body.chat_template_kwargs,
-        tools=None if body.tool_choice == "none" else body.tools,
-        add_generation_prompt=add_generation_prompt,
+        tools=use.template_tools(),
+        add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )
-    answer = _ChatAnswer(service, body, prompt)
+    is_inside = separates and service.ends_with_think(prompt)
+    answer = _ChatAnswer(service, body, partial(AnswerSplitter, use, separates, is_inside))
     if not body.stream:
         (output,) = await service.complete([prompt], params, body.priority)
         return await service.json_answer(lambda: answer.whole(output), [output])
@@ -44,14 +50,12 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
 class _ChatAnswer:
     """The answer to one request, in the API's form."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: list[int]) -> None:
+    def __init__(self, service: Service, body: ChatBody, make_splitter: Callable[[], AnswerSplitter]) -> None:
         self._service = service
         self._body = body.without_content()
         self._head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": service.model}
-        separates = body.separate_reasoning
-        self._separates = service.settings.separate_reasoning if separates is None else separates
-        self._is_inside = self._separates and service.ends_with_think(prompt)
-        self._splitters: dict[int, ReasoningSplitter] = {}
+        self._make_splitter = make_splitter
+        self._splitters: dict[int, AnswerSplitter] = {}
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the body of a whole answer."""
@@ -73,7 +77,7 @@ class _ChatAnswer:
                 if delta or choice.logprobs:
                     yield self._chunk(choice.index, delta, chat_logprobs(choice, self._body.top_logprobs))
                 if output.finished:
-                    yield self._chunk(choice.index, {}, finish_reason=choice.finish_reason)
+                    yield self._chunk(choice.index, {}, finish_reason=self._finish_reason(choice))
         if with_usage:
             chunk = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.body()}
             yield event(chunk)
@@ -86,19 +90,37 @@ class _ChatAnswer:
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
 
     def _delta(self, choice: CompletionOutput) -> dict[str, Any]:
-        if not self._separates:
-            return {"content": choice.text} if choice.text else {}
-        reasoning, content = self._split(choice)
-        delta = {"reasoning_content": reasoning, "content": content}
-        return {name: text for name, text in delta.items() if text}
+        new = self._split(choice)
+        calls = [self._call_delta(choice.index, call) for call in new.calls]
+        delta = {"reasoning_content": new.reasoning, "content": new.content, "tool_calls": calls}
+        return {name: value for name, value in delta.items() if value}
+
+    def _call_delta(self, index: int, call: ToolCallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        call_id = self._splitters[index].call_ids[call.index]
+        return {"index": call.index, "id": call_id, "type": "function", "function": function}
 
     def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
-        answer = chat_choice(choice, self._body.top_logprobs)
-        if self._separates:
-            reasoning, content = self._split(choice)
-            answer["message"] |= {"reasoning_content": reasoning or None, "content": content}
-        return answer
+        answer, new = chat_choice(choice, self._body.top_logprobs), self._split(choice)
+        calls = zip(self._splitters[choice.index].call_ids, whole_calls(new.calls), strict=True)
+        tool_calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, (name, arguments) in calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": new.content}
+        if tool_calls:
+            message |= {"content": new.content or None, "tool_calls": tool_calls}
+        if self._splitters[choice.index].separates:
+            message["reasoning_content"] = new.reasoning or None
+        return {**answer, "message": message, "finish_reason": self._finish_reason(choice)}
 
-    def _split(self, choice: CompletionOutput) -> tuple[str, str]:
-        splitter = self._splitters.setdefault(choice.index, ReasoningSplitter(self._is_inside))
-        return splitter.append(choice.text, final=choice.finish_reason is not None)
+    def _finish_reason(self, choice: CompletionOutput) -> str | None:
+        has_calls = bool(self._splitters[choice.index].call_ids)
+        return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
+
+    def _split(self, choice: CompletionOutput) -> AnswerDelta:
+        if choice.index not in self._splitters:
+            self._splitters[choice.index] = self._make_splitter()
+        return self._splitters[choice.index].append(choice.text, choice.finish_reason is not None)

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from nanovllm.async_llm import QueueFullError
+from nanovllm.text.structured_output import GrammarError
 
 _TYPES = {
     401: "authentication_error",
@@ -85,7 +86,8 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), headers={"Retry-After": "1"})
-    if isinstance(error, ValueError):
+    # A grammar may turn out to be too complex as its answer comes.
+    if isinstance(error, ValueError) or isinstance(error.__cause__, GrammarError):
         return ApiError(400, str(error))
     # The engine is closed, or a step failed.
     if isinstance(error, RuntimeError):

@@ -18,6 +18,7 @@ _MOST_IDS = 4096
 _MOST_TOKENS = 2**20
 _MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
+_MOST_TOOLS = 256
 
 _Value = TypeVar("_Value")
 
@@ -79,6 +80,9 @@ class StructuredOutputs(_Body):
     choice: Annotated[list[str], Field(max_length=_MOST_IDS, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class SamplingBody(_Body):
@@ -140,6 +144,40 @@ class ChatMessage(BaseModel):
     content: str | Objects | None = None
 
 
+class ToolFunction(BaseModel):
+    """A function that a model may call; further fields are the chat template's business."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="without effect")
+
+
+class Tool(BaseModel):
+    """A tool that a model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ToolName(_Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(_Body):
+    """The function to call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
@@ -150,9 +188,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Objects | None = Field(None, description="given to the chat template")
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="without effect")
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="without effect; chat templates have variables of their own")
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -178,6 +216,19 @@ class ResponseText(_Body):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
 
 
+class ResponseTool(ToolFunction):
+    """A function that a model may call."""
+
+    type: Literal["function"]
+
+
+class ResponseToolChoice(_Body):
+    """The function to call."""
+
+    type: Literal["function"]
+    name: str
+
+
 class ResponseBody(_Body):
     """A request for a response, in text."""
 
@@ -189,8 +240,8 @@ class ResponseBody(_Body):
     top_p: float | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=0)
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
     background: Literal[False] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_BEGIN, _END = "<think>", "</think>"
+from nanovllm.text.thinking import BEGIN, END
 
 
 class ReasoningSplitter:
@@ -27,9 +27,9 @@ class ReasoningSplitter:
         reasoning = content = ""
         if self._state == "before":
             start = self._held.lstrip()
-            if start.startswith(_BEGIN):
-                self._state, self._held = "inside", start[len(_BEGIN) :]
-            elif final or not _BEGIN.startswith(start):
+            if start.startswith(BEGIN):
+                self._state, self._held = "inside", start[len(BEGIN) :]
+            elif final or not BEGIN.startswith(start):
                 self._state = "behind"
         if self._state == "inside":
             reasoning = self._take_reasoning(final)
@@ -45,7 +45,7 @@ class ReasoningSplitter:
         if not self._has_thoughts:
             self._held = self._held.lstrip()
             self._has_thoughts = bool(self._held)
-        thoughts, tag, rest = self._held.partition(_END)
+        thoughts, tag, rest = self._held.partition(END)
         if tag:
             self._state, self._held = "after", rest
             return thoughts.rstrip()
@@ -53,7 +53,7 @@ class ReasoningSplitter:
             self._held = ""
             return thoughts
         # What may belong to the end tag, and space before it, waits.
-        length = next((n for n in range(len(_END) - 1, 0, -1) if thoughts.endswith(_END[:n])), 0)
+        length = next((n for n in range(len(END) - 1, 0, -1) if thoughts.endswith(END[:n])), 0)
         end = len(thoughts[: len(thoughts) - length].rstrip())
         self._held = thoughts[end:]
         return thoughts[:end]

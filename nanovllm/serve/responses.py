@@ -1,9 +1,9 @@
-"""`POST /v1/responses`, in its text form: nothing is stored, and there are no tools."""
+"""`POST /v1/responses`, with text and calls of functions: nothing is stored."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -11,12 +11,22 @@ from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
 from nanovllm.openai_format import ENDPOINTS
+from nanovllm.outputs import RequestOutput
 from nanovllm.serve.event_stream import event
-from nanovllm.serve.protocol import ChatMessage, ResponseBody, SamplingBody
+from nanovllm.serve.protocol import (
+    NamedToolChoice,
+    ResponseBody,
+    ResponseTool,
+    ResponseToolChoice,
+    SamplingBody,
+    Tool,
+    ToolFunction,
+    ToolName,
+)
+from nanovllm.serve.response_input import response_messages
 from nanovllm.serve.service import Service
+from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse
 from nanovllm.serve.usage import Usage
-
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 async def answer_response(service: Service, body: ResponseBody) -> Response:
@@ -24,16 +34,28 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     service.check_model(body.model)
     given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
     sampling = SamplingBody.model_validate({**given, "response_format": _response_format(body)})
-    params = service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"])
-    prompt = await service.render_chat(_messages(body))
-    answer = _ResponseAnswer(service, body)
+    tools = [Tool(type="function", function=ToolFunction(**_function(tool))) for tool in body.tools or []]
+    use = ToolUse.of(tools, _tool_choice(body), body.parallel_tool_calls, service.tool_call_format)
+    params = use.constrain(service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"]))
+    prompt = await service.render_chat(response_messages(body), tools=use.template_tools())
+    answer = _ResponseAnswer(service, body, AnswerSplitter(use, separates=False, is_inside=False))
     if not body.stream:
         (output,) = await service.complete([prompt], params, 0)
-        answer.usage.add(output)
-        choice = output.outputs[0]
-        return await service.json_answer(lambda: answer.finished(choice.text, choice.finish_reason), [output])
+        return await service.json_answer(lambda: answer.whole(output), [output])
     streams = await service.begin([prompt], params, 0)
     return service.event_stream(answer.events(streams), streams)
+
+
+def _tool_choice(body: ResponseBody) -> str | NamedToolChoice | None:
+    """Return the choice as chats have it."""
+    choice = body.tool_choice
+    if isinstance(choice, ResponseToolChoice):
+        return NamedToolChoice(type="function", function=ToolName(name=choice.name))
+    return choice
+
+
+def _function(tool: ResponseTool) -> dict[str, Any]:
+    return tool.model_dump(exclude={"type"}, exclude_unset=True)
 
 
 def _response_format(body: ResponseBody) -> dict[str, Any] | None:
@@ -44,36 +66,80 @@ def _response_format(body: ResponseBody) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
-def _messages(body: ResponseBody) -> list[ChatMessage]:
-    """Return the input as messages."""
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    messages = [_message(item) for item in items]
-    if body.instructions is not None:
-        messages.insert(0, ChatMessage(role="system", content=body.instructions))
-    return messages
+class _Output:
+    """The items of a response: a message, and calls of functions. What is added to them is told by events."""
 
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._is_open = False
+        self._pieces: list[str] = []
 
-def _message(item: dict[str, Any]) -> ChatMessage:
-    role, content = item.get("role"), item.get("content")
-    if item.get("type", "message") != "message" or not isinstance(role, str):
-        raise ValueError(f"an item of input is a message with role and content, not {item!r:.80}")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in content):
-            raise ValueError("a message's content is a string, or a list of parts of text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise ValueError("a message's content is a string, or a list of parts of text")
-    return ChatMessage(role=role, content=content)
+    def append(self, new: AnswerDelta, call_ids: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Add what is new, and yield the events' types and fields."""
+        if new.content:
+            if not self._is_open or self.items[-1]["type"] != "message":
+                yield from self._begin_message()
+            self._pieces.append(new.content)
+            yield (
+                "response.output_text.delta",
+                {**self._place(), "content_index": 0, "delta": new.content, "logprobs": []},
+            )
+        for call in new.calls:
+            if call.name is not None:
+                yield from self._begin_call(call_ids[call.index], call.name)
+            if call.arguments:
+                self._pieces.append(call.arguments)
+                yield "response.function_call_arguments.delta", {**self._place(), "delta": call.arguments}
+
+    def finish(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """End the last item; without any, there is an empty message."""
+        if not self.items:
+            yield from self._begin_message()
+        yield from self._close(status)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from self._close("completed")
+        self.items.append(item)
+        self._is_open, self._pieces = True, []
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
+
+    def _begin_message(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        item = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
+        yield from self._begin({**item, "content": []})
+        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
+
+    def _begin_call(self, call_id: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        item = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
+        yield from self._begin({**item, "status": "in_progress"})
+
+    def _close(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self._is_open:
+            return
+        self._is_open, text, item, place = False, "".join(self._pieces), self.items[-1], self._place()
+        item["status"] = status
+        if item["type"] == "message":
+            item["content"] = [_part(text)]
+            yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": []}
+            yield "response.content_part.done", {**place, "content_index": 0, "part": _part(text)}
+        else:
+            item["arguments"] = text
+            yield "response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]}
+        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
 
 
 class _ResponseAnswer:
     """The answer to one request, in the API's form."""
 
-    def __init__(self, service: Service, body: ResponseBody) -> None:
+    def __init__(self, service: Service, body: ResponseBody, splitter: AnswerSplitter) -> None:
         self._service = service
-        self.usage = Usage()
-        self._item_id = f"msg_{uuid4().hex}"
+        self._splitter = splitter
+        self._output = _Output()
+        self._usage = Usage()
         self._number = -1
+        choice = body.tool_choice
         text = {} if body.text is None else body.text.model_dump(exclude_none=True)
         self._head = {
             "id": f"resp_{uuid4().hex}",
@@ -86,59 +152,56 @@ class _ResponseAnswer:
             "top_p": body.top_p,
             "text": {"format": {"type": "text"}, **text},
             "metadata": body.metadata or {},
-            "parallel_tool_calls": False,
-            "tool_choice": "none",
-            "tools": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolChoice) else choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or []],
             "store": False,
             "error": None,
         }
 
-    def finished(self, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the body of a whole answer."""
-        status = {"stop": "completed", "abort": "cancelled"}.get(finish_reason or "", "incomplete")
-        return {
-            **self._head,
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [self._item(text, "completed" if status == "completed" else "incomplete")],
-            "usage": {
-                "input_tokens": self.usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": self.usage.num_cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": self.usage.num_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": self.usage.num_prompt_tokens + self.usage.num_tokens,
-            },
-        }
+        for _ in self._take(output):
+            pass
+        return self._finished(output.outputs[0].finish_reason)
 
     async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        empty = {**self._item("", "in_progress"), "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=empty)
-        yield self._event("response.content_part.added", **place, part=_part(""))
-        text, finish_reason = "", None
+        finish_reason = None
         async for _, output in self._service.read(streams):
-            self.usage.add(output)
-            for choice in output.outputs:
-                text, finish_reason = text + choice.text, choice.finish_reason
-                if choice.text:
-                    yield self._event("response.output_text.delta", **place, delta=choice.text, logprobs=[])
-        whole = self.finished(text, finish_reason)
-        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield self._event("response.completed" if finish_reason == "stop" else "response.incomplete", response=whole)
+            for kind, values in self._take(output):
+                yield self._event(kind, **values)
+            finish_reason = output.outputs[0].finish_reason
+        kind = "response.completed" if finish_reason == "stop" else "response.incomplete"
+        yield self._event(kind, response=self._finished(finish_reason))
 
-    def _item(self, text: str, status: str) -> dict[str, Any]:
+    def _take(self, output: RequestOutput) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Add what is new of the only output, and yield the events of it."""
+        self._usage.add(output)
+        (choice,) = output.outputs
+        new = self._splitter.append(choice.text, choice.finish_reason is not None)
+        yield from self._output.append(new, self._splitter.call_ids)
+        if output.finished:
+            yield from self._output.finish("completed" if choice.finish_reason == "stop" else "incomplete")
+
+    def _finished(self, finish_reason: str | None) -> dict[str, Any]:
+        status = {"stop": "completed", "abort": "cancelled"}.get(finish_reason or "", "incomplete")
+        usage = self._usage
         return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
+            **self._head,
             "status": status,
-            "content": [_part(text)],
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self._output.items,
+            "usage": {
+                "input_tokens": usage.num_prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.num_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.num_prompt_tokens + usage.num_tokens,
+            },
         }
 
     def _event(self, kind: str, **values: Any) -> bytes:

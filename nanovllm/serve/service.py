@@ -26,6 +26,7 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat import plain_messages
+from nanovllm.text.tool_calls import tool_call_format
 
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000
@@ -45,6 +46,7 @@ class Service:
         model: the model's name in the API.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
+        tool_call_format: how the model writes calls of tools.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
@@ -56,6 +58,7 @@ class Service:
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
         tokenizer = llm.llm.tokenizer
+        self.tool_call_format = tool_call_format(settings.tool_call_parser, tokenizer)
         template = getattr(tokenizer, "apply_chat_template", None)
         self._reserved = set() if template is None else set(inspect.signature(template).parameters) - {"kwargs"}
 

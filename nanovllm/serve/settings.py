@@ -24,6 +24,7 @@ class ServeSettings:
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
         served_model_name: the model's name in the API; that of its folder if None.
         separate_reasoning: whether text between <think> and </think> is split off the answers of chats that do not say.
+        tool_call_parser: how the model writes calls of tools: "hermes" (Qwen's), "llama3_json", or "auto".
         max_body_bytes: the largest request.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
@@ -53,6 +54,7 @@ class ServeSettings:
     allowed_origins: list[str] | None = None
     served_model_name: str | None = None
     separate_reasoning: bool = False
+    tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128

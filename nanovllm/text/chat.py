@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypedDict
 
 from nanovllm.outputs import TokensPrompt
@@ -43,7 +44,10 @@ def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
 
 
 def plain_messages(messages: Any) -> list[Message]:
-    """Return messages whose contents are strings, for chat templates; OpenAI's parts of type text are joined.
+    """Return messages as chat templates take them.
+
+    Contents are strings; OpenAI's parts of type text are joined. Arguments of tool calls are objects, which templates
+    write as JSON themselves.
 
     Raises:
         ValueError: a part of a content is no text.
@@ -52,12 +56,27 @@ def plain_messages(messages: Any) -> list[Message]:
 
 
 def _plain_message(message: Message) -> Message:
+    if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+        calls = [_plain_call(call) for call in message["tool_calls"]]
+        # An answer that has calls alone has no content.
+        message = {**message, "content": message.get("content") or "", "tool_calls": calls}
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
         raise ValueError("a message's content is a string, or a list of parts of type text")
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of a tool call are a JSON object, not {arguments!r:.80}") from error
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 def template_options(options: ChatTemplateOptions) -> dict[str, Any]:

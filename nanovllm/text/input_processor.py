@@ -18,6 +18,7 @@ from nanovllm.text.structured_output import (
     GrammarConstraint,
     encode_bad_words,
 )
+from nanovllm.text.thinking import AfterThinkingConstraint
 from nanovllm.utils.checks import check_int, token_list
 
 
@@ -173,7 +174,7 @@ class InputProcessor:
         self, known: _CheckedParams, priority: int, text: str | None, token_ids: list[int], streams: bool
     ) -> RequestFeatures:
         """Return the features of an output."""
-        params, constraint = known.params, None if known.grammar is None else known.grammar.copy()
+        params, constraint = known.params, self._constraint(known, token_ids)
         sequences = [sequence for sequence in known.bad_words if len(sequence) > 1]
         return RequestFeatures(
             priority=priority,
@@ -183,6 +184,17 @@ class InputProcessor:
             prompt=text,
             prompt_token_ids=token_ids,
         )
+
+    def _constraint(
+        self, known: _CheckedParams, token_ids: list[int]
+    ) -> GrammarConstraint | AfterThinkingConstraint | None:
+        """Return an output's constraint at its start."""
+        if known.grammar is None:
+            return None
+        grammar, structured = known.grammar.copy(), known.params.structured_outputs
+        if structured is None or not structured.after_thinking:
+            return grammar
+        return AfterThinkingConstraint(self.tokenizer, grammar, token_ids)
 
 
 def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:

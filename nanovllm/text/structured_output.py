@@ -8,32 +8,33 @@ grammars and no regular expressions of its own, and brings a second tensor libra
 from __future__ import annotations
 
 import importlib
-import json
-from functools import cached_property
-from threading import Lock
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.sequence import TokenConstraint
+from nanovllm.engine.token_masks import fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.grammar_text import grammar_text, with_advice
 from nanovllm.utils.extras import install_hint
 
-_MAX_GRAMMARS = 256
-"""Compiled ones that are kept; one of a large schema takes about a megabyte."""
-_INSTEAD = {
-    '"uniqueItems"': "instead of uniqueItems, bound the array by maxItems and drop repeated items afterwards",
-    '"not"': "instead of not, say what is allowed, by enum, anyOf or a pattern",
-    '"if"': "instead of if, then and else, give anyOf a branch for each case, told apart by a const",
-    "oneOf constraints": "instead of oneOf, write anyOf, whose branches a const tells apart",
-    '"propertyNames"': "instead of propertyNames, write patternProperties",
-    '"contains"': "instead of contains, write prefixItems",
-    '"dependentRequired"': "instead of dependentRequired, give anyOf a branch with the property and one without it",
-    "look-around": "instead of look-around, write the alternatives out",
-}
-_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_VALUES = frozenset({"enum", "const", "default", "examples"})
-"""Fields of a schema that are no schemas."""
+_MAX_GRAMMARS = 64
+"""Compiled ones that are kept; one of a large schema takes about a megabyte, and a hostile one `max_lexer_states`."""
+_STACK_BYTES = 2**29
+"""Of the thread that compiles: address space, of which a usual grammar touches a few pages. See `MAX_RULES`."""
+_LIMITS = {"step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
+"""llguidance's own, so that a mask takes about 0.01 s at most."""
+_LEXER_FUEL, _CHOICE_FUEL = 100_000, 1_000_000
+"""For compiling in about a second. A pattern's time grows with the square of its length, that of texts does not."""
 _INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used, or that llguidance has given up on."""
 
 
 class GrammarConstraint:
@@ -55,7 +56,13 @@ class GrammarConstraint:
         return GrammarConstraint(self._compiler, self._matcher.deep_copy())
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output."""
+        """Take a token of the output.
+
+        Raises:
+            GrammarError: llguidance has given up on the grammar, and its mask for this token meant nothing.
+        """
+        if self._matcher.is_error():
+            raise GrammarError(with_advice(self._matcher.get_error()))
         self._pending.append(token_id)
 
     def fill(self, constraints: list[tuple[GrammarConstraint, int]], words: np.ndarray) -> None:
@@ -89,7 +96,7 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         # A matcher at the start of each grammar, the least recently used one first; several threads make constraints.
         self._matchers: dict[str, Any] = {}
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     @cached_property
     def library(self) -> Any:
@@ -120,78 +127,50 @@ class GrammarCompiler:
         """Return a constraint at the start of its grammar; equal grammars are compiled once.
 
         Raises:
-            ValueError: the grammar cannot be used, or the library is not installed.
+            GrammarError: the grammar cannot be used.
+            ValueError: the library is not installed, or there is no fast tokenizer.
         """
         library, tokenizer = self.library, self.tokenizer
         try:
-            grammar = self._grammar(params)
+            grammar = grammar_text(library, params)
             with self._lock:
                 matcher = self._matchers.pop(grammar, None)
             if matcher is None:
-                matcher = library.LLMatcher(tokenizer, grammar)
+                matcher = _call_with_large_stack(partial(self._compile, tokenizer, grammar, params.choice is not None))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(_with_advice(str(error))) from error
+            raise GrammarError(with_advice(str(error))) from error
         if matcher.is_error():
-            raise ValueError(_with_advice(matcher.get_error()))
+            raise GrammarError(with_advice(matcher.get_error()))
         with self._lock:
             self._matchers[grammar] = matcher
             while len(self._matchers) > _MAX_GRAMMARS:
                 del self._matchers[next(iter(self._matchers))]
         return GrammarConstraint(self, matcher.deep_copy())
 
-    def _grammar(self, params: StructuredOutputsParams) -> str:
-        matcher = self.library.LLMatcher
-        if params.json is not None or params.json_object:
-            defaults, overrides = _whitespace(params)
-            grammar: str = matcher.grammar_from_json_schema(_json_schema(params), defaults, overrides)
-        elif params.regex is not None:
-            grammar = matcher.grammar_from_regex(params.regex)
-        elif params.choice is not None:
-            grammar = matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
-        else:
-            grammar = matcher.grammar_from_lark(params.grammar)
-        return grammar
+    def _compile(self, tokenizer: Any, grammar: str, is_choice: bool) -> Any:
+        """Return a matcher, perhaps in error, that knows its first mask, which takes longest."""
+        fuel = _CHOICE_FUEL if is_choice else _LEXER_FUEL
+        limits = self.library.LLParserLimits(initial_lexer_fuel=fuel, **_LIMITS)
+        # Warnings, which level 1 has, go to stderr.
+        matcher = self.library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return matcher
 
 
-def _json_schema(params: StructuredOutputsParams) -> str:
-    """Return the schema as text."""
-    if params.json_object:
-        return '{"type": "object"}'
-    if not params.disable_additional_properties:
-        return params.json if isinstance(params.json, str) else json.dumps(params.json)
-    return json.dumps(_closed(json.loads(params.json) if isinstance(params.json, str) else params.json))
+_stack_lock = threading.Lock()
 
 
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no other properties than those that it names."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[name] = {key: _closed(item) for key, item in value.items()}
-        elif name not in _VALUES:
-            closed[name] = _closed(value)
-    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(schema):
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return llguidance's options for white space: those that a schema may change, and those that hold for all."""
-    if params.whitespace_pattern is not None:
-        return None, {"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern}
-    if params.disable_any_whitespace is not None:
-        return None, {"whitespace_flexible": not params.disable_any_whitespace}
-    return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}, None
-
-
-def _with_advice(message: str) -> str:
-    """Return llguidance's message, with what can be written instead of what it refuses."""
-    advice = [text for refused, text in _INSTEAD.items() if refused in message]
-    return "; ".join([f"structured_outputs cannot be used: {message}", *advice])
+def _call_with_large_stack(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread whose stack allows deep native recursion."""
+    with ThreadPoolExecutor(1, "nanovllm-grammar") as executor:
+        with _stack_lock:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                future = executor.submit(function)
+            finally:
+                threading.stack_size(before)
+        return future.result()
 
 
 class BadWordsConstraint:
@@ -202,7 +181,7 @@ class BadWordsConstraint:
         inner: what else masks the output.
     """
 
-    def __init__(self, sequences: list[list[int]], inner: GrammarConstraint | None) -> None:
+    def __init__(self, sequences: list[list[int]], inner: TokenConstraint | None) -> None:
         self._sequences = sequences
         self._inner = inner
         self._token_ids: list[int] = []
@@ -215,9 +194,7 @@ class BadWordsConstraint:
 
     def fill(self, constraints: list[tuple[BadWordsConstraint, int]], words: np.ndarray) -> None:
         """Write the masks of several constraints; see `TokenConstraint`."""
-        inner = [(constraint._inner, row) for constraint, row in constraints if constraint._inner is not None]
-        if inner:
-            inner[0][0].fill(inner, words)
+        fill_rows([(item._inner, row) for item, row in constraints if item._inner is not None], words)
         for constraint, row in constraints:
             if constraint._inner is None:
                 words[row] = -1

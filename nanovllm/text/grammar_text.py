@@ -1,0 +1,118 @@
+"""From what an output must match to a grammar in llguidance's form; what llguidance could not take is refused before.
+
+llguidance resolves references and rules by native recursion, whose depth nothing limits: `MAX_RULES` and the stack of
+the thread that compiles keep to each other.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nanovllm.sampling_params import StructuredOutputsParams
+
+_MAX_MESSAGE = 500
+MAX_RULES = 20_000
+"""Lines and brackets of a Lark grammar. A rule takes about 3 KB of stack, and so does a bracket within it."""
+_MAX_REGEX = 2**15
+"""Characters; the time to compile a regular expression grows with the square of its length."""
+_INSTEAD = {
+    '"uniqueItems"': "instead of uniqueItems, bound the array by maxItems and drop repeated items afterwards",
+    '"not"': "instead of not, say what is allowed, by enum, anyOf or a pattern",
+    '"if"': "instead of if, then and else, give anyOf a branch for each case, told apart by a const",
+    "oneOf constraints": "instead of oneOf, write anyOf, whose branches a const tells apart",
+    '"propertyNames"': "instead of propertyNames, write patternProperties",
+    '"contains"': "instead of contains, write prefixItems",
+    '"dependentRequired"': "instead of dependentRequired, give anyOf a branch with the property and one without it",
+    "look-around": "instead of look-around, write the alternatives out",
+}
+_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_VALUES = frozenset({"enum", "const", "default", "examples"})
+"""Fields of a schema that are no schemas."""
+
+
+def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
+    """Return a grammar as llguidance takes it, not compiled yet.
+
+    Args:
+        library: the module llguidance.
+        params: what to match.
+
+    Raises:
+        ValueError: a regular expression or a Lark grammar is too large.
+        TypeError: a value is of the wrong type.
+    """
+    matcher = library.LLMatcher
+    text: str
+    if params.json is not None or params.json_object:
+        defaults, overrides = _whitespace(params)
+        text = matcher.grammar_from_json_schema(_json_schema(params), defaults, overrides)
+    elif params.regex is not None:
+        if isinstance(params.regex, str) and len(params.regex) > _MAX_REGEX:
+            raise ValueError(f"the regular expression has more than {_MAX_REGEX} characters; choice takes many texts")
+        text = matcher.grammar_from_regex(params.regex)
+    elif params.choice is not None:
+        # One terminal: alternatives of a rule are items of the parser, which takes some thousand.
+        text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choice)))
+    else:
+        if isinstance(params.grammar, str) and sum(map(params.grammar.count, "\n([")) > MAX_RULES:
+            raise ValueError(f"the grammar has more than {MAX_RULES} lines and brackets")
+        text = matcher.grammar_from_lark(params.grammar)
+    return text
+
+
+def lark_json(schema: Any) -> str:
+    """Return a part of a Lark grammar that matches a JSON schema, whose objects have no further properties.
+
+    Raises:
+        ValueError: the schema is no object, or cannot be written as JSON.
+    """
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
+    guidance = schema.get("x-guidance")
+    options = _COMPACT | (guidance if isinstance(guidance, dict) else {})
+    return f"%json {json.dumps({**_closed(schema), 'x-guidance': options})}"
+
+
+def _json_schema(params: StructuredOutputsParams) -> str:
+    """Return the schema as text."""
+    if params.json_object:
+        return '{"type": "object"}'
+    if not params.disable_additional_properties:
+        return params.json if isinstance(params.json, str) else json.dumps(params.json)
+    return json.dumps(_closed(json.loads(params.json) if isinstance(params.json, str) else params.json))
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no other properties than those that it names."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name, value in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[name] = {key: _closed(item) for key, item in value.items()}
+        elif name not in _VALUES:
+            closed[name] = _closed(value)
+    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(schema):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return llguidance's options for white space: those that a schema may change, and those that hold for all."""
+    if params.whitespace_pattern is not None:
+        return None, {"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern}
+    if params.disable_any_whitespace is not None:
+        return None, {"whitespace_flexible": not params.disable_any_whitespace}
+    return _COMPACT, None
+
+
+def with_advice(message: str) -> str:
+    """Return llguidance's message, with what can be written instead of what it refuses."""
+    advice = [text for refused, text in _INSTEAD.items() if refused in message]
+    shown = message.replace("<non-verbose/>", "").strip()
+    # It quotes the grammar, which may be long.
+    return "; ".join([f"structured_outputs cannot be used: {shown[:_MAX_MESSAGE]}", *advice])

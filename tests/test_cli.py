@@ -298,6 +298,8 @@ def test_an_interrupted_run_on_pipes_ends_while_it_waits_for_input() -> None:
 
 
 VALUES: dict[str, tuple[list[str], Any]] = {
+    "allowed_hosts": (["a", "*.b"], ["a", "*.b"]),
+    "allowed_origins": (["https://a", "https://b"], ["https://a", "https://b"]),
     "logit_bias": (['{"5": -1.5}'], {"5": -1.5}),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputsParams(regex="a+")),
     "stop": (["a", "b c"], ["a", "b c"]),

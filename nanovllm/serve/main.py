@@ -27,8 +27,8 @@ With Python's 5 ms the engine's thread, which waits for the device some times in
 time to the threads that write answers.
 """
 
-_ABORT_SHARE = 0.8
-"""The share of the grace after which requests are aborted; they have the rest of it to be answered."""
+_ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
+"""The shares of the grace after which requests are aborted, and connections cut that have not taken their answers."""
 
 _logger = logging.getLogger(__name__)
 
@@ -78,10 +78,18 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _logger.info(
                 "ending within %g s; %d requests are running", settings.grace_seconds, llm.num_pending_requests
             )
-            # What is aborted is answered with what it has, which takes a moment.
-            asyncio.get_running_loop().call_later(settings.grace_seconds * _ABORT_SHARE, llm.abort_all)
+            loop = asyncio.get_running_loop()
+            loop.call_later(settings.grace_seconds * _ABORT_SHARE, llm.abort_all)
+            loop.call_later(settings.grace_seconds * _CUT_SHARE, self._cut_connections)
             await super().shutdown(sockets)
             _logger.info("ended")
+
+        def _cut_connections(self) -> None:
+            left = list(self.server_state.connections)
+            if left:
+                _logger.warning("cutting %d connections, which have not ended", len(left))
+            for connection in left:
+                connection.transport.abort()
 
     server = Server(
         uvicorn.Config(
@@ -95,7 +103,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             http=cast("type[asyncio.Protocol]", partial(Connection, pool)),
             ws="none",
             backlog=settings.max_requests,
-            timeout_graceful_shutdown=math.ceil(settings.grace_seconds),
+            timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + 1,
             # Clients keep their connections longer than uvicorn's 5 s, and fail when one closes as they send.
             timeout_keep_alive=75,
             lifespan="on",

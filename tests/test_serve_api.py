@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any, Literal
 
@@ -293,6 +296,22 @@ def test_tool_calls_of_chats(client: Any, choice: Any) -> None:
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"enum": ["yes"]}}}
 
 
+def test_a_model_may_call(client: Any) -> None:
+    written = 'Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": [{"type": "function", "function": TOOL}]}
+    # What a larger model would write by itself.
+    fields["extra_body"] = {"structured_outputs": {"choice": [written]}}
+    answer = client.chat.completions.create(**fields).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (answer.message.content, call.function.arguments) == ("Well.", '{"city": "Rome"}')
+    with client.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls" and streamed.message.content == "Well."
+    assert streamed.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+    plain = client.chat.completions.create(**fields, tool_choice="none").choices[0]
+    assert plain.message.content == written and not plain.message.tool_calls and plain.finish_reason == "stop"
+
+
 def test_tool_calls_of_responses(client: Any) -> None:
     fields: dict[str, Any] = {"model": MODEL, "input": HELLO, "tools": [{"type": "function", "strict": None, **TOOL}]}
     named = {"type": "function", "name": "weather"}
@@ -376,6 +395,36 @@ def test_a_grammar_that_becomes_too_complex_is_no_answer(client: Any) -> None:
     # Status 200 and some text have been sent.
     with pytest.raises(openai.APIError, match="structured_outputs cannot be used"):
         list(client.chat.completions.create(stream=True, **fields))
+
+
+def test_grammars_hold_nobody_up(client: Any) -> None:
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    rules = [f'r{i}: r{(i + 1) % 500} r{(7 * i + 2) % 500} | "a" | "b" r{3 * i % 500}' for i in range(500)]
+    attacks: list[dict[str, Any]] = [
+        {"regex": "a{1000000}"},
+        {"regex": "(ab|c)*" * 4600},
+        {"grammar": "\n".join(["start: r0", *rules])},
+        {"json": {"$defs": links | {"d3000": {"enum": ["ok"]}}, "$ref": "#/$defs/d0"}},
+    ]
+
+    def attack(structured: dict[str, Any]) -> None:
+        fields: dict[str, Any] = {"n": 8, "temperature": 1, "max_tokens": 100}
+        with suppress(openai.BadRequestError):
+            client.chat.completions.create(
+                model=MODEL, messages=HELLO, extra_body={"structured_outputs": structured}, **fields
+            )
+
+    waits: list[float] = []
+    with ThreadPoolExecutor(len(attacks)) as pool:
+        running = [pool.submit(attack, structured) for structured in attacks]
+        while not waits or not all(future.done() for future in running):
+            began = time.perf_counter()
+            client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
+            waits.append(time.perf_counter() - began)
+    for future in running:
+        future.result()
+    # On two idle cores 0.5 s. Without limits, a minute; and the last one ends the process.
+    assert max(waits) < 4, waits
 
 
 def test_the_key(server: ServerProcess) -> None:

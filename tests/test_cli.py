@@ -322,8 +322,15 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
     "host": (["::1"], "::1"),
-    "api_key": (["x"], "x"),
-    "served_model_name": (["x"], "x"),
+    "uds": (["x"], "x"),
+    "root_path": (["/x"], "/x"),
+    "ssl_keyfile": (["x"], "x"),
+    "ssl_certfile": (["x"], "x"),
+    "ssl_ca_certs": (["x"], "x"),
+    "chat_template": (["{{ x }}"], "{{ x }}"),
+    "default_chat_template_kwargs": (['{"enable_thinking": false}'], {"enable_thinking": False}),
+    "api_key": (["x", "y"], ["x", "y"]),
+    "served_model_name": (["x", "y"], ["x", "y"]),
 }
 
 

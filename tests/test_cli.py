@@ -303,6 +303,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "logit_bias": (['{"5": -1.5}'], {"5": -1.5}),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputsParams(regex="a+")),
     "stop": (["a", "b c"], ["a", "b c"]),
+    "tool_call_parser": (["hermes"], "hermes"),
     "bad_words": (["a"], ["a"]),
     "stop_token_ids": (["3", "4"], [3, 4]),
     "allowed_token_ids": (["3"], [3]),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any, Literal
 
@@ -257,13 +260,73 @@ def test_reasoning_is_split_off(client: Any) -> None:
     assert message.content == "<think>\nab\n</think>\n\ncd"
 
 
-def test_tools_go_to_the_template(client: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    for choice in ("auto", "none"):
-        answer = client.chat.completions.create(
-            model=MODEL, messages=HELLO, tools=[tool], tool_choice=choice, max_tokens=2
-        )
-        assert answer.usage.completion_tokens == 2
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]},
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_tool_calls_of_chats(client: Any, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}] * (choice is NAMED)
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tool_choice": choice, "parallel_tool_calls": False}
+    fields["tools"] = [*tools, {"type": "function", "function": TOOL}]
+    answer = client.chat.completions.create(**fields).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None and call.type == "function"
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **fields)]
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    # The name comes first, and then the arguments as they are written.
+    assert calls[0].id and calls[0].function.name == "weather" and calls[0].function.arguments == ""
+    assert len(calls) > 3 and all(call.index == 0 and call.id is call.function.name is None for call in calls[1:])
+    assert json.loads("".join(call.function.arguments for call in calls))["city"] in ("Paris", "Rome")
+    assert chunks[-1].finish_reason == "tool_calls" and not any(chunk.delta.content for chunk in chunks)
+    turns = [*HELLO, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    for turn in ("auto", "none"):
+        fields |= {"messages": turns, "tool_choice": turn, "max_tokens": 2}
+        assert client.chat.completions.create(**fields).choices[0].finish_reason == "length"
+    # An answer of a given form, or a call instead.
+    fields |= {"messages": HELLO, "tool_choice": "auto", "max_tokens": 100, "temperature": 1, "n": 8, "seed": 1}
+    for item in client.chat.completions.create(response_format=RESPONSE_FORMAT, **fields).choices:
+        assert json.loads(item.message.content) == "yes" if item.finish_reason == "stop" else item.message.tool_calls
+
+
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"enum": ["yes"]}}}
+
+
+def test_a_model_may_call(client: Any) -> None:
+    written = 'Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": [{"type": "function", "function": TOOL}]}
+    # What a larger model would write by itself.
+    fields["extra_body"] = {"structured_outputs": {"choice": [written]}}
+    answer = client.chat.completions.create(**fields).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (answer.message.content, call.function.arguments) == ("Well.", '{"city": "Rome"}')
+    with client.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls" and streamed.message.content == "Well."
+    assert streamed.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+    plain = client.chat.completions.create(**fields, tool_choice="none").choices[0]
+    assert plain.message.content == written and not plain.message.tool_calls and plain.finish_reason == "stop"
+
+
+def test_tool_calls_of_responses(client: Any) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "input": HELLO, "tools": [{"type": "function", "strict": None, **TOOL}]}
+    named = {"type": "function", "name": "weather"}
+    (call,) = client.responses.create(**fields, tool_choice=named).output
+    assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    with client.responses.stream(**fields, tool_choice="required", parallel_tool_calls=False) as stream:
+        events = list(stream)
+        assert stream.get_final_response().output[0].type == "function_call"
+    kinds = [event.type.removeprefix("response.") for event in events]
+    delta = "function_call_arguments.delta"
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", delta] and kinds.count(delta) > 3
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    returned = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    after = client.responses.create(**{**fields, "input": [*HELLO, call.model_dump(), returned]}, max_output_tokens=2)
+    assert after.output[0].type == "message"
 
 
 def test_tokenize_and_detokenize(server: ServerProcess) -> None:
@@ -309,6 +372,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "exclude",
     ),
     ({"logit_bias": {"9999": 1}}, "BadRequestError", "vocabulary"),
+    ({"tool_choice": "required"}, "BadRequestError", "there are no tools"),
+    ({"tool_choice": NAMED, "tools": []}, "BadRequestError", "none of the tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "UnprocessableEntityError", "tools.0.function.name"),
 ]
 
 
@@ -318,6 +384,47 @@ def test_errors_are_openais(client: Any, fields: dict[str, Any], error: str, par
     with pytest.raises(getattr(openai, error)) as caught:
         client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream, **fields})
     assert part in caught.value.body["message"]
+
+
+def test_a_grammar_that_becomes_too_complex_is_no_answer(client: Any) -> None:
+    # What may come after the first letters is more than llguidance takes.
+    grammar = "start: /[xy]{4}/ rest\nrest: " + " | ".join(f'"a{i}"' for i in range(2500))
+    fields = {"model": MODEL, "messages": HELLO, "extra_body": {"structured_outputs": {"grammar": grammar}}}
+    with pytest.raises(openai.BadRequestError, match="structured_outputs cannot be used"):
+        client.chat.completions.create(**fields)
+    # Status 200 and some text have been sent.
+    with pytest.raises(openai.APIError, match="structured_outputs cannot be used"):
+        list(client.chat.completions.create(stream=True, **fields))
+
+
+def test_grammars_hold_nobody_up(client: Any) -> None:
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    rules = [f'r{i}: r{(i + 1) % 500} r{(7 * i + 2) % 500} | "a" | "b" r{3 * i % 500}' for i in range(500)]
+    attacks: list[dict[str, Any]] = [
+        {"regex": "a{1000000}"},
+        {"regex": "(ab|c)*" * 4600},
+        {"grammar": "\n".join(["start: r0", *rules])},
+        {"json": {"$defs": links | {"d3000": {"enum": ["ok"]}}, "$ref": "#/$defs/d0"}},
+    ]
+
+    def attack(structured: dict[str, Any]) -> None:
+        fields: dict[str, Any] = {"n": 8, "temperature": 1, "max_tokens": 100}
+        with suppress(openai.BadRequestError):
+            client.chat.completions.create(
+                model=MODEL, messages=HELLO, extra_body={"structured_outputs": structured}, **fields
+            )
+
+    waits: list[float] = []
+    with ThreadPoolExecutor(len(attacks)) as pool:
+        running = [pool.submit(attack, structured) for structured in attacks]
+        while not waits or not all(future.done() for future in running):
+            began = time.perf_counter()
+            client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
+            waits.append(time.perf_counter() - began)
+    for future in running:
+        future.result()
+    # On two idle cores 0.5 s. Without limits, a minute; and the last one ends the process.
+    assert max(waits) < 4, waits
 
 
 def test_the_key(server: ServerProcess) -> None:

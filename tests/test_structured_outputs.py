@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.structured_output import GrammarCompiler
+from nanovllm.text.thinking import AfterThinkingConstraint
 
 pytest.importorskip("llguidance")
 pytest.importorskip("pydantic")
@@ -318,6 +322,46 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(llm: LLM) ->
     assert isinstance(caught.value.__cause__, ValueError) and len(caught.value.request_ids) == 1
     outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False, on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True]
+
+
+def allowed(constraint: Any, num_tokens: int) -> set[int]:
+    words = np.zeros((1, (num_tokens + 31) // 32), np.int32)
+    constraint.fill([(constraint, 0)], words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:num_tokens]).tolist())
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_grammar_binds_after_the_thoughts(has_token: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    if has_token:
+        tokenizer.add_tokens(["<think>", "</think>"])
+    count = len(tokenizer)
+    inner = GrammarCompiler(tokenizer, count, frozenset({2})).make(StructuredOutputsParams(regex="q"))
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def begin(prompt: str) -> AfterThinkingConstraint:
+        return AfterThinkingConstraint(tokenizer, inner.copy(), ids(prompt))
+
+    def take(constraint: AfterThinkingConstraint, text: str) -> set[int]:
+        for token_id in ids(text):
+            constraint.accept(token_id)
+        return allowed(constraint, count)
+
+    (answer,) = ids("q")
+    # The model may begin to think, if it has a token for that; thoughts that it has ended do not begin again.
+    begun = {*ids("<think>")} if has_token else set()
+    assert allowed(begin("user"), count) == {answer} | begun
+    assert allowed(begin("<think>\n\n</think>\n\n"), count) == {answer}
+    assert take(begin("user"), "q") == {2}
+    inside = begin("assistant <think>\n")
+    assert len(allowed(inside, count)) == count == len(take(inside, "some q thoughts </thin"))
+    inside = begin("assistant <think>\n")
+    assert take(inside, "some q thoughts </think>") == {answer} and take(inside, "q") == {2}
+    if has_token:
+        own = begin("user")
+        assert len(take(own, "<think>ab")) == count and take(own, "</think>") == {answer}
 
 
 def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

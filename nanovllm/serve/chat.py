@@ -39,7 +39,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         continue_final_message=bool(body.continue_final_message),
     )
     is_inside = separates and service.ends_with_think(prompt)
-    answer = _ChatAnswer(service, body, partial(AnswerSplitter, use, separates, is_inside))
+    answer = _ChatAnswer(service, body, partial(AnswerSplitter, use.make_parser(), separates, is_inside))
     if not body.stream:
         (output,) = await service.complete([prompt], params, body.priority)
         return await service.json_answer(lambda: answer.whole(output), [output])
@@ -73,9 +73,10 @@ class _ChatAnswer:
         async for _, output in self._service.read(streams):
             usage.add(output)
             for choice in output.outputs:
-                delta = self._delta(choice)
-                if delta or choice.logprobs:
-                    yield self._chunk(choice.index, delta, chat_logprobs(choice, self._body.top_logprobs))
+                logprobs = chat_logprobs(choice, self._body.top_logprobs)
+                for delta in self._deltas(choice) or [{}] * bool(choice.logprobs):
+                    yield self._chunk(choice.index, delta, logprobs)
+                    logprobs = None
                 if output.finished:
                     yield self._chunk(choice.index, {}, finish_reason=self._finish_reason(choice))
         if with_usage:
@@ -89,11 +90,13 @@ class _ChatAnswer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
 
-    def _delta(self, choice: CompletionOutput) -> dict[str, Any]:
+    def _deltas(self, choice: CompletionOutput) -> list[dict[str, Any]]:
         new = self._split(choice)
-        calls = [self._call_delta(choice.index, call) for call in new.calls]
-        delta = {"reasoning_content": new.reasoning, "content": new.content, "tool_calls": calls}
-        return {name: value for name, value in delta.items() if value}
+        texts = {"reasoning_content": new.reasoning, "content": new.content}
+        delta = {name: text for name, text in texts.items() if text}
+        # Each piece of a call alone: clients add up those of one call from chunk to chunk, but not within one.
+        calls = [{"tool_calls": [self._call_delta(choice.index, call)]} for call in new.calls]
+        return [delta, *calls] if delta else calls
 
     def _call_delta(self, index: int, call: ToolCallDelta) -> dict[str, Any]:
         if call.name is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import logging
 import logging.config
@@ -44,6 +45,8 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         from nanovllm.serve.service import Service  # noqa: PLC0415
     except ImportError as error:
         parser.error(f"{_INSTALL} ({error})")
+    # A crash of native code says where it was.
+    faulthandler.enable()
     with user_errors(parser):
         settings = ServeSettings(**flag_values(options, ServeSettings))
         settings = replace(settings, api_key=settings.api_key or os.environ.get("NANOVLLM_API_KEY") or None)

@@ -38,7 +38,7 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     use = ToolUse.of(tools, _tool_choice(body), body.parallel_tool_calls, service.tool_call_format)
     params = use.constrain(service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"]))
     prompt = await service.render_chat(response_messages(body), tools=use.template_tools())
-    answer = _ResponseAnswer(service, body, AnswerSplitter(use, separates=False, is_inside=False))
+    answer = _ResponseAnswer(service, body, AnswerSplitter(use.make_parser(), separates=False, is_inside=False))
     if not body.stream:
         (output,) = await service.complete([prompt], params, 0)
         return await service.json_answer(lambda: answer.whole(output), [output])

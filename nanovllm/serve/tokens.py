@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanovllm.async_llm import LONG_TEXT
 from nanovllm.serve.protocol import DetokenizeBody, TokenizeBody
 from nanovllm.serve.service import Service
+from nanovllm.text.input_processor import LONG_TEXT
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:

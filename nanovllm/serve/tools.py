@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -68,6 +70,10 @@ class ToolUse:
         grammar = tool_call_grammar(functions, self.form, several=several, answer=answer)
         return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
+    def make_parser(self) -> Callable[[], ToolCallParser] | None:
+        """Return what makes a parser for each output, and keeps none of the tools; None if there are none."""
+        return partial(ToolCallParser, self.form, self.parallel) if self.tools else None
+
 
 @dataclass
 class AnswerDelta:
@@ -82,7 +88,7 @@ class AnswerSplitter:
     """Takes one output's text apart as it comes.
 
     Args:
-        use: the request's tools.
+        make_parser: see `ToolUse.make_parser`.
         separates: whether thoughts are split off.
         is_inside: whether the output begins within the thoughts.
 
@@ -90,9 +96,9 @@ class AnswerSplitter:
         call_ids: of the calls so far.
     """
 
-    def __init__(self, use: ToolUse, separates: bool, is_inside: bool) -> None:
+    def __init__(self, make_parser: Callable[[], ToolCallParser] | None, separates: bool, is_inside: bool) -> None:
         self._reasoning = ReasoningSplitter(is_inside) if separates else None
-        self._calls = ToolCallParser(use.form, use.parallel) if use.tools else None
+        self._calls = None if make_parser is None else make_parser()
         self.separates = separates
         self.call_ids: list[str] = []
 

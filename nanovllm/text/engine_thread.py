@@ -10,6 +10,7 @@ from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepError
 from nanovllm.text.request_stream import RequestStream
+from nanovllm.text.structured_output import GrammarError
 
 _POLL_SECONDS = 0.2
 """How long an idle thread takes to notice that the engine was closed."""
@@ -114,7 +115,11 @@ class EngineThread:
             if stream is not None:
                 stream.finish(output)
         for failure in failures:
-            _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
+            if isinstance(failure.__cause__, GrammarError):
+                # Of that request alone, and no fault of the engine.
+                _logger.warning("%s", failure)
+            else:
+                _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
             for engine_id in failure.request_ids:
                 stream = self._streams.pop(engine_id, None)
                 if stream is not None:

@@ -73,7 +73,7 @@ class ToolCallDelta:
     arguments: str
 
 
-_NO_PARAMETERS = {"type": "object", "properties": {}}
+_NO_PARAMETERS: dict[str, Any] = {"properties": {}}
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
 _FIRST_KEY = re.compile(r'\s*(?:$|\{\s*(?:$|"(?:$|(?:name|type|function|arguments|parameters)"|[a-z]{0,10}$)))')
@@ -291,7 +291,8 @@ def tool_call_grammar(
         head = f'{begin}{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
         calls.append(f"call{index}")
         rules.append(f"call{index}: {json.dumps(head)} arguments{index} {json.dumps('}' + end)}")
-        rules.append(f"arguments{index}: {lark_json(function.get('parameters') or _NO_PARAMETERS)}")
+        schema = {**_NO_PARAMETERS, **(function.get("parameters") or {}), "type": "object"}
+        rules.append(f"arguments{index}: {lark_json(schema)}")
     more = f" ({json.dumps(form.separator)} call)*" if several else ""
     if answer is not None:
         rules.append(f"answer: {lark_json(answer)}")

@@ -70,12 +70,12 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         is_json = first["type"] != "json_invalid"
-        if is_json and not place:
+        if is_json and not place and first["type"] != "value_error":
             # FastAPI takes the body for a text if its type is not JSON's.
             return answer(
                 request, ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json")
             )
-        message = f"{place}: {first['msg']}" if is_json else f"the body is not JSON: {first['msg']}"
+        message = f"{place or 'body'}: {first['msg']}" if is_json else f"the body is not JSON: {first['msg']}"
         return answer(request, ApiError(422 if is_json else 400, message, place if is_json else None))
 
     async def on_http(request: Request, error: Exception) -> Response:

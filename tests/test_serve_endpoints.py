@@ -95,7 +95,7 @@ def test_scores_and_ranks_are_cosines(client: Any, llm: LLM) -> None:
 
 def test_token_ids_in_and_out(client: Any, llm: LLM) -> None:
     ids = llm.tokenizer("1, 2, 3, 4")["input_ids"]
-    params = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0}
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0}
     (expected,) = llm.generate([ids], SamplingParams(**params), use_tqdm=False)
     body = {"token_ids": ids, "sampling_params": {**params, "seed": None}, "request_id": "mine", "model": "tiny"}
     answer = client.post("/inference/v1/generate", json=body).json()
@@ -103,14 +103,15 @@ def test_token_ids_in_and_out(client: Any, llm: LLM) -> None:
     assert (answer["request_id"], choice["finish_reason"]) == ("mine", "length")
     assert choice["token_ids"] == expected.outputs[0].token_ids and len(choice["logprobs"]["content"]) == 6
     assert len(answer["prompt_logprobs"]) == len(ids) and answer["prompt_logprobs"][0] is None
-    streamed, usage = [], None
+    streamed: list[int] = []
+    usage: dict[str, Any] = {}
     options = {"stream": True, "stream_options": {"include_usage": True}}
     plain = {name: value for name, value in params.items() if "logprobs" not in name}
     with client.stream("POST", "/inference/v1/generate", json={**body, **options, "sampling_params": plain}) as lines:
         for line in lines.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
-                usage = event.get("usage")
+                usage = event.get("usage", {})
                 streamed += [token for item in event["choices"] for token in item["token_ids"]]
     assert streamed == choice["token_ids"] and usage["completion_tokens"] == 6
     wrong = client.post("/inference/v1/generate", json={**body, "sampling_params": {"temprature": 1}})

@@ -47,6 +47,7 @@ class Service:
     Attributes:
         names: the model's names in the API.
         model: the first of them, which answers have.
+        is_ending: whether the server is being shut down, and what runs ends with what it has.
         chat_template: instead of the tokenizer's; None: that.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
@@ -59,6 +60,7 @@ class Service:
         self.names = settings.served_model_name or [Path(llm.llm.config.model).name]
         self.model = self.names[0]
         self.created = int(time.time())
+        self.is_ending = False
         config, limits = llm.llm.config, llm.llm.llm_engine.limits
         cache_config = {
             "block_size": config.kvcache_block_size,

@@ -11,12 +11,16 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from nanovllm.config import EngineSettings
 from nanovllm.llm import LLM
 from nanovllm.outputs import Prompt, RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
 from nanovllm.text.engine_thread import EngineThread
+from nanovllm.text.input_processor import LONG_TEXT, Request, takes_long
+from nanovllm.text.pooling import embeddings
 from nanovllm.text.request_stream import Mailbox, RequestStream
 from nanovllm.utils.unpicklable import Unpicklable
 
@@ -26,9 +30,6 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
-
-LONG_TEXT = 2**16
-"""Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
 
 class QueueFullError(RuntimeError):
@@ -143,7 +144,20 @@ class AsyncLLM(Unpicklable):
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> list[RequestOutput]:
         """Complete prompts that share their parameters, all or none; see `generate`."""
-        streams = await self._submit(prompts, sampling_params, priority, None, is_streamed=False)
+        return await self._gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
+
+    async def embed(self, prompts: list[Any], pooling: str = "last", *, priority: int = 0) -> torch.Tensor:
+        """Return normalised hidden states of prompts, all or none; see `LLM.embed` and `generate`."""
+        outputs = await self.pool(prompts, pooling, priority=priority)
+        return embeddings(outputs, self.llm.model_config.hidden_size)
+
+    async def pool(self, prompts: list[Any], pooling: str = "last", *, priority: int = 0) -> list[RequestOutput]:
+        """Return the outputs of which `embed` makes embeddings."""
+        process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority, streams=True)
+        is_slow = takes_long(prompts, SamplingParams())
+        return await self._gather(await self._enqueue(len(prompts), process, is_slow, None, is_streamed=False))
+
+    async def _gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
         try:
             return list(await asyncio.gather(*(stream.final_output() for stream in streams)))
         finally:
@@ -302,24 +316,41 @@ class AsyncLLM(Unpicklable):
         request_id: int | str | None,
         is_streamed: bool,
     ) -> list[RequestStream]:
-        """Encode prompts and queue their requests, all or none; `request_id` is that of a single one."""
-        if len(self._pending) + len(prompts) > self.max_pending_requests:
+        """Encode prompts and queue their requests; see `_enqueue`."""
+        params = SamplingParams() if params is None else params
+        count = len(prompts)
+        process = partial(self.llm.input_processor.process, prompts, [params] * count, [priority] * count, streams=True)
+        return await self._enqueue(count, process, takes_long(prompts, params), request_id, is_streamed)
+
+    async def _enqueue(
+        self,
+        num_requests: int,
+        process: Callable[[], list[Request]],
+        is_slow: bool,
+        request_id: int | str | None,
+        is_streamed: bool,
+    ) -> list[RequestStream]:
+        """Queue requests, all or none.
+
+        Args:
+            num_requests: how many they are.
+            process: makes them, in another thread.
+            is_slow: whether that takes long.
+            request_id: of a single one; None: numbers.
+            is_streamed: whether outputs are wanted as they come.
+        """
+        if len(self._pending) + num_requests > self.max_pending_requests:
             most = self.max_pending_requests
             raise QueueFullError(
                 f"{len(self._pending)} requests are pending; max_pending_requests={most} allows no more"
             )
         if request_id in self._pending:
             raise ValueError(f"request_id={request_id!r} is that of a pending request")
-        request_ids = [next(self._request_ids) if request_id is None else request_id for _ in prompts]
+        request_ids = [next(self._request_ids) if request_id is None else request_id for _ in range(num_requests)]
         self._pending.update(dict.fromkeys(request_ids))
-        params = SamplingParams() if params is None else params
         streams: list[RequestStream] = []
         try:
-            count = len(prompts)
-            process = partial(
-                self.llm.input_processor.process, prompts, [params] * count, [priority] * count, streams=True
-            )
-            requests = await self.run_beside(process, is_slow=_takes_long(prompts, params))
+            requests = await self.run_beside(process, is_slow=is_slow)
             for own_id, request in zip(request_ids, requests, strict=True):
                 decode_token = self.llm.output_processor.decode_token
                 stream = RequestStream(request, own_id, decode_token, self._mailbox_here(), is_streamed)
@@ -350,14 +381,3 @@ class AsyncLLM(Unpicklable):
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
-
-
-def _takes_long(prompts: list[Any], params: Any) -> bool:
-    """Whether the requests need a grammar, or have so much text that it takes long to encode."""
-    # What is of no such type is refused by the input processor.
-    if getattr(params, "structured_outputs", None) is not None:
-        return True
-    texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
-    bad_words = getattr(params, "bad_words", None)
-    texts += bad_words if isinstance(bad_words, list) else []
-    return sum(len(text) for text in texts if isinstance(text, (str, list))) > LONG_TEXT

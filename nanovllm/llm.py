@@ -6,13 +6,10 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
 import torch
-from torch.nn import functional
 
 from nanovllm.config import Config, EngineSettings
 from nanovllm.engine.call_guard import Call
@@ -37,6 +34,7 @@ from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_s
 from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
 from nanovllm.text.input_processor import InputProcessor, Request
 from nanovllm.text.output_processor import OutputProcessor
+from nanovllm.text.pooling import embeddings
 from nanovllm.text.run_requests import (
     check_priorities,
     one_each,
@@ -291,18 +289,10 @@ class LLM(Unpicklable):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
-        if pooling not in ("last", "mean"):
-            raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
-        params = SamplingParams(0, 1, detokenize=False)
-        requests = prompt_list(prompts)
         with self._driving():
-            processed = self.input_processor.process(requests, [params] * len(requests), [0] * len(requests))
-            pooled = [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in processed]
-            outputs = run_requests(self.llm_engine, pooled, use_tqdm)
-        # Chunks return sums; a sum has the direction of the mean, and only that is kept.
-        states = [np.sum(output.hidden_states, axis=0) for output in outputs]
-        stacked = np.array(states, dtype=np.float32).reshape(len(states), self.model_config.hidden_size)
-        return functional.normalize(torch.from_numpy(stacked), dim=1)
+            requests = self.input_processor.process_pooling(prompt_list(prompts), pooling)
+            outputs = run_requests(self.llm_engine, requests, use_tqdm)
+        return embeddings(outputs, self.model_config.hidden_size)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of prompts; equals transformers' beam search.

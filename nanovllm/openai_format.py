@@ -157,6 +157,23 @@ def _chat_position(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) 
     return {**entry(at[token_id]), "top_logprobs": [entry(item) for item in top]}
 
 
+def prompt_positions(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of a prompt's tokens in vLLM's form, by token id; None if it has none."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if at is None
+        else {
+            str(token_id): {
+                "logprob": max(item.logprob, LEAST_LOGPROB), "rank": item.rank, "decoded_token": item.decoded_token
+            }
+            for token_id, item in at.items()
+        }
+        for at in output.prompt_logprobs
+    ]  # fmt: skip
+
+
 def text_choice(choice: CompletionOutput) -> dict[str, Any]:
     """Return one answer to a prompt."""
     logprobs = None if choice.logprobs is None else text_logprobs(choice.logprobs, choice.token_ids)

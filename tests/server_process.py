@@ -42,7 +42,7 @@ class ServerProcess:
         if not line:
             raise RuntimeError(self.log()[-3000:])
         self.url = line.split()[-1]
-        self.port = int(self.url.rsplit(":", 1)[1])
+        self.port = int(port) if (port := self.url.rsplit(":", 1)[1]).isdecimal() else -1
 
     def log(self) -> str:
         """What the server has written to stderr."""

@@ -17,10 +17,9 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.async_llm import LONG_TEXT
 from nanovllm.engine.sequence import RequestFeatures
 from nanovllm.runner.messages import ScheduledBatch
-from nanovllm.text.input_processor import Request
+from nanovllm.text.input_processor import LONG_TEXT, Request
 from nanovllm.text.output_processor import OutputState
 from nanovllm.text.request_stream import Mailbox, RequestStream
 

@@ -298,6 +298,8 @@ def test_an_interrupted_run_on_pipes_ends_while_it_waits_for_input() -> None:
 
 
 VALUES: dict[str, tuple[list[str], Any]] = {
+    "allowed_hosts": (["a", "*.b"], ["a", "*.b"]),
+    "allowed_origins": (["https://a", "https://b"], ["https://a", "https://b"]),
     "logit_bias": (['{"5": -1.5}'], {"5": -1.5}),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputsParams(regex="a+")),
     "stop": (["a", "b c"], ["a", "b c"]),
@@ -320,8 +322,16 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
     "host": (["::1"], "::1"),
-    "api_key": (["x"], "x"),
-    "served_model_name": (["x"], "x"),
+    "uds": (["x"], "x"),
+    "batch_dir": (["x"], "x"),
+    "root_path": (["/x"], "/x"),
+    "ssl_keyfile": (["x"], "x"),
+    "ssl_certfile": (["x"], "x"),
+    "ssl_ca_certs": (["x"], "x"),
+    "chat_template": (["{{ x }}"], "{{ x }}"),
+    "default_chat_template_kwargs": (['{"enable_thinking": false}'], {"enable_thinking": False}),
+    "api_key": (["x", "y"], ["x", "y"]),
+    "served_model_name": (["x", "y"], ["x", "y"]),
 }
 
 

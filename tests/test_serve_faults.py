@@ -162,10 +162,10 @@ class Transport(asyncio.Transport):
         pass
 
 
-def make_connection(max_write_seconds: float, errors: list[str]) -> tuple[Any, Transport]:
+def make_connection(errors: list[str], **limits: Any) -> tuple[Any, Transport]:
     """A connection to a server, and the protocol that serves it."""
     config = uvicorn.Config(StaticFiles(check_dir=False), log_config=None)
-    pool = ConnectionPool(ServeSettings(max_write_seconds=max_write_seconds), errors.append, 10)
+    pool = ConnectionPool(ServeSettings(**limits), errors.append, 10)
     protocol = Connection(pool, config=config, server_state=ServerState(), app_state={})
     transport = Transport()
     protocol.connection_made(transport)
@@ -174,7 +174,7 @@ def make_connection(max_write_seconds: float, errors: list[str]) -> tuple[Any, T
 
 def test_the_timers_of_a_connection_end_with_it() -> None:
     async def run() -> None:
-        protocol, _ = make_connection(max_write_seconds=100, errors=[])
+        protocol, _ = make_connection([], max_write_seconds=100)
         protocol.pause_writing()
         timers = protocol._head_timer, protocol._write_timer
         protocol.connection_lost(None)
@@ -186,7 +186,7 @@ def test_the_timers_of_a_connection_end_with_it() -> None:
 def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
     async def run() -> None:
         errors: list[str] = []
-        protocol, transport = make_connection(max_write_seconds=0.1, errors=errors)
+        protocol, transport = make_connection(errors, max_write_seconds=0.1)
         protocol.pause_writing()
         for _ in range(5):
             transport.num_unsent -= 1
@@ -194,6 +194,26 @@ def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
         assert not transport.aborted
         await asyncio.sleep(0.3)
         assert transport.aborted and errors == ["slow_client"]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_an_answer_too_slowly_is_cut_off() -> None:
+    async def run() -> None:
+        errors: list[str] = []
+        protocol, transport = make_connection(
+            errors, max_write_seconds=0.2, max_read_seconds=0.2, max_request_seconds=0.2
+        )
+        transport.num_unsent = 10**6
+        protocol.data_received(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        protocol.pause_writing()
+        began = time.monotonic()
+        while not transport.aborted:
+            # Something is sent all the time.
+            transport.num_unsent -= 1
+            await asyncio.sleep(0.02)
+            assert time.monotonic() - began < PATIENCE_SECONDS
+        assert time.monotonic() - began > 0.5 and errors == ["slow_client"]
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.metrics import Metrics
 
 STATS = {
@@ -39,7 +40,9 @@ def output(*lengths: int, reason: str = "stop", times: RequestMetrics | None = N
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     """Values by name and labels."""
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
-    return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
+    found = [sample for family in families if family.name.startswith("nanovllm_") for sample in family.samples]
+    assert all(sample.labels.pop("model_name") == "m" for sample in found)
+    return {(sample.name, tuple(sample.labels.values())): sample.value for sample in found}
 
 
 def value(metrics: Metrics, name: str, *labels: str) -> float | None:
@@ -48,7 +51,7 @@ def value(metrics: Metrics, name: str, *labels: str) -> float | None:
 
 def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
     stats = dict(STATS)
-    metrics = Metrics(lambda: stats)
+    metrics = Metrics(lambda: stats, "m", {})
     expected = {
         "requests_running": 7,
         "requests_waiting": 2,
@@ -65,7 +68,7 @@ def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
-    metrics = Metrics(llm.stats)
+    metrics = Metrics(llm.stats, "m", {})
     (result,) = llm.generate([[5, 6, 7]], use_tqdm=False)
     metrics.observe(result)
     assert value(metrics, "prompt_tokens_total") == 3
@@ -75,7 +78,7 @@ def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
 
 
 def test_a_finished_request_is_counted_with_its_times() -> None:
-    metrics = Metrics(lambda: STATS)
+    metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
     sums = {"queue_time": 0.25, "time_to_first_token": 1.0, "request_time": 3.0}
     assert {name: value(metrics, f"{name}_seconds_sum") for name in sums} == sums
@@ -87,7 +90,7 @@ def test_a_finished_request_is_counted_with_its_times() -> None:
 
 
 def test_the_length_of_a_streamed_output_is_given() -> None:
-    metrics = Metrics(lambda: STATS)
+    metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(1, times=RequestMetrics(0.0, 0.0, 1.0, 3.0)), num_tokens=11)
     assert value(metrics, "time_per_output_token_seconds_sum") == 0.2
 
@@ -106,7 +109,7 @@ def test_the_length_of_a_streamed_output_is_given() -> None:
 def test_unknown_times_are_left_out(
     lengths: tuple[int, ...], times: RequestMetrics | None, counts: tuple[int, ...]
 ) -> None:
-    metrics = Metrics(lambda: STATS)
+    metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(*lengths, times=times))
     names = ("queue_time", "time_to_first_token", "request_time", "time_per_output_token")
     assert tuple(value(metrics, f"{name}_seconds_count") for name in names) == counts
@@ -114,7 +117,7 @@ def test_unknown_times_are_left_out(
 
 
 def test_requests_and_errors_are_counted_by_kind_and_by_server() -> None:
-    metrics, other = Metrics(lambda: STATS), Metrics(lambda: STATS)
+    metrics, other = Metrics(lambda: STATS, "m", {}), Metrics(lambda: STATS, "m", {})
     for reason in ("stop", "stop", "abort"):
         metrics.observe(output(2, reason=reason))
     for kind in ("timeout_error", "rate_limit_error", "timeout_error"):
@@ -127,16 +130,34 @@ def test_requests_and_errors_are_counted_by_kind_and_by_server() -> None:
 
 
 def test_the_text_says_what_each_metric_is() -> None:
-    text, content_type = Metrics(lambda: STATS).render()
+    text, content_type = Metrics(lambda: STATS, "m", {}).render()
     assert content_type.startswith("text/plain; version=")
     families = list(text_string_to_metric_families(text.decode()))
     assert len({family.name for family in families}) == len(families)
     for family in families:
-        assert family.name.startswith("nanovllm_") and family.documentation and family.type != "unknown"
+        assert family.name.startswith(("nanovllm_", "vllm:", "process_", "python_gc_"))
+        assert family.documentation and family.type != "unknown"
+
+
+def test_vllms_names_have_the_same_values() -> None:
+    metrics = Metrics(lambda: STATS, "m", {"block_size": 16})
+    metrics.observe(output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
+    metrics.observe_params(SamplingParams(n=2, max_tokens=7))
+    lines = metrics.render()[0].decode().splitlines()
+    labels = 'engine="0",model_name="m"'
+    for line in (
+        "num_requests_running{%s} 7.0", "prompt_tokens_total{%s} 1000.0", "prefix_cache_queries_total{%s} 1000.0",
+        'request_success_total{engine="0",finished_reason="length",model_name="m"} 1.0',
+        "request_decode_time_seconds_sum{%s} 2.0", "request_prefill_time_seconds_sum{%s} 0.75",
+        "request_inference_time_seconds_sum{%s} 2.75", "request_generation_tokens_sum{%s} 5.0",
+        "request_params_n_sum{%s} 2.0", "request_params_max_tokens_sum{%s} 7.0",
+        'cache_config_info{block_size="16",%s} 1.0',
+    ):  # fmt: skip
+        assert "vllm:" + line.replace("%s", labels) in lines, line
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
-    metrics = Metrics(lambda: STATS)
+    metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(2, times=RequestMetrics(0.0, 0.1, 0.2, 0.3)))
     metrics.count_error("timeout_error")
     rendered = {name for name, _ in samples(metrics) if not name.endswith("_created")}
@@ -151,7 +172,12 @@ def test_the_dashboards_panels_are_apart_and_ask_the_chosen_source() -> None:
     panels = DASHBOARD["panels"]
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert all(part["datasource"] == source for panel in panels for part in (panel, *panel["targets"]))
-    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "job", "instance"}
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
+        "datasource",
+        "job",
+        "instance",
+        "model",
+    }
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     boxes = [panel["gridPos"] for panel in panels]
     cells = [(x, y) for b in boxes for x in range(b["x"], b["x"] + b["w"]) for y in range(b["y"], b["y"] + b["h"])]

@@ -81,7 +81,7 @@ def test_every_setting_field_and_metric_is_there() -> None:
     assert defaults == {
         name: str(value).removesuffix(".0") if name != "host" else value for name, value in expected.items()
     }
-    metrics = Metrics(lambda: defaultdict(int)).render()[0].decode()
+    metrics = Metrics(lambda: defaultdict(int), "m", {}).render()[0].decode()
     names = {
         *ChatBody.model_fields,
         *CompletionBody.model_fields,

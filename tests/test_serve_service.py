@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,6 +29,7 @@ class PlayedStream:
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
         self._outputs = iter(outputs)
+        self.is_closed = False
 
     def __aiter__(self) -> PlayedStream:
         return self
@@ -39,7 +40,7 @@ class PlayedStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        pass
+        self.is_closed = True
 
 
 class PlayedLLM:
@@ -143,3 +144,30 @@ def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:
         return offsets
 
     assert asyncio.run(run()) == [[*range(6)], [*range(7)]]
+
+
+def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
+    async def run() -> None:
+        reads = asyncio.Event()
+        stream = PlayedStream([])
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: a\n\n"
+
+        async def receive() -> Any:
+            await asyncio.Future[None]()
+
+        async def send(_: Any) -> None:
+            await reads.wait()
+
+        answer = EventStream(
+            events(), [cast("Any", stream)], ServeSettings(max_request_seconds=0.1), list[str]().append
+        )
+        sending = asyncio.ensure_future(answer({"type": "http"}, receive, send))
+        while not stream.is_closed:
+            await asyncio.sleep(0.01)
+        assert not sending.done()
+        reads.set()
+        await sending
+
+    asyncio.run(asyncio.wait_for(run(), 30))

@@ -16,7 +16,7 @@ from nanovllm.openai_format import ENDPOINTS, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.event_stream import DONE, event
-from nanovllm.serve.protocol import CompletionBody
+from nanovllm.serve.protocol import CompletionBody, prompt_list
 from nanovllm.serve.service import Service
 from nanovllm.serve.usage import Usage
 
@@ -26,22 +26,13 @@ _ENDPOINT = ENDPOINTS["/v1/completions"]
 async def answer_completion(service: Service, body: CompletionBody) -> Response:
     """Complete prompts, whole or as the completions come."""
     service.check_model(body.model)
-    prompts = _prompts(body.prompt)
+    prompts = prompt_list(body.prompt)
     answer = _CompletionAnswer(service, body, prompts)
     if not body.stream:
         outputs = await service.complete(prompts, answer.params, body.priority)
         return await service.json_answer(lambda: answer.whole(outputs), outputs)
     streams = await service.begin(prompts, answer.params, body.priority)
     return service.event_stream(answer.events(streams), streams)
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    """Return a request's prompts; a list of token ids is one."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    if not prompt:
-        raise ValueError("prompt is empty")
-    return list(prompt)
 
 
 class _CompletionAnswer:

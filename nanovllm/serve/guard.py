@@ -13,9 +13,10 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.logs import log_refusal
 from nanovllm.serve.settings import ServeSettings
 
-_OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
+_OPEN_PATHS = ("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico")
 """Paths that need no key: they show nothing of requests or of the model."""
 
+_UPLOAD_PATH = "/v1/files"
 _READ_OF_TOO_LARGE = 8
 """How many times the largest body is read of a client that is refused."""
 _MOST_VALUES = 2**18
@@ -37,7 +38,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None]) -> None:
         self._app = app
         self._settings = settings
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._keys = [key.encode() for key in settings.api_key or []]
         self._count_error = count_error
         self._num_requests = 0
         self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
@@ -63,12 +64,14 @@ class Guard:
         Raises:
             ApiError: the key is wrong, or there is a body where none belongs.
         """
-        path, headers = scope["path"], dict(scope["headers"])
+        path, headers = scope["path"].removeprefix(scope["root_path"]), dict(scope["headers"])
         is_open = path in _OPEN_PATHS or path.startswith("/page/")
-        if self._key is not None and not is_open:
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            # In constant time, so that nobody can find the key byte by byte.
-            if not hmac.compare_digest(key.strip(), self._key) or scheme.lower() != b"bearer":
+        if self._keys and not is_open:
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            # Anthropic's clients send the latter.
+            key = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            # In constant time, so that nobody can find a key byte by byte.
+            if sum(hmac.compare_digest(key, own) for own in self._keys) == 0:
                 raise ApiError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST" and not is_open:
             return True
@@ -85,7 +88,14 @@ class Guard:
         try:
             async with self._begin_gate:
                 await asyncio.sleep(0)
-            await self._app(scope, _replay(await self._read_body(receive), receive), send)
+            if scope["path"].removeprefix(scope["root_path"]) == _UPLOAD_PATH:
+                # Written to disk as it comes.
+                most = self._settings.max_file_bytes
+                if int(dict(scope["headers"]).get(b"content-length", b"0")) > most:
+                    raise _too_large(most)
+                await self._app(scope, _limited(receive, most), send)
+            else:
+                await self._app(scope, _replay(await self._read_body(receive), receive), send)
         finally:
             self._num_requests -= 1
 
@@ -143,3 +153,26 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
+
+
+def _limited(receive: Receive, most: int) -> Receive:
+    """Return a `receive` that refuses a body of more bytes.
+
+    Raises:
+        ApiError: it is larger.
+    """
+    size = 0
+
+    async def limited() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise _too_large(most)
+        return message
+
+    return limited
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the file is over max_file_bytes={most}")

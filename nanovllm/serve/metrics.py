@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
 
 _GAUGES = {
     "nanovllm_requests_running": ("num_running", "Sequences that are being computed."),
@@ -37,6 +38,40 @@ _HISTOGRAMS = {
 }
 """Upper bounds in seconds: from a short prompt on an idle GPU to a long answer in a full queue."""
 
+_LENGTH_BUCKETS = tuple(base * 10**power for power in range(5) for base in (1, 2, 5))
+_HISTOGRAMS |= {
+    "nanovllm_prefill_time_seconds": ("Time from first scheduled to the first token.", _REQUEST_BUCKETS),
+    "nanovllm_decode_time_seconds": ("Time from a request's first token to its end.", _REQUEST_BUCKETS),
+    "nanovllm_inference_time_seconds": ("Time from first scheduled to a request's end.", _REQUEST_BUCKETS),
+    "nanovllm_request_prompt_tokens": ("Tokens of a request's prompt.", _LENGTH_BUCKETS),
+    "nanovllm_request_output_tokens": ("Tokens of a request's longest output.", _LENGTH_BUCKETS),
+    "nanovllm_request_max_tokens": ("The most tokens of an output that a request asks for.", _LENGTH_BUCKETS),
+    "nanovllm_request_n": ("Outputs that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
+}
+
+_VLLM_NAMES = {
+    "nanovllm_requests_running": "vllm:num_requests_running",
+    "nanovllm_requests_waiting": "vllm:num_requests_waiting",
+    "nanovllm_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "nanovllm_prompt_tokens": "vllm:prompt_tokens",
+    "nanovllm_output_tokens": "vllm:generation_tokens",
+    "nanovllm_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "nanovllm_preemptions": "vllm:num_preemptions",
+    "nanovllm_requests": "vllm:request_success",
+    "nanovllm_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "nanovllm_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "nanovllm_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "nanovllm_request_time_seconds": "vllm:e2e_request_latency_seconds",
+    "nanovllm_prefill_time_seconds": "vllm:request_prefill_time_seconds",
+    "nanovllm_decode_time_seconds": "vllm:request_decode_time_seconds",
+    "nanovllm_inference_time_seconds": "vllm:request_inference_time_seconds",
+    "nanovllm_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "nanovllm_request_output_tokens": "vllm:request_generation_tokens",
+    "nanovllm_request_max_tokens": "vllm:request_params_max_tokens",
+    "nanovllm_request_n": "vllm:request_params_n",
+}
+"""What dashboards and routers that are made for vLLM look for."""
+
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -45,10 +80,18 @@ class Metrics:
 
     Args:
         get_stats: returns the engine's counters: `LLM.stats`.
+        model: the model's name.
+        cache_config: settings of the cache, by vLLM's names.
     """
 
-    def __init__(self, get_stats: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self, get_stats: Callable[[], Mapping[str, int]], model: str, cache_config: Mapping[str, object]
+    ) -> None:
         self._registry = CollectorRegistry()
+        self._all = CollectorRegistry()
+        self._all.register(_WithVllmNames(self._registry, model, cache_config))
+        for collector in (ProcessCollector, GCCollector):
+            collector(registry=self._all)
         self._registry.register(_EngineCollector(get_stats))
         self._histograms = {
             name: Histogram(name, text, buckets=buckets, registry=self._registry)
@@ -71,17 +114,29 @@ class Metrics:
                 given there; None counts those of `output`.
         """
         self._requests.labels(output.outputs[0].finish_reason).inc()
+        if num_tokens is None:
+            num_tokens = max(len(completion.token_ids) for completion in output.outputs)
+        self._observe("nanovllm_request_prompt_tokens", len(output.prompt_token_ids))
+        self._observe("nanovllm_request_output_tokens", num_tokens)
         times = output.metrics
         if times is None:
             return
-        if num_tokens is None:
-            num_tokens = max(len(completion.token_ids) for completion in output.outputs)
-        self._observe_time("nanovllm_queue_time_seconds", times.queue_time)
-        self._observe_time("nanovllm_time_to_first_token_seconds", times.time_to_first_token)
-        self._observe_time("nanovllm_request_time_seconds", times.total_time)
-        if times.time_to_first_token is not None and times.total_time is not None and num_tokens > 1:
-            per_token = (times.total_time - times.time_to_first_token) / (num_tokens - 1)
-            self._observe_time("nanovllm_time_per_output_token_seconds", per_token)
+        queue, first, total = times.queue_time, times.time_to_first_token, times.total_time
+        self._observe("nanovllm_queue_time_seconds", queue)
+        self._observe("nanovllm_time_to_first_token_seconds", first)
+        self._observe("nanovllm_request_time_seconds", total)
+        if queue is None or first is None or total is None:
+            return
+        self._observe("nanovllm_prefill_time_seconds", first - queue)
+        self._observe("nanovllm_decode_time_seconds", total - first)
+        self._observe("nanovllm_inference_time_seconds", total - queue)
+        if num_tokens > 1:
+            self._observe("nanovllm_time_per_output_token_seconds", (total - first) / (num_tokens - 1))
+
+    def observe_params(self, params: SamplingParams) -> None:
+        """Count what a request asks for."""
+        self._observe("nanovllm_request_n", params.n)
+        self._observe("nanovllm_request_max_tokens", params.max_tokens)
 
     def count_aborted(self, count: int) -> None:
         """Count requests that ended unfinished, since nobody waits for them any more."""
@@ -93,11 +148,11 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return all metrics in Prometheus' text form, and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        return generate_latest(self._all), CONTENT_TYPE_LATEST
 
-    def _observe_time(self, name: str, seconds: float | None) -> None:
-        if seconds is not None:
-            self._histograms[name].observe(seconds)
+    def _observe(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self._histograms[name].observe(value)
 
 
 class _EngineCollector(Collector):
@@ -116,3 +171,41 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("nanovllm_cache_usage_ratio", "Fraction of the cache's blocks that are in use.", use)
         for name, (key, text) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, stats[key])
+
+
+class _WithVllmNames(Collector):
+    """The metrics of a registry with the model's name, and once more under vLLM's names.
+
+    Args:
+        registry: has the metrics.
+        model: the model's name.
+        cache_config: settings of the cache.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model: str, cache_config: Mapping[str, object]) -> None:
+        self._registry = registry
+        self._model = model
+        self._cache_config = {name: str(value) for name, value in cache_config.items()}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield both forms of each metric, all of one moment."""
+        for metric in self._registry.collect():
+            yield self._labelled(metric, metric.name)
+            if metric.name in _VLLM_NAMES:
+                yield self._labelled(metric, _VLLM_NAMES[metric.name])
+            if metric.name == "nanovllm_prompt_tokens":
+                # Every prompt token is looked for in the prefix cache.
+                yield self._labelled(metric, "vllm:prefix_cache_queries")
+        info = Metric("vllm:cache_config_info", "Settings of the cache.", "gauge")
+        info.add_sample(info.name, {"model_name": self._model, "engine": "0", **self._cache_config}, 1)
+        yield info
+
+    def _labelled(self, metric: Metric, name: str) -> Metric:
+        copy, labels = Metric(name, metric.documentation, metric.type), {"model_name": self._model}
+        renamed = {}
+        if name != metric.name:
+            labels, renamed = {**labels, "engine": "0"}, {"finish_reason": "finished_reason"}
+        for sample in metric.samples:
+            own = {renamed.get(key, key): text for key, text in sample.labels.items()}
+            copy.add_sample(name + sample.name[len(metric.name) :], {**labels, **own}, sample.value)
+        return copy

@@ -33,13 +33,16 @@ def _at_most(count: int, given: _Value) -> _Value:
 # The first fault ends the check of a list: one error for each of a million entries would take minutes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
 Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIELDS))]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A JSON object without fields that are not known."""
+
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
@@ -48,7 +51,7 @@ class _Body(BaseModel):
         return _at_most(_MOST_FIELDS, given)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a streamed answer; `include_obfuscation` changes nothing."""
 
     include_usage: bool | None = None
@@ -56,7 +59,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(Body):
     """A JSON schema that the answer must match."""
 
     name: str
@@ -65,14 +68,14 @@ class JsonSchemaFormat(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """What form an answer has."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """What an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
@@ -85,7 +88,7 @@ class StructuredOutputs(_Body):
     disable_additional_properties: bool | None = None
 
 
-class SamplingBody(_Body):
+class SamplingBody(Body):
     """What requests for chats and for completions share."""
 
     model: str | None = None
@@ -164,13 +167,13 @@ class Tool(BaseModel):
     function: ToolFunction
 
 
-class ToolName(_Body):
+class ToolName(Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedToolChoice(_Body):
+class NamedToolChoice(Body):
     """The function to call."""
 
     type: Literal["function"]
@@ -202,14 +205,14 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """A request for the completion of prompts: texts or token ids."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+    prompt: Prompts
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Literal[""] | None = None
 
 
-class ResponseText(_Body):
+class ResponseText(Body):
     """What form the text of a response has."""
 
     format: dict[str, Any] | None = None
@@ -222,14 +225,14 @@ class ResponseTool(ToolFunction):
     type: Literal["function"]
 
 
-class ResponseToolChoice(_Body):
+class ResponseToolChoice(Body):
     """The function to call."""
 
     type: Literal["function"]
     name: str
 
 
-class ResponseBody(_Body):
+class ResponseBody(Body):
     """A request for a response, in text."""
 
     model: str | None = None
@@ -260,7 +263,7 @@ class ResponseBody(_Body):
     parallel_tool_calls: bool | None = None
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """A request for the token ids of a text, or of messages."""
 
     model: str | None = None
@@ -273,8 +276,33 @@ class TokenizeBody(_Body):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """A request for the text of token ids."""
 
     model: str | None = None
     tokens: TokenIds
+
+
+class GenerateBody(Body):
+    """A request for token ids that follow token ids; `sampling_params` are vLLM's, by name."""
+
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    model: str | None = None
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    sampling_params: dict[str, Any] = {}
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """Return a request's prompts; a list of token ids is one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    if not prompts:
+        raise ValueError("prompt is empty")
+    return list(prompts)

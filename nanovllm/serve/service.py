@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from anyio import to_thread
 
 from nanovllm.async_llm import AsyncLLM, OutputStream
@@ -26,6 +27,7 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat import plain_messages
+from nanovllm.text.pooling import embeddings
 from nanovllm.text.tool_calls import tool_call_format
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +45,10 @@ class Service:
         settings: the server's.
 
     Attributes:
-        model: the model's name in the API.
+        names: the model's names in the API.
+        model: the first of them, which answers have.
+        is_ending: whether the server is being shut down, and what runs ends with what it has.
+        chat_template: instead of the tokenizer's; None: that.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
         tool_call_format: how the model writes calls of tools.
@@ -52,9 +57,19 @@ class Service:
     def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.model = settings.served_model_name or Path(llm.llm.config.model).name
+        self.names = settings.served_model_name or [Path(llm.llm.config.model).name]
+        self.model = self.names[0]
         self.created = int(time.time())
-        self.metrics = Metrics(llm.llm.stats)
+        self.is_ending = False
+        config, limits = llm.llm.config, llm.llm.llm_engine.limits
+        cache_config = {
+            "block_size": config.kvcache_block_size,
+            "num_gpu_blocks": limits.num_kv_slots // config.kvcache_block_size,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        self.metrics = Metrics(llm.llm.stats, self.model, cache_config)
+        self.chat_template = settings.template_text()
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
         tokenizer = llm.llm.tokenizer
@@ -64,8 +79,20 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise if a request is for another model."""
-        if model not in (None, self.model):
+        if model is not None and model not in self.names:
             raise ApiError(404, f"the model {model!r:.80} does not exist; this server has {self.model!r}", "model")
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return what the API says of the model, under one of its names."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "nanovllm",
+            "root": self.llm.llm.config.model,
+            "parent": None,
+            "max_model_len": self.llm.llm.max_model_len,
+        }
 
     def sampling_params(self, body: SamplingBody, endpoint: Endpoint) -> SamplingParams:
         """Return a request's sampling parameters.
@@ -119,7 +146,9 @@ class Service:
         if refused:
             raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
         plain = await self.llm.run_beside(partial(_plain, messages))
-        return await self.llm.render_chat(plain, chat_template_kwargs=dict(template or {}), **options)
+        variables = {**(self.settings.default_chat_template_kwargs or {}), **(template or {})}
+        options.setdefault("chat_template", self.chat_template)
+        return await self.llm.render_chat(plain, chat_template_kwargs=variables, **options)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
@@ -147,6 +176,20 @@ class Service:
             self._observe(output)
         return outputs
 
+    async def embed(
+        self, prompts: list[Any], pooling: str, priority: int | None
+    ) -> tuple[torch.Tensor, list[RequestOutput]]:
+        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and what they were made of."""
+        self._check_request(prompts, SamplingParams(max_tokens=1), priority)
+        try:
+            outputs = await self.llm.pool(prompts, pooling, priority=priority or 0)
+        except asyncio.CancelledError:
+            self.metrics.count_aborted(len(prompts))
+            raise
+        for output in outputs:
+            self._observe(output)
+        return embeddings(outputs, self.llm.llm.model_config.hidden_size), outputs
+
     def _check_request(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> None:
         """Raise if a request asks for more than the server gives to one; log it otherwise."""
         if priority and not self.settings.allow_priority:
@@ -161,6 +204,8 @@ class Service:
         if count > most:
             message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
             raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
+        for _ in prompts:
+            self.metrics.observe_params(params)
         if self.settings.log_requests:
             _logger.info("%d prompts, at most %d tokens: %s", len(prompts), sum(lengths), one_line(repr(params)))
 

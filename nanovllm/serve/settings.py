@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
@@ -16,16 +18,25 @@ class ServeSettings:
     Attributes:
         host: address to listen on; the default is this machine alone.
         port: TCP port; 0 takes a free one.
-        api_key: clients must send it as `Authorization: Bearer KEY`; without one, the environment's NANOVLLM_API_KEY,
-            and if there is none, everybody is answered.
+        uds: path of a Unix domain socket to listen on, instead of host and port.
+        root_path: the path under which a proxy shows the server to clients.
+        ssl_keyfile: private key for TLS, a PEM file.
+        ssl_certfile: certificate for TLS, a PEM file.
+        ssl_ca_certs: certificates that clients must have theirs from, a PEM file; None: clients need none.
+        api_key: clients must send one of these as `Authorization: Bearer KEY` or `x-api-key: KEY`; without one, the
+            environment's NANOVLLM_API_KEY, and if there is none, everybody is answered.
         allowed_hosts: host names that requests may be for, such as llm.example.com or *.example.com; "*": any. If None,
             this machine's own if the server listens to this machine alone and has no key, since a web page could
             otherwise have its host name point here (DNS rebinding); else any.
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
-        served_model_name: the model's name in the API; that of its folder if None.
+        served_model_name: the model's names in the API, of which answers have the first; that of its folder if None.
+        chat_template: a Jinja template, or a file of one, instead of the tokenizer's.
+        default_chat_template_kwargs: variables of the chat template for requests that do not set them.
         separate_reasoning: whether text between <think> and </think> is split off the answers of chats that do not say.
         tool_call_parser: how the model writes calls of tools: "hermes" (Qwen's), "llama3_json", or "auto".
         max_body_bytes: the largest request.
+        batch_dir: folder for the files and states of the batch API; None: the server has none.
+        max_file_bytes: the largest file of the batch API.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
         max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
@@ -42,6 +53,8 @@ class ServeSettings:
         allow_priority: whether requests may have a `priority`, by which one client can get ahead of all others.
         access_log: whether each request is logged with its status.
         log_requests: whether each request is logged with its sampling parameters, and its end with counts and times.
+        exit_when_engine_fails: end the process with exit code 1 when the engine is lost, for a supervisor to start it
+            again; otherwise `/health` says so.
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.
@@ -49,13 +62,22 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    uds: str | None = None
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    api_key: list[str] | None = None
     allowed_hosts: list[str] | None = None
     allowed_origins: list[str] | None = None
-    served_model_name: str | None = None
+    served_model_name: list[str] | None = None
+    chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = False
     tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
+    batch_dir: str | None = None
+    max_file_bytes: int = 200 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128
     max_logprobs_per_request: int = 2**19
@@ -68,24 +90,54 @@ class ServeSettings:
     allow_priority: bool = False
     access_log: bool = False
     log_requests: bool = False
+    exit_when_engine_fails: bool = False
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
-        for name in ("separate_reasoning", "allow_priority", "access_log", "log_requests"):
+        for name in ("separate_reasoning", "allow_priority", "access_log", "log_requests", "exit_when_engine_fails"):
             check_bool(name, getattr(self, name))
-        for name in ("max_body_bytes", "max_outputs", "max_logprobs_per_request", "max_requests", "max_connections"):
+        for name in (
+            "max_body_bytes",
+            "max_file_bytes",
+            "max_outputs",
+            "max_logprobs_per_request",
+            "max_requests",
+            "max_connections",
+        ):
             check_int(name, getattr(self, name), 1)
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
         for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
             check_number(name, getattr(self, name), 0, above=True)
         check_number("grace_seconds", self.grace_seconds, 0)
-        if self.api_key is not None and not (self.api_key and self.api_key.isascii()):
+        for name in ("api_key", "served_model_name"):
+            given = getattr(self, name)
+            if given is not None and not (isinstance(given, list) and given and all(given)):
+                raise ValueError(f"{name} must be a list of texts, not {given!r:.80}")
+        if not all(key.isascii() for key in self.api_key or []):
             raise ValueError("api_key must be ASCII characters")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None) or (self.ssl_ca_certs and not self.ssl_certfile):
+            raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
+        self.template_text()
         for pattern in self.allowed_hosts or []:
             # The form that Starlette's TrustedHostMiddleware takes.
             if "*" in pattern[1:] or (pattern.startswith("*") and pattern != "*" and not pattern.startswith("*.")):
                 raise ValueError(f"allowed_hosts has {pattern!r}, which is neither a name nor *.NAME nor *")
+
+    def template_text(self) -> str | None:
+        """Return the chat template, read if it is given as a file; None: the tokenizer's.
+
+        Raises:
+            ValueError: it is neither a file nor a template.
+        """
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        if not Path(given).is_file():
+            raise ValueError(f"chat_template={given!r:.200} is neither a file nor a Jinja template")
+        return Path(given).read_text(encoding="utf-8")
 
     @property
     def trusted_hosts(self) -> list[str]:

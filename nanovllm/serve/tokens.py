@@ -1,13 +1,13 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from nanovllm.async_llm import LONG_TEXT
 from nanovllm.serve.protocol import DetokenizeBody, TokenizeBody
 from nanovllm.serve.service import Service
+from nanovllm.text.input_processor import LONG_TEXT
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
@@ -45,3 +45,25 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
         raise ValueError(f"token id {highest} is outside the vocabulary, 0 ... {vocab_size - 1}")
     decode = partial(service.decode, body.tokens)
     return {"prompt": await service.llm.run_beside(decode, is_slow=len(body.tokens) > LONG_TEXT)}
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return the tokenizer's configuration.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    tokenizer = service.llm.llm.tokenizer
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer")
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if _is_plain(value)}
+    return {
+        **settings,
+        "tokenizer_class": type(tokenizer).__name__,
+        "special_tokens": tokenizer.special_tokens_map,
+        "chat_template": service.chat_template or getattr(tokenizer, "chat_template", None),
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool, type(None)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,9 @@ from nanovllm.text.structured_output import (
 )
 from nanovllm.text.thinking import AfterThinkingConstraint
 from nanovllm.utils.checks import check_int, token_list
+
+LONG_TEXT = 2**16
+"""Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,26 @@ class InputProcessor:
             raise
         return [(next(encoded), text) if index in texts else (ids, text) for index, (ids, text) in enumerate(parts)]
 
+    def process_pooling(
+        self, prompts: list[Any], pooling: str, priority: int = 0, *, streams: bool = False
+    ) -> list[Request]:
+        """Return requests for the hidden states of prompts, if all of them can be served.
+
+        Args:
+            prompts: see `process`.
+            pooling: "last" takes the last token's, "mean" the mean of all.
+            priority: of all of them.
+            streams: see `process`.
+
+        Raises:
+            ValueError: an unknown pooling, or see `process`.
+        """
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+        params = [SamplingParams(0, 1, detokenize=False)] * len(prompts)
+        requests = self.process(prompts, params, [priority] * len(prompts), streams=streams)
+        return [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in requests]
+
     def process_each(
         self, prompts: list[Any], params: list[SamplingParams], priorities: list[int]
     ) -> list[Request | ValueError]:
@@ -217,3 +240,14 @@ def _token_ids_and_text(prompt: Any) -> tuple[Any, str | None]:
     raise ValueError(
         "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
     )
+
+
+def takes_long(prompts: list[Any], params: Any) -> bool:
+    """Whether the requests need a grammar, or have so much text that it takes long to encode."""
+    # What is of no such type is refused by the input processor.
+    if getattr(params, "structured_outputs", None) is not None:
+        return True
+    texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
+    bad_words = getattr(params, "bad_words", None)
+    texts += bad_words if isinstance(bad_words, list) else []
+    return sum(len(text) for text in texts if isinstance(text, (str, list))) > LONG_TEXT

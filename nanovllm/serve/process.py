@@ -1,0 +1,146 @@
+"""The server's process: it listens, says where, and ends within the grace period."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import ssl
+import sys
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.serve.app import create_app
+from nanovllm.serve.connection import Connection, ConnectionPool
+from nanovllm.serve.service import Service
+from nanovllm.serve.settings import ServeSettings
+
+_SWITCH_SECONDS = 0.0005
+"""How long one thread may hold the interpreter while another waits.
+
+With Python's 5 ms the engine's thread, which waits for the device some times in each step, would lose that much each
+time to the threads that write answers.
+"""
+_ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
+"""The shares of the grace after which requests are aborted, and connections cut that have not taken their answers."""
+
+_logger = logging.getLogger(__name__)
+
+
+def run_server(llm: AsyncLLM, settings: ServeSettings, max_connections: int) -> int:
+    """Answer requests until SIGINT or SIGTERM, or until the engine is lost if settings say so; return the exit code."""
+    service = Service(llm, settings)
+    app = create_app(service)
+    pool = ConnectionPool(settings, service.metrics.count_error, max_connections)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # What is loaded stays: looking through it for garbage would hold the event loop.
+    gc.collect()
+    gc.freeze()
+    server = _Server(_uvicorn_config(app, settings, pool), service)
+    server.run()
+    return server.exit_code
+
+
+def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        uds=settings.uds,
+        root_path=settings.root_path,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+        log_config=None,
+        access_log=settings.access_log,
+        proxy_headers=False,
+        # uvicorn calls it, whatever it is.
+        http=cast("type[asyncio.Protocol]", partial(Connection, pool)),
+        ws="none",
+        backlog=settings.max_requests,
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + 1,
+        # Clients keep their connections longer than uvicorn's 5 s, and fail when one closes as they send.
+        timeout_keep_alive=75,
+        lifespan="on",
+    )
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens, which port 0 leaves to the system, and ends when it must."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self.exit_code = 0
+
+    async def startup(self, sockets: Any = None) -> None:
+        await _warm_up(self.config.app, self._service.settings)
+        await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
+        for name in (listening.getsockname() for server in self.servers for listening in server.sockets):
+            place = f"{scheme}://{name[0]}:{name[1]}" if isinstance(name, tuple) else f"unix:{name}"
+            print(f"nanovllm serve: {self._service.model} at {place}", flush=True)
+            _logger.info("serving %s at %s", self._service.model, place)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.settings.exit_when_engine_fails and self._service.llm.errored:
+            _logger.error("ending, since the engine is lost")
+            self.exit_code = 1
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self._service.is_ending = True
+        llm, grace = self._service.llm, self._service.settings.grace_seconds
+        _logger.info("ending within %g s; %d requests are running", grace, llm.num_pending_requests)
+        loop = asyncio.get_running_loop()
+        loop.call_later(grace * _ABORT_SHARE, llm.abort_all)
+        loop.call_later(grace * _CUT_SHARE, self._cut_connections)
+        await super().shutdown(sockets)
+        _logger.info("ended")
+
+    def _cut_connections(self) -> None:
+        left = list(self.server_state.connections)
+        if left:
+            _logger.warning("cutting %d connections, which have not ended", len(left))
+        for connection in left:
+            connection.transport.abort()
+
+
+async def _warm_up(app: Any, settings: ServeSettings) -> None:
+    """Answer a request that nobody has sent: the first one imports modules and builds tables for some 20 ms.
+
+    Args:
+        app: the ASGI application.
+        settings: the server's.
+    """
+    host = settings.trusted_hosts[0].replace("*", "a")
+    headers = [(b"content-type", b"application/json"), (b"host", host.encode())]
+    headers.append((b"authorization", f"Bearer {settings.api_key[0] if settings.api_key else ''}".encode()))
+    path = "/detokenize"
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": "POST",
+    }
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"tokens": []}', "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await app(scope, receive, send)
+    if statuses != [200]:
+        raise RuntimeError(f"the server answered its own request with {statuses}")

@@ -1,0 +1,65 @@
+"""What says how the server is: health, version, metrics, and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+import nanovllm
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.routing import ERRORS, ServiceDep
+
+router = APIRouter()
+PAGE = Path(__file__).parents[1] / "page"
+_HTML = (PAGE / "index.html").read_bytes()
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@router.get("/health", responses={503: ERRORS[503]})
+@router.get("/ping", responses={503: ERRORS[503]})
+async def health(service: ServiceDep) -> dict[str, str]:
+    """Say whether requests are answered."""
+    if not service.llm.is_running:
+        raise ApiError(503, "the engine is closed")
+    return {"status": "ok"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Return nanovllm's version."""
+    return {"version": nanovllm.__version__}
+
+
+@router.get("/load", responses={401: ERRORS[401]})
+async def load(service: ServiceDep) -> dict[str, int]:
+    """Return how many requests wait or run."""
+    return {"server_load": service.llm.num_pending_requests}
+
+
+@router.get("/metrics", response_class=Response, responses={401: ERRORS[401]})
+async def metrics(service: ServiceDep) -> Response:
+    """Return the metrics in Prometheus' text form."""
+    text, media_type = service.metrics.render()
+    return Response(text, media_type=media_type)
+
+
+@router.get("/stats", responses={401: ERRORS[401]})
+async def stats(service: ServiceDep) -> dict[str, Any]:
+    """Return the engine's state."""
+    return service.state()
+
+
+@router.get("/", response_class=Response)
+async def index() -> Response:
+    """Return a page to chat with the model and to see the engine's state."""
+    return Response(_HTML, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)

@@ -1,6 +1,7 @@
 // The engine's state: its numbers now, and plots of its last minute.
 
 import { apiKey, call } from "./api.js";
+import { element } from "./dom.js";
 
 const POLL_MS = 500;
 const RETRY_MS = 3000;
@@ -35,7 +36,7 @@ function addSample(sample) {
 
 function show() {
   const sample = samples.at(-1);
-  document.getElementById("model").textContent = sample.model;
+  element("model").textContent = [sample.model, sample.device].filter(Boolean).join(" · ");
   for (const node of document.querySelectorAll("[data-value]")) {
     const name = node.dataset.value;
     node.textContent = (name === "cache_use" ? percent : compact).format(sample[name]);
@@ -96,7 +97,7 @@ function drawLine(context, points, color, bottom) {
 }
 
 function setStatus(text, isLive) {
-  const status = document.getElementById("status");
+  const status = element("status");
   // Readers of the screen hear every change.
   if (status.textContent !== text) status.textContent = text;
   status.classList.toggle("live", isLive);
@@ -114,15 +115,15 @@ async function poll() {
   } catch (error) {
     const isRefused = error.status === 401;
     setStatus(isRefused ? "needs an API key" : error.message, false);
-    if (isRefused) document.getElementById("settings").open = true;
+    if (isRefused) element("settings").open = true;
     // Only another key can help.
     pauseUntil = isRefused && key === apiKey() ? Infinity : performance.now() + RETRY_MS;
   }
   isPolling = false;
 }
 
-document.getElementById("settings").open = matchMedia("(min-width: 56rem)").matches;
-document.getElementById("key").addEventListener("change", () => {
+element("settings").open = matchMedia("(min-width: 56rem)").matches;
+element("key").addEventListener("change", () => {
   pauseUntil = 0;
 });
 setInterval(poll, POLL_MS);

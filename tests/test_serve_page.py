@@ -64,7 +64,8 @@ class StubServer:
         self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens"), 0)
         files = Route("/page/{name}", self.file)
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        self.app = Starlette(routes=[Route("/", self.file), files, Route("/stats", self.stats), chat])
+        state = Route("/stats", self.stats), Route("/stats/blocks", self.blocks)
+        self.app = Starlette(routes=[Route("/", self.file), files, *state, chat])
 
     async def file(self, request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
@@ -76,6 +77,11 @@ class StubServer:
             return error_response(401, "the API key is missing or wrong")
         cache_use = 0.25 * self.counts["num_running"]
         return JSONResponse({"model": MODEL, "time": time.monotonic(), "cache_use": cache_use, **self.counts})
+
+    async def blocks(self, request: Request) -> Response:
+        busy, tokens = self.counts["num_running"], self.counts["num_prompt_tokens"]
+        cells = {"used": [busy, 0], "cached": [0, 1], "users": [busy, 0], "hits": [tokens, 0]}
+        return JSONResponse({"block_size": 16, "num_blocks": 3, "blocks_per_cell": 2, **cells})
 
     async def chat(self, request: Request) -> Response:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
@@ -237,10 +243,13 @@ def test_clear_aborts_and_forgets_the_conversation(visit: Visit, page_url: str) 
     assert sent_by(page, "anew")["messages"] == [{"role": "user", "content": "anew"}]
 
 
+HIT = "245,179,1,255"
+
+
 def test_the_state_and_its_plots_move(visit: Visit) -> None:
     page = visit()
     value = "[data-value=%s]"
-    plots = "[...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())"
+    plots = "[...document.querySelectorAll('[data-series]')].map((canvas) => canvas.toDataURL())"
     expect(page.get_by_role("status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text(MODEL)
     expect(page.locator(value % "num_running")).to_have_text("0")
@@ -249,6 +258,11 @@ def test_the_state_and_its_plots_move(visit: Visit) -> None:
     expect(page.locator(value % "num_running")).to_have_text("1")
     expect(page.locator(value % "cache_use")).not_to_have_text("0%")
     expect(page.locator(value % "output_rate")).to_have_text(re.compile("^[1-9]"))
+    expect(page.locator("#legend")).to_have_text(re.compile(r"free 2\s*in use 1\s*cached prefixes 1\s*prefix hits"))
+    expect(page.locator("#grid-note")).to_have_text("Blocks of 16 tokens, 2 in a cell")
+    # The first cell has been hit, and shows it for a while.
+    color = "document.querySelector('#grid').getContext('2d').getImageData(2, 2, 1, 1).data.join()"
+    assert page.evaluate(color) == HIT
     assert len(before) == 4 and all(old != new for old, new in zip(before, page.evaluate(plots), strict=True))
 
 
@@ -337,7 +351,8 @@ SHOWN = (
     "<ul><li><p>first\ngoing <strong>on</strong></p><ol><li><p>nested</p></li></ol></li>"
     "<li><p><code>code &lt;b&gt;</code> and <del>gone</del></p></li></ul>"
     "<blockquote><p>quoted</p></blockquote>"
-    "<div><div><span>python</span><button>Copy</button></div><pre><code>if x:\n\n    y = \"# no heading\"</code></pre></div>"
+    "<div><div><span>python</span><button>Copy</button></div>"
+    '<pre><code>if x:\n\n    y = "# no heading"</code></pre></div>'
     "<div><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><strong>2</strong></td></tr></table></div>"
     "<hr><p>a_b_c *d* ```open</p>"
     "<div><div><span></span><button>Copy</button></div><pre><code>unclosed</code></pre></div>"
@@ -386,7 +401,8 @@ def test_a_question_is_edited_and_an_answer_tried_again(visit: Visit) -> None:
     page.get_by_role("button", name="Cancel").click()
     with page.expect_request("**/v1/chat/completions") as request:
         page.get_by_role("button", name="Retry").last.click()
-    assert [m["content"] for m in request.value.post_data_json["messages"]] == ["introduce yourself", "yes", "second"]
+    body: Any = request.value.post_data_json
+    assert [message["content"] for message in body["messages"]] == ["introduce yourself", "yes", "second"]
     page.get_by_role("button", name="Edit").first.click()
     assert sent_by(page, "first")["messages"] == [{"role": "user", "content": "first"}]
     expect(page.get_by_role("article")).to_have_count(2)
@@ -483,7 +499,10 @@ def test_the_real_server_streams_an_answer_to_who_has_the_key(real_server: Serve
     lengths = sorted({len(text) for text in page.evaluate("texts")})
     assert len(lengths) > 3 and lengths[-1] == len(whole)
     expect(page.get_by_role("status")).to_have_text("live")
-    expect(page.locator("#model")).to_have_text("qwen3-tiny")
+    expect(page.locator("#model")).to_have_text("qwen3-tiny · CPU")
     for name in ("num_prompt_tokens", "num_output_tokens"):
         expect(page.locator(f"[data-value={name}]")).to_have_text(str(real_server.get("/stats")[name]))
     assert real_server.get("/stats")["num_output_tokens"] > 20
+    # The first blocks of the conversation are in the cache.
+    send(page, "sort 3 1 2")
+    expect(page.locator("#num-hits")).to_have_text(re.compile("^[1-9]"))

@@ -2,6 +2,7 @@
 
 import { streamAnswer } from "./api.js";
 import { Answer, Question } from "./bubbles.js";
+import "./cache.js";
 import { element } from "./dom.js";
 import { checkSettings, requestFields, systemMessages } from "./settings.js";
 import { modelName } from "./state.js";

@@ -10,12 +10,19 @@ const WINDOW_SECONDS = 60;
 
 const samples = [];
 let isPolling = false;
+let listener = null;
 let pauseUntil = 0;
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
 
 export const format = (value) => compact.format(value);
+
+/** Whether the state stands beside the chat. */
+export const isWide = matchMedia("(min-width: 56rem)").matches;
+
+/** Has a function called whenever the state is new. */
+export const whenPolled = (call) => (listener = call);
 
 /** Returns the model's name in the API, undefined until it is known. */
 export const modelName = () => samples.at(-1)?.model;
@@ -41,7 +48,7 @@ function show() {
     const name = node.dataset.value;
     node.textContent = (name === "cache_use" ? percent : compact).format(sample[name]);
   }
-  for (const canvas of document.querySelectorAll("canvas")) drawPlot(canvas);
+  for (const canvas of document.querySelectorAll("[data-series]")) drawPlot(canvas);
 }
 
 /** Returns the least of 1, 2, 5, 10, 20, 50 ... that is no less than a value. */
@@ -112,6 +119,7 @@ async function poll() {
     addSample(await response.json());
     setStatus("live", true);
     show();
+    listener();
   } catch (error) {
     const isRefused = error.status === 401;
     setStatus(isRefused ? "needs an API key" : error.message, false);
@@ -122,7 +130,7 @@ async function poll() {
   isPolling = false;
 }
 
-element("settings").open = matchMedia("(min-width: 56rem)").matches;
+element("settings").open = isWide;
 element("key").addEventListener("change", () => {
   pauseUntil = 0;
 });

@@ -503,6 +503,11 @@ def test_the_real_server_streams_an_answer_to_who_has_the_key(real_server: Serve
     for name in ("num_prompt_tokens", "num_output_tokens"):
         expect(page.locator(f"[data-value={name}]")).to_have_text(str(real_server.get("/stats")[name]))
     assert real_server.get("/stats")["num_output_tokens"] > 20
+    page.get_by_role("link", name="API", exact=True).click()
+    page.get_by_text("/v1/chat/completions").click()
+    page.locator("summary", has=page.get_by_text("stream_options", exact=True)).click()
+    expect(page.get_by_text("include_usage", exact=True)).to_be_visible()
+    page.go_back()
     # The first blocks of the conversation are in the cache.
     send(page, "sort 3 1 2")
     expect(page.locator("#num-hits")).to_have_text(re.compile("^[1-9]"))

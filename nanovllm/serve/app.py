@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+import nanovllm
 from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestIds, log_refusal
@@ -33,7 +34,7 @@ def create_app(service: Service) -> ASGIApp:
         finally:
             await service.llm.shutdown()
 
-    app = FastAPI(title="nanovllm", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
     for router in (openai.router, pooling.router, tokens.router, state.router):

@@ -67,7 +67,8 @@ def test_embeddings_are_those_of_the_library(server: ServerProcess, llm: LLM) ->
         ids = llm.tokenizer("Monday")["input_ids"]
         numbers = client.embeddings.create(model="gpt-4o", input=ids, encoding_format="float", dimensions=256)
         np.testing.assert_allclose(numbers.data[0].embedding, expected[0], atol=1e-5)
-        for wrong in ({"dimensions": 3}, {"extra_body": {"pooling": "first"}}, {"input": []}):
+        mistakes: list[dict[str, Any]] = [{"dimensions": 3}, {"extra_body": {"pooling": "first"}}, {"input": []}]
+        for wrong in mistakes:
             with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
                 client.embeddings.create(**{"model": "tiny", "input": "a", **wrong})
     raw = httpx.post(f"{server.url}/v1/embeddings", headers={"x-api-key": KEYS[1]},
@@ -95,7 +96,13 @@ def test_scores_and_ranks_are_cosines(client: Any, llm: LLM) -> None:
 
 def test_token_ids_in_and_out(client: Any, llm: LLM) -> None:
     ids = llm.tokenizer("1, 2, 3, 4")["input_ids"]
-    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0}
+    params: dict[str, Any] = {
+        "temperature": 0.0,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "prompt_logprobs": 0,
+    }
     (expected,) = llm.generate([ids], SamplingParams(**params), use_tqdm=False)
     body = {"token_ids": ids, "sampling_params": {**params, "seed": None}, "request_id": "mine", "model": "tiny"}
     answer = client.post("/inference/v1/generate", json=body).json()

@@ -48,6 +48,7 @@ class Service:
     Attributes:
         names: the model's names in the API.
         model: the first of them, which answers have.
+        is_ending: whether the server is being shut down, and what runs ends with what it has.
         chat_template: instead of the tokenizer's; None: that.
         device: the name of the device, or devices.
         created: when the service began, in seconds since 1970.
@@ -62,6 +63,7 @@ class Service:
         self.model = self.names[0]
         self.created = int(time.time())
         self.device = device_name(llm.llm.config.device, llm.llm.config.tensor_parallel_size)
+        self.is_ending = False
         config, limits = llm.llm.config, llm.llm.llm_engine.limits
         cache_config = {
             "block_size": config.kvcache_block_size,

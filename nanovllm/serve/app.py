@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+import nanovllm
 from nanovllm.serve.batches import Batches
 from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.guard import Guard
@@ -42,7 +43,7 @@ def create_app(service: Service) -> ASGIApp:
         finally:
             await service.llm.shutdown()
 
-    app = FastAPI(title="nanovllm", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
     for router in (openai.router, pooling.router, tokens.router, state.router):

@@ -29,6 +29,7 @@ from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat import plain_messages
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.tool_calls import tool_call_format
+from nanovllm.utils.device import device_name
 
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000
@@ -49,6 +50,7 @@ class Service:
         model: the first of them, which answers have.
         is_ending: whether the server is being shut down, and what runs ends with what it has.
         chat_template: instead of the tokenizer's; None: that.
+        device: the name of the device, or devices.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
         tool_call_format: how the model writes calls of tools.
@@ -60,6 +62,7 @@ class Service:
         self.names = settings.served_model_name or [Path(llm.llm.config.model).name]
         self.model = self.names[0]
         self.created = int(time.time())
+        self.device = device_name(llm.llm.config.device, llm.llm.config.tensor_parallel_size)
         self.is_ending = False
         config, limits = llm.llm.config, llm.llm.llm_engine.limits
         cache_config = {
@@ -254,7 +257,8 @@ class Service:
     def state(self) -> dict[str, Any]:
         """Return the engine's state for the page."""
         stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
-        return {"model": self.model, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
+        head = {"model": self.model, "device": self.device}
+        return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
 
 
 def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -13,12 +13,15 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.logprobs import Logprob
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.event_stream import EventStream
-from nanovllm.serve.protocol import ChatBody, CompletionBody, ResponseBody
+from nanovllm.serve.protocol import ChatBody, CompletionBody
+from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
@@ -43,6 +46,16 @@ class PlayedStream:
         self.is_closed = True
 
 
+class PlayedTokenizer:
+    """A token for each character."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, token_ids))
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
 class PlayedLLM:
     """What a `Service` needs of an `AsyncLLM`. It knows what it was asked for.
 
@@ -53,11 +66,11 @@ class PlayedLLM:
 
     def __init__(self, outputs: list[RequestOutput], recommended: dict[str, Any] | None = None) -> None:
         self.llm = SimpleNamespace(
-            config=SimpleNamespace(model="some/model"),
+            config=Config("some/model"),
             recommended_values=lambda: recommended or {},
             stats=dict,
-            tokenizer=None,
-            llm_engine=SimpleNamespace(limits=SimpleNamespace(max_model_len=512)),
+            tokenizer=PlayedTokenizer(),
+            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20)),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []
@@ -65,6 +78,9 @@ class PlayedLLM:
 
     async def run_beside(self, function: Callable[[], Any]) -> Any:
         return function()
+
+    async def encode(self, prompts: list[Any], **_: Any) -> list[TokensPrompt]:
+        return [{"prompt_token_ids": [1], "prompt": prompt} for prompt in prompts]
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         self.messages = messages

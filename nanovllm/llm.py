@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from nanovllm.config import Config, EngineSettings
+from nanovllm.engine.block_usage import BlockUsage
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats_history import StatsSample
@@ -369,6 +370,10 @@ class LLM(Unpicklable):
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
         return self.llm_engine.stats()
+
+    def block_usage(self, most_cells: int = 2048) -> BlockUsage:
+        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`."""
+        return self.llm_engine.block_usage(most_cells)
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""

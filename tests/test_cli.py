@@ -323,6 +323,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "top_p": (["0.5"], 0.5),
     "host": (["::1"], "::1"),
     "uds": (["x"], "x"),
+    "batch_dir": (["x"], "x"),
     "root_path": (["/x"], "/x"),
     "ssl_keyfile": (["x"], "x"),
     "ssl_certfile": (["x"], "x"),

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from tokenizers import decoders
 
 pytest.importorskip("uvicorn")
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.logprobs import Logprob
+from nanovllm.logprobs import Logprob, Logprobs, pack_records
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
+from nanovllm.serve import event_stream
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.event_stream import EventStream
@@ -25,6 +29,7 @@ from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.token_bytes import token_bytes_function
 
 
 class PlayedStream:
@@ -66,7 +71,7 @@ class PlayedLLM:
 
     def __init__(self, outputs: list[RequestOutput], recommended: dict[str, Any] | None = None) -> None:
         self.llm = SimpleNamespace(
-            config=Config("some/model"),
+            config=Config("some/model", device="cpu"),
             recommended_values=lambda: recommended or {},
             stats=dict,
             tokenizer=PlayedTokenizer(),
@@ -187,3 +192,57 @@ def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
         await sending
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "_PING_SECONDS", 0.01)
+
+    async def run() -> list[bytes]:
+        pinged, sent = asyncio.Event(), list[bytes]()
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: a\n\n"
+            await pinged.wait()
+            yield b"data: b\n\n"
+
+        async def receive() -> Any:
+            await asyncio.Future[None]()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1].startswith(b":"):
+                pinged.set()
+
+        await EventStream(events(), [], ServeSettings(), list[str]().append)({"type": "http"}, receive, send)
+        await asyncio.sleep(0.05)
+        return sent
+
+    start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 30))
+    assert (start, first, last, end) == (b"", b"data: a\n\n", b"data: b\n\n", b"")
+    assert set(pings) == {b": ping\n\n"}
+
+
+def test_log_probabilities_are_counted_without_being_made() -> None:
+    def refuse(_: int) -> str:
+        raise AssertionError("nobody has asked for a token's text")
+
+    def built_by(num_positions: int) -> str:
+        records = pack_records(np.zeros((num_positions, 3)), np.ones((num_positions, 3)), np.ones(num_positions))
+        choice = CompletionOutput(0, "", [], 0.0, Logprobs(records, 3, refuse), "stop")
+        params, service = SamplingParams(logprobs=2), make_service(PlayedLLM([]))
+        outputs = [RequestOutput(0, None, [1], [choice], True)]
+        answer = asyncio.run(service.json_answer(lambda: threading.current_thread().name, outputs, params))
+        return str(json.loads(bytes(answer.body)))
+
+    own = threading.current_thread().name
+    assert built_by(3000) == own != built_by(4000)
+
+
+def test_bytes_of_tokens_of_sentencepiece() -> None:
+    tokens = ["\u2581sea", "<0xE5>", "<0xAD>", "<0x97>"]
+    decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = SimpleNamespace(
+        backend_tokenizer=SimpleNamespace(decoder=decoder), convert_ids_to_tokens=tokens.__getitem__
+    )
+    get_bytes = token_bytes_function(tokenizer)
+    assert b"".join(get_bytes(i) or b"" for i in range(4)).decode() == " sea字"

@@ -27,15 +27,19 @@ _ROOT_IDENTITY = 0
 
 
 class Block:
-    """One page of the cache. `key` and `identity` are those of its content while it is in the prefix cache."""
+    """One page of the cache. `key` and `identity` are those of its content while it is in the prefix cache.
 
-    __slots__ = ("block_id", "identity", "key", "ref_count")
+    `num_hits` is how often it was found there, whatever it held.
+    """
+
+    __slots__ = ("block_id", "identity", "key", "num_hits", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
         self.identity = _ROOT_IDENTITY
+        self.num_hits = 0
 
 
 class BlockManager:
@@ -91,6 +95,7 @@ class BlockManager:
         for block in matched:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
+            block.num_hits += 1
         seq.block_table = [block.block_id for block in matched] + [self._take_free_block() for _ in range(num_new)]
         seq.num_registered_blocks = len(matched)
         seq.registered_identity = matched[-1].identity if matched else _root(seq)

@@ -21,6 +21,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import new_token_ids, request_output
@@ -176,6 +177,10 @@ class LLMEngine(Unpicklable):
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
         return self.scheduler.counters()
+
+    def block_usage(self, most_cells: int) -> BlockUsage:
+        """Return the state of the cache's blocks; see `block_usage`."""
+        return block_usage(self.scheduler.block_manager, most_cells)
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters over time, oldest first; the last sample is of now."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,10 +18,12 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+import nanovllm
+from nanovllm.serve.batches import Batches
 from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestIds, log_refusal
-from nanovllm.serve.routers import openai, pooling, state, tokens
+from nanovllm.serve.routers import batches, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -28,20 +32,40 @@ _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/
 def create_app(service: Service) -> ASGIApp:
     """Return the application of a service, whose engine it closes when it is shut down."""
 
+    settings = service.settings
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
-            yield
+            if settings.batch_dir is None:
+                yield
+            else:
+                async with _running_batches(app, service, Path(settings.batch_dir)):
+                    yield
         finally:
             await service.llm.shutdown()
 
-    app = FastAPI(title="nanovllm", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
     for router in (openai.router, pooling.router, tokens.router, state.router):
         app.include_router(router)
+    if settings.batch_dir is not None:
+        app.include_router(batches.router)
     app.mount("/page", StaticFiles(directory=state.PAGE))
     return _protected(app, service)
+
+
+@asynccontextmanager
+async def _running_batches(app: FastAPI, service: Service, folder: Path) -> AsyncIterator[None]:
+    """Do the batches of a folder inside the `with` block."""
+    app.state.batches = Batches(service, folder, 2 * service.llm.llm.config.max_num_seqs)
+    task = asyncio.create_task(app.state.batches.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _protected(app: ASGIApp, service: Service) -> ASGIApp:
@@ -76,6 +100,9 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ApiError):
+            # Of reading a form, which FastAPI answers with an error of its own.
+            return answer(request, error.__cause__)
         return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:

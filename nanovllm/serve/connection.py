@@ -23,6 +23,7 @@ from nanovllm.serve.settings import ServeSettings
 _logger = logging.getLogger(__name__)
 
 _MOST_HEAD_BYTES = 128 * 2**10
+_MOST_EARLY_BYTES = 2**16
 _CHUNK_BYTES = 32
 """What a chunk of a body may have around its data; extensions and trailers count like a head's bytes."""
 _LINGER_SECONDS = 1.0
@@ -80,6 +81,7 @@ class Connection(HttpToolsProtocol):
         self._settings = pool.settings
         # Of what is not the body of the request that is being read.
         self._num_bytes = 0
+        self._early = b""
         # Nothing that comes is looked at any more. Not reading it would hide that the client has gone.
         self._ignores_input = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -103,6 +105,12 @@ class Connection(HttpToolsProtocol):
         """Read what was sent, unless it comes before an answer or is no HTTP."""
         if self._ignores_input:
             return
+        if self._answer_is_sent():
+            # The client may send the next request before the application ends the answer.
+            self._early += data
+            self._ignores_input = len(self._early) > _MOST_EARLY_BYTES
+            self.cycle.keep_alive &= not self._ignores_input
+            return
         self._unset_keepalive_if_required()
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
@@ -118,6 +126,13 @@ class Connection(HttpToolsProtocol):
             self.refuse(cause if isinstance(cause, ApiError) else ApiError(400, "what was sent is not HTTP/1.1"))
         except ApiError as error:
             self.refuse(error)
+
+    def _answer_is_sent(self) -> bool:
+        """Whether the client has a whole answer that the application has not ended yet."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started or cycle.more_body:
+            return False
+        return not cycle.chunked_encoding and cycle.expected_content_length == 0
 
     def on_message_begin(self) -> None:
         """Begin a request."""
@@ -162,6 +177,9 @@ class Connection(HttpToolsProtocol):
             _cancel(self._request_timer)
         if not self.transport.is_closing():
             self._pool.waiting[self] = self.loop.time()
+            early, self._early = self._early, b""
+            if early:
+                self.loop.call_soon(self.data_received, early)
 
     def pause_writing(self) -> None:
         """Watch that the client reads."""

@@ -16,6 +16,7 @@ from nanovllm.serve.settings import ServeSettings
 _OPEN_PATHS = ("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico")
 """Paths that need no key: they show nothing of requests or of the model."""
 
+_UPLOAD_PATH = "/v1/files"
 _READ_OF_TOO_LARGE = 8
 """How many times the largest body is read of a client that is refused."""
 _MOST_VALUES = 2**18
@@ -87,7 +88,14 @@ class Guard:
         try:
             async with self._begin_gate:
                 await asyncio.sleep(0)
-            await self._app(scope, _replay(await self._read_body(receive), receive), send)
+            if scope["path"].removeprefix(scope["root_path"]) == _UPLOAD_PATH:
+                # Written to disk as it comes.
+                most = self._settings.max_file_bytes
+                if int(dict(scope["headers"]).get(b"content-length", b"0")) > most:
+                    raise _too_large(most)
+                await self._app(scope, _limited(receive, most), send)
+            else:
+                await self._app(scope, _replay(await self._read_body(receive), receive), send)
         finally:
             self._num_requests -= 1
 
@@ -145,3 +153,26 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
+
+
+def _limited(receive: Receive, most: int) -> Receive:
+    """Return a `receive` that refuses a body of more bytes.
+
+    Raises:
+        ApiError: it is larger.
+    """
+    size = 0
+
+    async def limited() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise _too_large(most)
+        return message
+
+    return limited
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the file is over max_file_bytes={most}")

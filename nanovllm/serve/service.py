@@ -31,6 +31,7 @@ from nanovllm.text.chat import plain_messages
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tool_calls import tool_call_format
+from nanovllm.utils.device import device_name
 
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000
@@ -49,7 +50,9 @@ class Service:
     Attributes:
         names: the model's names in the API.
         model: the first of them, which answers have.
+        is_ending: whether the server is being shut down, and what runs ends with what it has.
         chat_template: instead of the tokenizer's; None: that.
+        device: the name of the device, or devices.
         fingerprint: stands for the version and the engine's settings, by which equal seeds give equal answers.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
@@ -62,6 +65,8 @@ class Service:
         self.names = settings.served_model_name or [Path(llm.llm.config.model).name]
         self.model = self.names[0]
         self.created = int(time.time())
+        self.device = device_name(llm.llm.config.device, llm.llm.config.tensor_parallel_size)
+        self.is_ending = False
         config, limits = llm.llm.config, llm.llm.llm_engine.limits
         cache_config = {
             "block_size": config.kvcache_block_size,
@@ -309,7 +314,8 @@ class Service:
     def state(self) -> dict[str, Any]:
         """Return the engine's state for the page."""
         stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
-        return {"model": self.model, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
+        head = {"model": self.model, "device": self.device}
+        return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
 
 
 def _length(prompt: Any) -> int:

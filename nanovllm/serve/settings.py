@@ -36,6 +36,8 @@ class ServeSettings:
         separate_reasoning: whether text between <think> and </think> is split off the answers of chats that do not say.
         tool_call_parser: how the model writes calls of tools: "hermes" (Qwen's), "llama3_json", or "auto".
         max_body_bytes: the largest request.
+        batch_dir: folder for the files and states of the batch API; None: the server has none.
+        max_file_bytes: the largest file of the batch API.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
         max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
@@ -76,6 +78,8 @@ class ServeSettings:
     separate_reasoning: bool = False
     tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
+    batch_dir: str | None = None
+    max_file_bytes: int = 200 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128
     max_logprobs_per_request: int = 2**19
@@ -97,7 +101,14 @@ class ServeSettings:
             "exit_when_engine_fails",
         ):  # fmt: skip
             check_bool(name, getattr(self, name))
-        for name in ("max_body_bytes", "max_outputs", "max_logprobs_per_request", "max_requests", "max_connections"):
+        for name in (
+            "max_body_bytes",
+            "max_file_bytes",
+            "max_outputs",
+            "max_logprobs_per_request",
+            "max_requests",
+            "max_connections",
+        ):
             check_int(name, getattr(self, name), 1)
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)

@@ -34,3 +34,10 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
         name = checkpoint if is_cuda else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def device_name(name: str, size: int = 1) -> str:
+    """Return what people call the devices of a setting, such as "2 x NVIDIA H200"; see `resolve_device`."""
+    device = resolve_device(name, 0, size)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return kind if size == 1 else f"{size} x {kind}"

@@ -1,7 +1,9 @@
 // The server's API.
 
-const KEY_ITEM = "nanovllm-api-key";
-const keyField = document.getElementById("key");
+import { element } from "./dom.js";
+import { load, save } from "./storage.js";
+
+const keyField = element("key");
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -58,5 +60,5 @@ export async function streamAnswer(body, signal, take) {
   throw new ApiError("The answer broke off.");
 }
 
-keyField.value = sessionStorage.getItem(KEY_ITEM) ?? "";
-keyField.addEventListener("input", () => sessionStorage.setItem(KEY_ITEM, apiKey()));
+keyField.value = load("key", "");
+keyField.addEventListener("input", () => save("key", apiKey()));

@@ -1,95 +1,60 @@
 // The conversation.
 
 import { streamAnswer } from "./api.js";
-import { format, modelName } from "./state.js";
+import { Answer, Question } from "./bubbles.js";
+import "./cache.js";
+import { element } from "./dom.js";
+import { checkSettings, requestFields, systemMessages } from "./settings.js";
+import { modelName } from "./state.js";
+import { load, save } from "./storage.js";
 
-const element = (id) => document.getElementById(id);
-
-let messages = [];
+/** What was said, oldest first; an answer has one or more choices. */
+let turns = [];
+let bubbles = [];
 let running = null;
+/** The question that is being edited; all after it will go. */
+let editedFrom = null;
 
-function add(parent, tag, className) {
-  const child = document.createElement(tag);
-  child.className = className;
-  parent.append(child);
-  return child;
+function addTurn(turn) {
+  const at = turns.push(turn) - 1;
+  const bubble =
+    turn.role === "user" ? new Question(turn, () => edit(at)) : new Answer(turn, () => retry(at), keep);
+  bubbles.push(bubble);
+  return bubble;
 }
 
-/** A message on the page. Text is only ever put into text nodes, so that markup in it stays text. */
-class Bubble {
-  constructor(role, text = "") {
-    this.article = add(element("messages"), "article", role);
-    this.article.setAttribute("aria-label", role === "user" ? "You" : "Model");
-    this.node = add(this.article, "div", "text").appendChild(new Text(text));
-  }
-
-  remove() {
-    this.article.remove();
-  }
+/** Drops the turns from one on. */
+function cut(start) {
+  turns.splice(start);
+  for (const bubble of bubbles.splice(start)) bubble.remove();
 }
 
-/** The model's answer, as it comes. */
-class Answer extends Bubble {
-  constructor() {
-    super("assistant");
-    this.article.setAttribute("aria-busy", "true");
-    this.began = performance.now();
-    this.reasoning = null;
-    this.finishReason = null;
-    this.numTokens = null;
-  }
-
-  get content() {
-    return this.node.data;
-  }
-
-  take(chunk) {
-    this.numTokens = chunk.usage?.completion_tokens ?? this.numTokens;
-    const [choice] = chunk.choices;
-    if (!choice) return;
-    const { content, reasoning_content: reasoning } = choice.delta;
-    if (content || reasoning) this.firstAt ??= performance.now();
-    if (reasoning) this.addReasoning(reasoning);
-    if (content) this.node.appendData(content);
-    this.finishReason = choice.finish_reason ?? this.finishReason;
-  }
-
-  addReasoning(text) {
-    if (!this.reasoning) {
-      const details = add(this.article, "details", "reasoning");
-      this.article.prepend(details);
-      add(details, "summary", "").textContent = "Thoughts";
-      this.reasoning = add(details, "div", "text").appendChild(new Text());
-    }
-    this.reasoning.appendData(text);
-  }
-
-  /** Notes below the answer how it ended and how fast it was. */
-  end(note) {
-    this.article.removeAttribute("aria-busy");
-    const notes = [note];
-    if (this.numTokens !== null) notes.push(`${this.numTokens} tokens`);
-    if (this.firstAt) {
-      const seconds = (performance.now() - this.firstAt) / 1000;
-      notes.push(`first after ${Math.round(this.firstAt - this.began)} ms`);
-      if (this.numTokens > 1) notes.push(`${format((this.numTokens - 1) / seconds)} tokens/s`);
-    }
-    add(this.article, "p", "meta").textContent = notes.filter(Boolean).join(" · ");
-  }
+function keep() {
+  // Tokens with their alternatives are large.
+  const light = turns.map((turn) => ({ ...turn, choices: turn.choices?.map((data) => ({ ...data, tokens: [] })) }));
+  while (!save("conversation", light) && light.length) light.splice(0, 2);
 }
 
-function requestBody(conversation) {
-  const system = element("system").value.trim();
-  const number = (id) => (element(id).value === "" ? undefined : element(id).valueAsNumber);
+function messageOf({ role, content, choices, chosen }) {
+  return { role, content: choices ? choices[chosen].content : content };
+}
+
+function requestBody() {
   return {
     model: modelName(),
-    messages: system ? [{ role: "system", content: system }, ...conversation] : conversation,
-    temperature: number("temperature"),
-    max_tokens: number("max_tokens"),
+    messages: [...systemMessages(), ...turns.map(messageOf)],
     separate_reasoning: true,
     stream: true,
     stream_options: { include_usage: true },
+    ...requestFields(),
   };
+}
+
+function newAnswer(body) {
+  const isJson = Boolean(body.response_format);
+  const choice = () => ({ content: "", reasoning: "", tokens: [], isJson });
+  const choices = Array.from({ length: body.n ?? 1 }, choice);
+  return { role: "assistant", choices, chosen: 0, meta: "broken off" };
 }
 
 function showError(message) {
@@ -100,70 +65,104 @@ function showError(message) {
 function setRunning(controller) {
   const hadFocus = document.activeElement === element("stop");
   running = controller;
+  element("chat").classList.toggle("running", Boolean(controller));
   element("stop").hidden = !controller;
   element("send").hidden = Boolean(controller);
   if (hadFocus) element("prompt").focus();
 }
 
-async function send(text) {
-  const conversation = messages;
-  conversation.push({ role: "user", content: text });
-  const question = new Bubble("user", text);
-  const answer = new Answer();
+/** Answers the conversation, whose last turn is a question. */
+async function ask() {
+  const body = requestBody();
+  const answer = addTurn(newAnswer(body));
+  answer.begin();
+  answer.meta.textContent = "";
   showError("");
-  setRunning(new AbortController());
-  const { signal } = running;
-  let note = "broken off";
+  const controller = new AbortController();
+  setRunning(controller);
+  let note = "";
   try {
-    await streamAnswer(requestBody(conversation), signal, (chunk) => answer.take(chunk));
-    note = answer.finishReason === "length" ? "cut at the most tokens" : "";
+    await streamAnswer(body, controller.signal, (chunk) => answer.take(chunk));
   } catch (error) {
-    if (signal.aborted) note = "stopped";
-    else showError(error.message);
+    note = controller.signal.aborted ? "stopped" : "broken off";
+    if (!controller.signal.aborted) showError(error.message);
     if (error.status === 401) element("settings").open = true;
   }
-  setRunning(null);
-  if (conversation === messages) settle(question, answer, note);
+  if (running === controller) setRunning(null);
+  if (bubbles.includes(answer)) settle(answer, note);
 }
 
 /** Keeps an exchange, or gives the user the question back if there was no answer. */
-function settle(question, answer, note) {
-  if (answer.content || !note) {
-    messages.push({ role: "assistant", content: answer.content });
-    answer.end(note);
-    return;
-  }
-  const { content } = messages.pop();
-  element("prompt").value ||= content;
-  question.remove();
-  answer.remove();
+function settle(answer, note) {
+  answer.end(note);
+  if (note && !answer.turn.choices.some(({ content }) => content)) giveBack();
+  keep();
 }
 
-function clear() {
-  messages = [];
-  running?.abort();
-  showError("");
-  element("messages").replaceChildren();
+function giveBack() {
+  const question = turns.at(-2);
+  cut(turns.length - 2);
+  element("prompt").value ||= question.content;
+}
+
+function retry(at) {
+  if (running || !checkSettings()) return;
+  setEdited(null);
+  cut(at);
+  ask();
+}
+
+function edit(at) {
+  if (running) return;
+  setEdited(at);
+  element("prompt").value = turns[at].content;
   element("prompt").focus();
 }
 
-function submit(event) {
-  event.preventDefault();
-  const text = element("prompt").value.trim();
-  if (running || !text) return;
-  if (!element("fields").checkValidity()) {
-    element("settings").open = true;
-    element("fields").reportValidity();
-    return;
-  }
-  element("prompt").value = "";
-  send(text);
+function setEdited(at) {
+  editedFrom = at;
+  element("editing").hidden = at === null;
+  bubbles.forEach((bubble, i) => bubble.article.classList.toggle("dropped", at !== null && i >= at));
 }
 
-element("composer").addEventListener("submit", submit);
-element("fields").addEventListener("submit", (event) => event.preventDefault());
+function clear() {
+  running?.abort();
+  setEdited(null);
+  cut(0);
+  keep();
+  showError("");
+  element("prompt").focus();
+}
+
+function send(text) {
+  if (running || !text.trim() || !checkSettings()) return;
+  if (editedFrom !== null) cut(editedFrom);
+  setEdited(null);
+  element("prompt").value = "";
+  addTurn({ role: "user", content: text.trim() });
+  ask();
+}
+
+function restore() {
+  for (const turn of load("conversation", [])) addTurn(turn);
+  // The page may have been left before there was an answer.
+  if (turns.length && !turns.at(-1).choices?.some(({ content }) => content)) giveBack();
+}
+
+element("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send(element("prompt").value);
+});
 element("stop").addEventListener("click", () => running?.abort());
 element("clear").addEventListener("click", clear);
+element("cancel").addEventListener("click", () => {
+  setEdited(null);
+  element("prompt").value = "";
+});
+element("show_probabilities").addEventListener("change", () => bubbles.forEach((bubble) => bubble.draw()));
+for (const example of document.querySelectorAll("#examples button")) {
+  example.addEventListener("click", () => send(example.textContent));
+}
 element("prompt").addEventListener("keydown", (event) => {
   // Enter also ends a composed character, and on a phone it is the only way to a new line.
   const isEnd = event.key === "Enter" && !event.shiftKey && !event.isComposing;
@@ -171,3 +170,5 @@ element("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   element("composer").requestSubmit();
 });
+addEventListener("pagehide", keep);
+restore();

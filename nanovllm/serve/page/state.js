@@ -1,6 +1,7 @@
 // The engine's state: its numbers now, and plots of its last minute.
 
 import { apiKey, call } from "./api.js";
+import { element } from "./dom.js";
 
 const POLL_MS = 500;
 const RETRY_MS = 3000;
@@ -9,12 +10,19 @@ const WINDOW_SECONDS = 60;
 
 const samples = [];
 let isPolling = false;
+let listener = null;
 let pauseUntil = 0;
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
 
 export const format = (value) => compact.format(value);
+
+/** Whether the state stands beside the chat. */
+export const isWide = matchMedia("(min-width: 56rem)").matches;
+
+/** Has a function called whenever the state is new. */
+export const whenPolled = (call) => (listener = call);
 
 /** Returns the model's name in the API, undefined until it is known. */
 export const modelName = () => samples.at(-1)?.model;
@@ -35,12 +43,12 @@ function addSample(sample) {
 
 function show() {
   const sample = samples.at(-1);
-  document.getElementById("model").textContent = sample.model;
+  element("model").textContent = [sample.model, sample.device].filter(Boolean).join(" · ");
   for (const node of document.querySelectorAll("[data-value]")) {
     const name = node.dataset.value;
     node.textContent = (name === "cache_use" ? percent : compact).format(sample[name]);
   }
-  for (const canvas of document.querySelectorAll("canvas")) drawPlot(canvas);
+  for (const canvas of document.querySelectorAll("[data-series]")) drawPlot(canvas);
 }
 
 /** Returns the least of 1, 2, 5, 10, 20, 50 ... that is no less than a value. */
@@ -96,7 +104,7 @@ function drawLine(context, points, color, bottom) {
 }
 
 function setStatus(text, isLive) {
-  const status = document.getElementById("status");
+  const status = element("status");
   // Readers of the screen hear every change.
   if (status.textContent !== text) status.textContent = text;
   status.classList.toggle("live", isLive);
@@ -111,18 +119,19 @@ async function poll() {
     addSample(await response.json());
     setStatus("live", true);
     show();
+    listener();
   } catch (error) {
     const isRefused = error.status === 401;
     setStatus(isRefused ? "needs an API key" : error.message, false);
-    if (isRefused) document.getElementById("settings").open = true;
+    if (isRefused) element("settings").open = true;
     // Only another key can help.
     pauseUntil = isRefused && key === apiKey() ? Infinity : performance.now() + RETRY_MS;
   }
   isPolling = false;
 }
 
-document.getElementById("settings").open = matchMedia("(min-width: 56rem)").matches;
-document.getElementById("key").addEventListener("change", () => {
+element("settings").open = isWide;
+element("key").addEventListener("change", () => {
   pauseUntil = 0;
 });
 setInterval(poll, POLL_MS);

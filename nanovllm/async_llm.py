@@ -17,7 +17,7 @@ from nanovllm.config import EngineSettings
 from nanovllm.llm import LLM
 from nanovllm.outputs import Prompt, RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
+from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.engine_thread import EngineThread
 from nanovllm.text.input_processor import LONG_TEXT, Request, takes_long
 from nanovllm.text.pooling import embeddings
@@ -217,32 +217,41 @@ class AsyncLLM(Unpicklable):
         prompt = await self._render(messages, template)
         return await self.generate(prompt, sampling_params, priority=priority, request_id=request_id)
 
-    async def render_chat(self, messages: list[Message], **template: Unpack[ChatTemplateOptions]) -> list[int]:
+    async def render_chat(
+        self,
+        messages: list[Message],
+        *,
+        add_special_tokens: bool = False,
+        max_prompt_tokens: int | None = None,
+        **template: Unpack[ChatTemplateOptions],
+    ) -> list[int]:
         """Return a conversation's prompt as token ids; see `LLM.chat`.
+
+        Args:
+            messages: the conversation.
+            add_special_tokens: whether the tokenizer adds its own, such as BOS, to those of the template.
+            max_prompt_tokens: keep so many of the last tokens; None: all.
+            template: see `LLM.chat`.
 
         Raises:
             ValueError: the messages do not fit the template.
         """
-        return list((await self._render(messages, template))["prompt_token_ids"])
+        prompt = await self._render(messages, template, add_special_tokens, max_prompt_tokens)
+        return list(prompt["prompt_token_ids"])
 
-    async def _render(self, messages: list[Message], template: ChatTemplateOptions) -> TokensPrompt:
+    async def _render(self, messages: list[Message], template: ChatTemplateOptions, *encoding: Any) -> TokensPrompt:
         talks, is_list = conversations(messages)
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")
-        is_slow = len(str((talks[0], template))) > LONG_TEXT
-        most = self.llm.input_processor.max_characters
-        render = partial(render_chat, self.llm.tokenizer, talks[0], most, **template_options(template))
-        return await self.run_beside(render, is_slow=is_slow)
+        render = partial(self.llm.input_processor.render_chat, talks[0], template_options(template), *encoding)
+        return await self.run_beside(render, is_slow=len(str((talks[0], template))) > LONG_TEXT)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids.
-
-        Raises:
-            ValueError: the text cannot be encoded, or the model's folder has no tokenizer.
-        """
-        encode = partial(self.llm.input_processor.tokenize, [text], add_special_tokens)
-        (token_ids,) = await self.run_beside(encode, is_slow=len(text) > LONG_TEXT)
-        return token_ids
+    async def encode(
+        self, prompts: list[Any], *, add_special_tokens: bool = True, max_prompt_tokens: int | None = None
+    ) -> list[TokensPrompt]:
+        """Return prompts as token ids; see `InputProcessor.encode`."""
+        encode = partial(self.llm.input_processor.encode, prompts, add_special_tokens, max_prompt_tokens)
+        return await self.run_beside(encode, is_slow=takes_long(prompts, None))
 
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from nanovllm.logprobs import Logprob
+from nanovllm.openai_answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Completion,
+    PromptLogprobs,
+    TextChoice,
+    TextLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    UsageCounts,
+)
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 # No effect on an answer here. The model is the one that runs.
@@ -98,9 +110,37 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
     raise ValueError(f"response_format is of type text, json_object or json_schema, not {response_format!r:.80}")
 
 
+@dataclass(frozen=True)
+class TokenNames:
+    """How log-probabilities show tokens.
+
+    Attributes:
+        get_bytes: returns a token's bytes, or None where they are not known; None: those of its text.
+        as_ids: show ids, such as "token_id:123", instead of texts.
+    """
+
+    get_bytes: Callable[[int], bytes | None] | None = None
+    as_ids: bool = False
+
+    def name(self, token_id: int, text: str | None) -> str:
+        """Return what stands for a token."""
+        return f"token_id:{token_id}" if self.as_ids else text or ""
+
+    def bytes_of(self, token_id: int, text: str | None) -> list[int] | None:
+        """Return a token's bytes; None if they are not known."""
+        if self.get_bytes is not None:
+            found = self.get_bytes(token_id)
+            return None if found is None else list(found)
+        # Half a character's bytes: its replacement is not what they are.
+        return None if "\ufffd" in (text or "") else list((text or "").encode())
+
+
+_BY_TEXT = TokenNames()
+
+
 def completion_body(
     output: RequestOutput, line: int, model: str, is_chat: bool, num_logprobs: int | None
-) -> dict[str, Any]:
+) -> ChatCompletion | Completion:
     """Return the answer's body.
 
     Args:
@@ -110,18 +150,22 @@ def completion_body(
         is_chat: whether messages were answered.
         num_logprobs: how many most likely tokens were asked for at each position.
     """
-    choices = [chat_choice(choice, num_logprobs) if is_chat else text_choice(choice) for choice in output.outputs]
+    created = int(time.time())
+    counts = usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs))
+    if is_chat:
+        chats = [chat_choice(choice, num_logprobs) for choice in output.outputs]
+        return {
+            "id": f"chatcmpl-{line}", "object": "chat.completion", "created": created, "model": model,
+            "choices": chats, "usage": counts,
+        }  # fmt: skip
+    texts = [text_choice(choice) for choice in output.outputs]
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)),
-    }
+        "id": f"cmpl-{line}", "object": "text_completion", "created": created, "model": model,
+        "choices": texts, "usage": counts,
+    }  # fmt: skip
 
 
-def usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
+def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
     """Return token counts in the API's form."""
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -130,34 +174,41 @@ def usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def chat_choice(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any]:
+def chat_choice(choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT) -> ChatChoice:
     """Return one answer to messages; `num_logprobs`: most likely tokens to show at each position."""
-    message = {"role": "assistant", "content": choice.text}
-    logprobs = chat_logprobs(choice, num_logprobs)
-    return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": chat_logprobs(choice, num_logprobs, names),
+        "finish_reason": choice.finish_reason,
+    }
 
 
-def chat_logprobs(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any] | None:
+def chat_logprobs(
+    choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT
+) -> ChatLogprobs | None:
     """Return an answer's log-probabilities; None if it has none."""
     if choice.logprobs is None:
         return None
     positions = zip(choice.logprobs, choice.token_ids, strict=True)
-    return {"content": [_chat_position(at, token_id, num_logprobs or 0) for at, token_id in positions]}
+    return {"content": [_chat_position(at, token_id, num_logprobs or 0, names) for at, token_id in positions]}
 
 
-def _chat_position(at: Mapping[int, Logprob], token_id: int, num_logprobs: int) -> dict[str, Any]:
-    def entry(item: Logprob) -> dict[str, Any]:
-        token = item.decoded_token or ""
-        # A part of a character, which is decoded to U+FFFD, is not the bytes of that.
-        own = None if "\ufffd" in token else list(token.encode())
-        return {"token": token, "logprob": max(item.logprob, LEAST_LOGPROB), "bytes": own}
+def _chat_position(at: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames) -> TokenLogprob:
+    def entry(token_id: int) -> TopLogprob:
+        item = at[token_id]
+        return {
+            "token": names.name(token_id, item.decoded_token),
+            "logprob": max(item.logprob, LEAST_LOGPROB),
+            "bytes": names.bytes_of(token_id, item.decoded_token),
+        }
 
     # The token's own entry is there also if it is none of the most likely ones.
-    top = sorted(at.values(), key=lambda item: item.rank or 0)[:num_logprobs]
-    return {**entry(at[token_id]), "top_logprobs": [entry(item) for item in top]}
+    top = sorted(at, key=lambda token_id: at[token_id].rank or 0)[:num_logprobs]
+    return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
-def prompt_positions(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> PromptLogprobs | None:
     """Return the log-probabilities of a prompt's tokens in vLLM's form, by token id; None if it has none."""
     if output.prompt_logprobs is None:
         return None
@@ -166,35 +217,50 @@ def prompt_positions(output: RequestOutput) -> list[dict[str, Any] | None] | Non
         if at is None
         else {
             str(token_id): {
-                "logprob": max(item.logprob, LEAST_LOGPROB), "rank": item.rank, "decoded_token": item.decoded_token
+                "logprob": max(item.logprob, LEAST_LOGPROB),
+                "rank": item.rank,
+                "decoded_token": names.name(token_id, item.decoded_token),
             }
             for token_id, item in at.items()
         }
         for at in output.prompt_logprobs
-    ]  # fmt: skip
+    ]
 
 
-def text_choice(choice: CompletionOutput) -> dict[str, Any]:
+def text_choice(choice: CompletionOutput) -> TextChoice:
     """Return one answer to a prompt."""
     logprobs = None if choice.logprobs is None else text_logprobs(choice.logprobs, choice.token_ids)
     return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
 def text_logprobs(
-    positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int], offset: int = 0, first_token: str = ""
-) -> dict[str, Any]:
-    """Return log-probabilities of tokens; `offset`: characters of the answer before them.
+    positions: Sequence[Mapping[int, Logprob] | None],
+    token_ids: Sequence[int],
+    offsets: list[int] | None = None,
+    first_token: str = "",
+    names: TokenNames = _BY_TEXT,
+) -> TextLogprobs:
+    """Return log-probabilities of tokens.
 
-    `first_token` is the text of a first token that has none, as that of a prompt.
+    Args:
+        positions: of each token; None for one that has none, as the first of a prompt.
+        token_ids: the tokens.
+        offsets: where in the answer's text they begin; by the lengths of their texts if None.
+        first_token: the text of a first token that has no log-probabilities.
+        names: how tokens are shown.
     """
     own = [None if at is None else at[token_id] for at, token_id in zip(positions, token_ids, strict=True)]
-    tokens = [first_token if item is None else item.decoded_token or "" for item in own]
+    texts = [first_token if item is None else item.decoded_token or "" for item in own]
+    if offsets is None:
+        offsets = [0, *accumulate(map(len, texts[:-1]))] if texts else []
     return {
-        "tokens": tokens,
+        "tokens": [names.name(token_id, text) for token_id, text in zip(token_ids, texts, strict=True)],
         "token_logprobs": [None if item is None else max(item.logprob, LEAST_LOGPROB) for item in own],
         "top_logprobs": [
-            None if at is None else {item.decoded_token or "": max(item.logprob, LEAST_LOGPROB) for item in at.values()}
+            None
+            if at is None
+            else {names.name(i, item.decoded_token): max(item.logprob, LEAST_LOGPROB) for i, item in at.items()}
             for at in positions
         ],
-        "text_offset": [offset, *(offset + end for end in accumulate(map(len, tokens[:-1])))] if tokens else [],
+        "text_offset": offsets,
     }

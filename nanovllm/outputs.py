@@ -11,13 +11,19 @@ import numpy as np
 from nanovllm.logprobs import Logprob
 
 
-class TextPrompt(TypedDict):
-    """A prompt as text."""
+class _Salted(TypedDict, total=False):
+    cache_salt: str
 
+
+class _Text(TypedDict):
     prompt: str
 
 
-class _TokenIds(TypedDict):
+class TextPrompt(_Text, _Salted):
+    """A prompt as text. It shares blocks of the prefix cache with prompts of the same `cache_salt` alone."""
+
+
+class _TokenIds(_Salted):
     prompt_token_ids: Sequence[int]
 
 

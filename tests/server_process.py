@@ -88,7 +88,7 @@ def serving(*flags: str, key: str | None = None, **options: Any) -> Iterator[Ser
         yield server
         server.check_idle()
         code, error = server.stop()
-        assert code == -signal.SIGTERM and not unexpected_lines(error), error
+        assert code == -signal.SIGTERM and not unexpected_lines(error), unexpected_lines(error)
     finally:
         server.process.kill()
         server.process.wait()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.block_usage import block_usage
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RequestFeatures, Sequence
+from tests.mock_runner import check_engine, complete, greedy, make_engine
 
 
 def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
@@ -188,3 +191,17 @@ def test_blocks_of_a_step_stand_or_fall_with_it() -> None:
     manager.free(hold(manager, [3, 3]))
     manager.rollback()
     assert cached(manager, [3, 3]) == 1
+
+
+def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
+    engine, _ = make_engine(pipeline_depth=1, num_blocks=32, block_size=4)
+    prompt = array("i", range(10, 42))
+    counts = []
+    for salt in (None, "a", "b", "a", None, "b"):
+        engine.enqueue(prompt, greedy(6), [RequestFeatures(cache_salt=salt)])
+        while not engine.is_finished():
+            for _, output in engine.step().finished:
+                counts.append(output.num_cached_tokens)
+                assert output.outputs[0].token_ids == complete([*prompt], 6, frozenset(), 128)
+        check_engine(engine)
+    assert counts == [0, 0, 0, 31, 31, 31]

@@ -37,7 +37,7 @@ NO_SPACE.pop(str(TOKENIZER.eos_token_id), None)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    limits = ("--max-outputs", "8", "--max-output-tokens", "400", "--allow-priority")
+    limits = ("--max-outputs", "8", "--max-output-tokens", "400", "--allow-priority", "--max-logprobs", "100")
     with serving(*limits, key=KEY, NANOVLLM_API_KEY=KEY) as server:
         yield server
 
@@ -225,6 +225,117 @@ def test_echo_and_best_of(client: Any) -> None:
     assert [choice.text for choice in best] == [each[mean.index(max(mean))].text] and best[0].logprobs is None
 
 
+# Characters of two to four bytes, each of which is a token.
+WRITTEN = "ab é字🙂 STOP xyz"
+
+
+def test_bytes_and_offsets_are_those_of_the_text(client: Any) -> None:
+    extra = {"structured_outputs": {"choice": [WRITTEN]}}
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": extra}
+    chat = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=1, **fields).choices[0]
+    parts = [bytes(at.bytes) for at in chat.logprobs.content]
+    assert b"".join(parts).decode().removesuffix("<|im_end|>") == WRITTEN == chat.message.content
+    fields |= {"prompt": "字 a", "logprobs": 0}
+    for stop, echo in ((None, False), ("STOP", False), ("STOP", True)):
+        choice = client.completions.create(stop=stop, echo=echo, **fields).choices[0]
+        assert choice.text == "字 a" * echo + (WRITTEN[: WRITTEN.index("STOP")] if stop else WRITTEN)
+        offsets, tokens = choice.logprobs.text_offset, choice.logprobs.tokens
+        assert offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= len(choice.text)
+        whole = [(at, token) for at, token in zip(offsets, tokens, strict=True) if "\ufffd" not in token]
+        for at, token in whole[: None if stop is None else -6]:
+            assert choice.text[at:].startswith(token.removesuffix("<|im_end|>"))
+        # The bytes of a character are all at its place.
+        assert offsets.count(choice.text.index("字")) == 3
+        if not echo:
+            chunks = [c.choices[0] for c in client.completions.create(stop=stop, stream=True, **fields)]
+            streamed = [at for chunk in chunks if chunk.logprobs for at in chunk.logprobs.text_offset]
+            assert streamed == offsets and len(chunks) > 3
+
+
+def test_token_ids_and_prompts_in_answers(client: Any) -> None:
+    extra: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 5}
+    whole = client.chat.completions.create(
+        messages=HELLO, logprobs=True, top_logprobs=1, extra_body=extra | {"prompt_logprobs": 2}, **fields
+    )
+    (choice,) = whole.choices
+    tokens = [at.token for at in choice.logprobs.content]
+    assert TOKENIZER.decode(choice.token_ids) == choice.message.content and len(choice.token_ids) == 5
+    assert tokens == [f"token_id:{i}" for i in choice.token_ids] == [
+        at.top_logprobs[0].token for at in choice.logprobs.content
+    ]  # fmt: skip
+    assert bytes(choice.logprobs.content[0].bytes).decode() == "Hello" and choice.message.refusal is None
+    assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens == len(whole.prompt_logprobs)
+    first, *others = zip(whole.prompt_logprobs, whole.prompt_token_ids, strict=True)
+    assert first[0] is None and all(str(i) in at and 2 <= len(at) <= 3 for at, i in others)
+    chunks = list(client.chat.completions.create(messages=HELLO, stream=True, extra_body=extra, **fields))
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    streamed = [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", None) or []]
+    assert streamed == choice.token_ids
+    create = client.completions.create
+    text = create(prompt="The sea", logprobs=1, extra_body=extra | {"prompt_logprobs": 0}, **fields)
+    assert text.choices[0].prompt_token_ids == ids("The sea") and len(text.choices[0].token_ids) == 5
+    assert text.choices[0].logprobs.tokens == [f"token_id:{i}" for i in text.choices[0].token_ids]
+    assert len(text.choices[0].prompt_logprobs) == len(ids("The sea"))
+    assert text.system_fingerprint == whole.system_fingerprint == chunks[1].system_fingerprint != None  # noqa: E711
+    # Trainers ask for so many.
+    many = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=100, **fields)
+    assert {len(at.top_logprobs) for at in many.choices[0].logprobs.content} == {100}
+
+
+def test_what_is_made_of_a_prompt(client: Any) -> None:
+    create = client.completions.create
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 4}
+    # Longer than the model takes, and by its characters than it can take.
+    for text in ("The sea " * 1000, "The sea " * 100_000):
+        cut = create(prompt=text, extra_body={"truncate_prompt_tokens": 3}, echo=True, **fields)
+        assert cut.usage.prompt_tokens == 3 and cut.choices[0].text.startswith(TOKENIZER.decode(ids(text)[-3:]))
+        most = create(prompt=text, extra_body={"truncate_prompt_tokens": -1}, **fields)
+        assert (most.usage.prompt_tokens, most.usage.completion_tokens) == (508, 4)
+    chat = client.chat.completions.create(messages=LONG, extra_body={"truncate_prompt_tokens": 20}, **fields)
+    assert chat.usage.prompt_tokens == 20
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        create(prompt="a", extra_body={"truncate_prompt_tokens": 513}, **fields)
+    prompt = [*ids("The sea is wide and deep")] * 3
+    cached = []
+    for salt in (None, "a", "b", "a", None):
+        answer = create(prompt=prompt, extra_body={"cache_salt": salt}, **fields)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] > 0
+    turns = [*HELLO, {"role": "assistant", "content": "Hello! I"}]
+    extra = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    told = client.chat.completions.create(messages=turns, extra_body=extra, **fields).choices[0].message.content
+    chunks = list(client.chat.completions.create(messages=turns, extra_body=extra, stream=True, **fields))
+    assert INTRODUCTION.startswith(told) and len(told) > len("Hello! I")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == told
+
+
+def test_usage_of_streams(client: Any) -> None:
+    def usages(**options: Any) -> list[Any]:
+        with client.chat.completions.with_streaming_response.create(
+            model=MODEL, messages=HELLO, max_tokens=6, temperature=0, stream=True, stream_options=options
+        ) as answer:
+            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        return [json.loads(line).get("usage", "none") for line in lines]
+
+    assert set(usages()) == {"none"}
+    *before, last = usages(include_usage=True)
+    assert set(before) == {None} and last["completion_tokens"] == 6
+    counts = [item["completion_tokens"] for item in usages(include_usage=True, continuous_usage_stats=True)]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == 6 and len(set(counts)) > 2
+
+
+def test_json_is_utf8(server: ServerProcess) -> None:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    for text, expected in (("é字\u2028", "é字\u2028".encode()), ("é\ud800", b"\\u00e9\\ud800")):
+        tool = {"type": "function", **TOOL, "parameters": {"enum": [text]}}
+        body = {"input": "a", "max_output_tokens": 2, "tools": [tool], "tool_choice": "none"}
+        connection.request("POST", "/v1/responses", json.dumps(body), headers)
+        assert expected in connection.getresponse().read()
+    connection.close()
+
+
 def test_responses(client: Any) -> None:
     whole = client.responses.create(model=MODEL, input="introduce yourself", temperature=0)
     assert whole.output_text == INTRODUCTION and whole.status == "completed" and whole.usage.output_tokens > 20
@@ -248,7 +359,7 @@ def test_responses(client: Any) -> None:
 def test_reasoning_is_split_off(client: Any) -> None:
     extra = {"separate_reasoning": True, "structured_outputs": {"regex": "<think>\nab\n</think>\n\ncd"}}
     message = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra).choices[0].message
-    assert (message.reasoning_content, message.content) == ("ab", "cd")
+    assert (message.reasoning_content, message.reasoning, message.content) == ("ab", "ab", "cd")
     deltas = [
         chunk.choices[0].delta
         for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, extra_body=extra)
@@ -349,43 +460,81 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     assert prompts[0] == prompts[1]
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": -1}, "BadRequestError", "temperature"),
-    ({"temperature": "hot"}, "UnprocessableEntityError", "temperature"),
-    ({"top_logprobs": 3}, "BadRequestError", "logprobs"),
-    ({"n": 9, "temperature": 1}, "BadRequestError", "max_outputs"),
-    ({"n": 0}, "BadRequestError", "n must"),
-    ({"n": 2}, "BadRequestError", "greedy"),
-    ({"max_tokens": 401}, "BadRequestError", "max_output_tokens"),
-    ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
-    ({"model": "another"}, "NotFoundError", "another"),
-    ({"messages": []}, "UnprocessableEntityError", "messages"),
-    ({"messages": [{"role": "user", "content": "a " * 4000}]}, "BadRequestError", "max_model_len"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "BadRequestError", "text"),
-    ({"extra_body": {"no_such_field": 1}}, "UnprocessableEntityError", "no_such_field"),
-    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "BadRequestError", "structured_outputs"),
-    ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "BadRequestError", "exactly one"),
-    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "BadRequestError", "chat_template"),
-    ({"extra_body": {"chat_template_kwargs": {"self": "x"}}}, "BadRequestError", "self"),
-    ({"response_format": {"type": "json_schema"}}, "BadRequestError", "response_format"),
-    (
-        {"response_format": {"type": "json_object"}, "extra_body": {"structured_outputs": {"regex": "a"}}},
-        "BadRequestError",
-        "exclude",
-    ),
-    ({"logit_bias": {"9999": 1}}, "BadRequestError", "vocabulary"),
-    ({"tool_choice": "required"}, "BadRequestError", "there are no tools"),
-    ({"tool_choice": NAMED, "tools": []}, "BadRequestError", "none of the tools"),
-    ({"tools": [{"type": "function", "function": {}}]}, "UnprocessableEntityError", "tools.0.function.name"),
-]
+LONG: Any = [{"role": "user", "content": "a " * 4000}]
+BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
+    ({"temperature": -1}, "invalid_value", "temperature", "temperature"),
+    ({"temperature": "hot"}, "invalid_type", "temperature", "temperature"),
+    ({"top_logprobs": 3}, "invalid_value", "logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 101}, "invalid_value", "logprobs", "max_logprobs=100"),
+    ({"n": 9, "temperature": 1}, "invalid_value", None, "max_outputs"),
+    ({"n": 0}, "invalid_value", "n", "n must"),
+    ({"n": 2}, "invalid_value", "n", "greedy"),
+    ({"max_tokens": 401}, "invalid_value", "max_tokens", "max_output_tokens"),
+    ({"max_tokens": 0}, "invalid_value", "max_tokens", "max_tokens"),
+    ({"messages": []}, "invalid_value", "messages", "messages"),
+    ({"messages": [{"content": "a"}]}, "missing_required_parameter", "messages[0].role", "messages[0].role"),
+    ({"messages": LONG}, "context_length_exceeded", "messages", "max_model_len"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", None, "text"),
+    ({"stop": [1]}, "invalid_type", "stop", "stop"),
+    ({"functions": [{"name": "f"}]}, "invalid_value", "functions", "functions"),
+    ({"extra_body": {"use_beam_search": True}}, "invalid_value", "use_beam_search", "use_beam_search"),
+    ({"extra_body": {"guided_regex": "a"}}, "unsupported_parameter", "guided_regex", "structured_outputs={"),
+    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "invalid_value", "structured_outputs", "regex"),
+    ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "invalid_value", "structured_outputs",
+     "exactly one"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "invalid_value", "chat_template_kwargs",
+     "chat_template"),
+    ({"extra_body": {"chat_template_kwargs": {"self": "x"}}}, "invalid_value", "chat_template_kwargs", "self"),
+    ({"extra_body": {"chat_template": "x"}}, "invalid_value", "chat_template", "trust_request_chat_template"),
+    ({"response_format": {"type": "json_schema"}}, "invalid_value", "response_format", "response_format"),
+    ({"response_format": {"type": "json_object"}, "extra_body": {"structured_outputs": {"regex": "a"}}},
+     "invalid_value", "response_format", "exclude"),
+    ({"logit_bias": {"9999": 1}}, "invalid_value", "logit_bias", "vocabulary"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice", "there are no tools"),
+    ({"tool_choice": NAMED, "tools": []}, "invalid_value", "tool_choice", "none of the tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name", "name"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("fields", "error", "part"), BAD)
-def test_errors_are_openais(client: Any, fields: dict[str, Any], error: str, part: str, stream: bool) -> None:
-    with pytest.raises(getattr(openai, error)) as caught:
+@pytest.mark.parametrize(("fields", "code", "param", "part"), BAD)
+def test_errors_are_openais(
+    client: Any, fields: dict[str, Any], code: str, param: str | None, part: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream, **fields})
-    assert part in caught.value.body["message"]
+    error = caught.value
+    assert (error.type, error.code, error.param) == ("invalid_request_error", code, param) and part in error.message
+
+
+def test_errors_of_other_statuses_are_openais(client: Any, server: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        client.completions.create(model="another", prompt="a")
+    with pytest.raises(openai.AuthenticationError) as refused:
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0).completions.create(model="a", prompt="a")
+    errors = [(error.value.type, error.value.code, error.value.param) for error in (not_found, refused)]
+    assert errors == [
+        ("invalid_request_error", "model_not_found", "model"), ("invalid_request_error", "invalid_api_key", None)
+    ]  # fmt: skip
+    # What the model has no room for.
+    for fields in ({"prompt": ids("a " * 300), "max_tokens": 300}, {"prompt": "a " * 600}):
+        with pytest.raises(openai.BadRequestError) as too_long:
+            client.completions.create(model=MODEL, **fields)
+        assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_unknown_fields_are_ignored_and_logged_once(client: Any, server: ServerProcess) -> None:
+    structured = {"choice": ["yes"]}
+    for _ in range(2):
+        # Clients of older and newer versions of vLLM send both.
+        extra = {"no_such\nfield": 1, "guided_choice": ["no"], "structured_outputs": structured}
+        answer = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
+        assert answer.choices[0].message.content == "yes"
+    log = server.log()
+    assert log.count("no_such\\nfield") == log.count("guided_choice") == 1
+    neutral: dict[str, Any] = {"n": 1, "audio": None, "functions": [], "modalities": ["text"], "verbosity": "low"}
+    neutral["extra_body"] = {"use_beam_search": False, "length_penalty": 1, "guided_json": None}
+    assert client.chat.completions.create(model=MODEL, messages=HELLO, **neutral).choices[0].message.content
 
 
 def test_a_grammar_that_becomes_too_complex_is_no_answer(client: Any) -> None:

@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = [part for key in KEYS for part in ("--api-key", key)]
     flags += [part for name in NAMES for part in ("--served-model-name", name)]
     flags += ["--chat-template", str(template), "--default-chat-template-kwargs", '{"tail": "!"}']
-    flags += ["--root-path", "/llm"]
+    flags += ["--root-path", "/llm", "--trust-request-chat-template"]
     with serving(*flags, key=KEYS[1]) as server:
         yield server
 
@@ -69,7 +69,7 @@ def test_embeddings_are_those_of_the_library(server: ServerProcess, llm: LLM) ->
         np.testing.assert_allclose(numbers.data[0].embedding, expected[0], atol=1e-5)
         mistakes: list[dict[str, Any]] = [{"dimensions": 3}, {"extra_body": {"pooling": "first"}}, {"input": []}]
         for wrong in mistakes:
-            with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
+            with pytest.raises(openai.BadRequestError):
                 client.embeddings.create(**{"model": "tiny", "input": "a", **wrong})
     raw = httpx.post(f"{server.url}/v1/embeddings", headers={"x-api-key": KEYS[1]},
                      json={"input": "Monday", "encoding_format": "base64", "pooling": "mean"})  # fmt: skip
@@ -135,6 +135,10 @@ def test_names_keys_and_templates(client: Any, server: ServerProcess, llm: LLM) 
     for kwargs, tail in (({}, "!"), ({"chat_template_kwargs": {"tail": "?"}}, "?")):
         tokens = client.post("/tokenize", json={"messages": messages, **kwargs}).json()["tokens"]
         assert llm.tokenizer.decode(tokens) == f"<|im_start|>user\nhi{tail}<|im_end|>\n<|im_start|>assistant"
+    own = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    body = {"messages": messages, "documents": [{"text": "one, "}], "chat_template": own, "max_tokens": 2}
+    answer = client.post("/v1/chat/completions", json={**body, "return_token_ids": True}).json()
+    assert llm.tokenizer.decode(answer["prompt_token_ids"]) == "one, hi"
     assert client.get("/tokenizer_info").json()["chat_template"] == TEMPLATE
     assert client.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 

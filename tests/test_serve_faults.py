@@ -234,28 +234,28 @@ def test_a_slow_sender_is_dropped(server: ServerProcess) -> None:
 
 
 BODIES: dict[str, tuple[bytes, set[int]]] = {
-    "many wrong messages": (b'{"messages": [' + b"1," * 900_000 + b"1]}", {422}),
-    "many wrong stops": (b'{"messages": [], "stop": [' + b"1," * 900_000 + b"1]}", {422}),
+    "many wrong messages": (b'{"messages": [' + b"1," * 900_000 + b"1]}", {400}),
+    "many wrong stops": (b'{"messages": [], "stop": [' + b"1," * 900_000 + b"1]}", {400}),
     "too large": (b" " * (MOST_BYTES + 1), {413}),
     "as large as may be": (
         b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}'.rjust(MOST_BYTES),
         {200},
     ),
-    "empty": (b"", {422}),
+    "empty": (b"", {400}),
     "half": (b'{"messages": [{"role": "user"', {400}),
-    "no object": (b"[1, 2]", {422}),
+    "no object": (b"[1, 2]", {400}),
     "not UTF-8": (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', {400}),
     "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', {200, 400}),
     "nul": (b'{"messages": [{"role": "user", "content": "\\u0000"}], "max_tokens": 2}', {200}),
-    "deep list": (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", {400, 422}),
-    "deep content": (b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", {400, 422}),
+    "deep list": (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", {400}),
+    "deep content": (b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", {400}),
     "deep schema": (
         b'{"messages": [], "structured_outputs": {"json": ' + b'{"properties": ' * 800 + b"{}" + b"}" * 800 + b"}}",
-        {400, 422},
+        {400},
     ),
-    "huge number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}", {400, 422}),
+    "huge number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}", {400}),
     "infinity": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', {400}),
-    "NaN": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', {400, 422}),
+    "NaN": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', {400}),
     "surrogate bad word": (b'{"messages": [{"role": "user", "content": "a"}], "bad_words": ["\\udfff"]}', {400}),
     "surrogate name": (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\udfff"}', {404}),
 }

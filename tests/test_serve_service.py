@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from tokenizers import decoders
 
 pytest.importorskip("uvicorn")
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.logprobs import Logprob
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.logprobs import Logprob, Logprobs, pack_records
+from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from nanovllm.serve import event_stream
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.event_stream import EventStream
-from nanovllm.serve.protocol import ChatBody, CompletionBody, ResponseBody
+from nanovllm.serve.protocol import ChatBody, CompletionBody
+from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.token_bytes import token_bytes_function
 
 
 class PlayedStream:
@@ -45,6 +51,16 @@ class PlayedStream:
         self.is_closed = True
 
 
+class PlayedTokenizer:
+    """A token for each character."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, token_ids))
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
 class PlayedLLM:
     """What a `Service` needs of an `AsyncLLM`. It knows what it was asked for.
 
@@ -58,8 +74,8 @@ class PlayedLLM:
             config=Config("some/model", device="cpu"),
             recommended_values=lambda: recommended or {},
             stats=dict,
-            tokenizer=None,
-            llm_engine=SimpleNamespace(limits=SimpleNamespace(max_model_len=512, num_kv_slots=512)),
+            tokenizer=PlayedTokenizer(),
+            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20)),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []
@@ -67,6 +83,9 @@ class PlayedLLM:
 
     async def run_beside(self, function: Callable[[], Any]) -> Any:
         return function()
+
+    async def encode(self, prompts: list[Any], **_: Any) -> list[TokensPrompt]:
+        return [{"prompt_token_ids": [1], "prompt": prompt} for prompt in prompts]
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         self.messages = messages
@@ -201,3 +220,29 @@ def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) 
     start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 30))
     assert (start, first, last, end) == (b"", b"data: a\n\n", b"data: b\n\n", b"")
     assert set(pings) == {b": ping\n\n"}
+
+
+def test_log_probabilities_are_counted_without_being_made() -> None:
+    def refuse(_: int) -> str:
+        raise AssertionError("nobody has asked for a token's text")
+
+    def built_by(num_positions: int) -> str:
+        records = pack_records(np.zeros((num_positions, 3)), np.ones((num_positions, 3)), np.ones(num_positions))
+        choice = CompletionOutput(0, "", [], 0.0, Logprobs(records, 3, refuse), "stop")
+        params, service = SamplingParams(logprobs=2), make_service(PlayedLLM([]))
+        outputs = [RequestOutput(0, None, [1], [choice], True)]
+        answer = asyncio.run(service.json_answer(lambda: threading.current_thread().name, outputs, params))
+        return str(json.loads(bytes(answer.body)))
+
+    own = threading.current_thread().name
+    assert built_by(3000) == own != built_by(4000)
+
+
+def test_bytes_of_tokens_of_sentencepiece() -> None:
+    tokens = ["\u2581sea", "<0xE5>", "<0xAD>", "<0x97>"]
+    decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = SimpleNamespace(
+        backend_tokenizer=SimpleNamespace(decoder=decoder), convert_ids_to_tokens=tokens.__getitem__
+    )
+    get_bytes = token_bytes_function(tokenizer)
+    assert b"".join(get_bytes(i) or b"" for i in range(4)).decode() == " sea字"

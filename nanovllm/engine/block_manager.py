@@ -16,13 +16,14 @@ from itertools import count
 
 from nanovllm.engine.sequence import Sequence
 
-BlockKey = tuple[int, bytes]
+Identity = int | str
+BlockKey = tuple[Identity, bytes]
 """What a cached block holds: the identity of the block before it, and its tokens as bytes.
 
 Equal keys mean equal prefixes, since identities are never used twice; a dict compares the keys behind their hashes.
 """
 _ROOT_IDENTITY = 0
-"""Stands for the block before a first one. Requests that must not share with others would begin from another root."""
+"""Stands for the block before a first one, where a request has no salt; otherwise its salt does, which is a text."""
 
 
 class Block:
@@ -97,7 +98,7 @@ class BlockManager:
             block.num_hits += 1
         seq.block_table = [block.block_id for block in matched] + [self._take_free_block() for _ in range(num_new)]
         seq.num_registered_blocks = len(matched)
-        seq.registered_identity = matched[-1].identity if matched else _ROOT_IDENTITY
+        seq.registered_identity = matched[-1].identity if matched else _root(seq)
         seq.num_computed_tokens = min(len(matched) * self.block_size, seq.num_tokens - 1)
         seq.num_shared_tokens = 0
         return True
@@ -107,7 +108,7 @@ class BlockManager:
         seq.block_table = source.block_table[: self.num_blocks_for(seq.num_tokens)]
         for block_id in seq.block_table:
             self.blocks[block_id].ref_count += 1
-        seq.num_registered_blocks, seq.registered_identity = 0, _ROOT_IDENTITY
+        seq.num_registered_blocks, seq.registered_identity = 0, _root(seq)
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
     def must_copy(self, seq: Sequence) -> bool:
@@ -205,7 +206,8 @@ class BlockManager:
                 )
             if block.key is not None:
                 assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
-                assert block.identity > block.key[0], f"block {block.block_id} is older than its parent"
+                parent = _ROOT_IDENTITY if isinstance(block.key[0], str) else block.key[0]
+                assert block.identity > parent, f"block {block.block_id} is older than its parent"
         assert len(self._cached) == sum(block.key is not None for block in self.blocks)
         for seq in sequences:
             assert len(seq.block_table) == len(set(seq.block_table)), f"{seq} holds a block twice"
@@ -217,7 +219,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         matched: list[Block] = []
-        identity = _ROOT_IDENTITY
+        identity = _root(seq)
         for i in range(seq.max_cached_tokens // self.block_size):
             block = self._cached.get((identity, self._block_tokens(seq, i)))
             if block is None:
@@ -250,3 +252,8 @@ class BlockManager:
         if block.key is not None:
             del self._cached[block.key]
             block.key = None
+
+
+def _root(seq: Sequence) -> Identity:
+    salt = seq.features.cache_salt
+    return _ROOT_IDENTITY if salt is None else salt

@@ -10,6 +10,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_token_ids
 
 
+class PromptTooLongError(ValueError):
+    """A prompt is longer than the model allows."""
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """What a request must keep to.
@@ -74,7 +78,8 @@ class RequestLimits:
             kind = type(prompt).__name__
             raise ValueError(f"a prompt is a string or a list of token ids, not {kind}: {prompt!r:.80}") from error
         if len(token_ids) > self.max_model_len:
-            raise ValueError(f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}")
+            message = f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}"
+            raise PromptTooLongError(message)
         if params.prompt_logprobs_start > len(token_ids):
             raise ValueError(
                 f"prompt_logprobs_start={params.prompt_logprobs_start} is over the prompt's {len(token_ids)} tokens"

@@ -55,6 +55,7 @@ class RequestFeatures:
         constraint: masks the tokens.
         bad_token_ids: tokens that are never generated.
         pooling: "last" or "mean" asks for the hidden states of the prompt.
+        cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
         prompt: its text, if it came as one.
         prompt_token_ids: the prompt as the list that it came as, for the output: a new one of a thousand integers takes
             as long as the rest of an output.
@@ -65,6 +66,7 @@ class RequestFeatures:
     constraint: TokenConstraint | None = None
     bad_token_ids: tuple[int, ...] = ()
     pooling: str | None = None
+    cache_salt: str | None = None
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -166,7 +168,7 @@ class Sequence:
         # Leading blocks of block_table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
         # The identity, in the prefix cache, of the last of them.
-        self.registered_identity = 0
+        self.registered_identity: int | str = 0
         # Leading tokens that were another sequence's of its request, and are stored.
         self.num_shared_tokens = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.

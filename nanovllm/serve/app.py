@@ -20,11 +20,13 @@ from starlette.types import ASGIApp
 
 import nanovllm
 from nanovllm.serve.batches import Batches
-from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestIds, log_refusal
 from nanovllm.serve.routers import batches, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
+
+_CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -87,20 +89,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         return error.response()
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return answer(request, api_error(error))
+        found = api_error(error)
+        if found.code == "context_length_exceeded" and found.param is None:
+            found.param = _CONTENTS.get(request.scope["path"].removeprefix(request.scope["root_path"]))
+        return answer(request, found)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        is_json = first["type"] != "json_invalid"
-        if is_json and not place and first["type"] != "value_error":
-            # FastAPI takes the body for a text if its type is not JSON's.
-            return answer(
-                request, ApiError(422, "the body must be a JSON object, sent as Content-Type: application/json")
-            )
-        message = f"{place or 'body'}: {first['msg']}" if is_json else f"the body is not JSON: {first['msg']}"
-        return answer(request, ApiError(422 if is_json else 400, message, place if is_json else None))
+        return answer(request, validation_error(error.errors()[0], error.body))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

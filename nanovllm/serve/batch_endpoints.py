@@ -13,7 +13,8 @@ from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.pooling import embed
 from nanovllm.serve.pooling_protocol import EmbeddingBody
-from nanovllm.serve.protocol import ChatBody, CompletionBody, ResponseBody
+from nanovllm.serve.protocol import ChatBody, CompletionBody
+from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 

@@ -5,19 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
 from uuid import uuid4
 
 from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
-from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs
+from nanovllm.openai_answers import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChunkChoice,
+    FunctionDelta,
+    ToolCallItem,
+    ToolCallPiece,
+)
+from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs, prompt_positions
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.service import Service
 from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse, whole_calls
 from nanovllm.serve.usage import Usage
+from nanovllm.text.chat import plain_messages
 from nanovllm.text.tool_calls import ToolCallDelta
 
 _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
@@ -31,93 +41,146 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     params = use.constrain(service.sampling_params(body, _ENDPOINT))
     if separates and params.structured_outputs is not None:
         params.structured_outputs.after_thinking = True
-    prompt = await service.render_chat(
+    token_ids = await service.render_chat(
         body.messages,
         body.chat_template_kwargs,
         tools=use.template_tools(),
+        documents=body.documents,
+        chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
+        max_prompt_tokens=service.max_prompt_tokens(body, params),
     )
-    is_inside = separates and service.ends_with_think(prompt)
-    answer = _ChatAnswer(service, body, partial(AnswerSplitter, use.make_parser(), separates, is_inside))
+    prompts = [service.salted({"prompt_token_ids": token_ids}, body)]
+    service.check_room(prompts, body.max_completion_tokens or body.max_tokens, "messages")
+    is_inside = separates and service.ends_with_think(token_ids)
+    make_splitter = partial(AnswerSplitter, use.make_parser(), separates, is_inside)
+    answer = _ChatAnswer(service, body, token_ids, make_splitter)
     if not body.stream:
-        (output,) = await service.complete([prompt], params, body.priority)
-        return await service.json_answer(lambda: answer.whole(output), [output])
-    streams = await service.begin([prompt], params, body.priority)
+        (output,) = await service.complete(prompts, params, body.priority)
+        return await service.json_answer(lambda: answer.whole(output), [output], params)
+    streams = await service.begin(prompts, params, body.priority)
     return service.event_stream(answer.events(streams), streams)
 
 
 class _ChatAnswer:
     """The answer to one request, in the API's form."""
 
-    def __init__(self, service: Service, body: ChatBody, make_splitter: Callable[[], AnswerSplitter]) -> None:
+    def __init__(
+        self, service: Service, body: ChatBody, prompt: list[int], make_splitter: Callable[[], AnswerSplitter]
+    ) -> None:
         self._service = service
+        self._id, self._created = f"chatcmpl-{uuid4().hex}", int(time.time())
+        self._echo = _echoed(body)
         self._body = body.without_content()
-        self._head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": service.model}
+        self._prompt = prompt
+        self._names = service.token_names(body)
+        self._usage = Usage(len(prompt), body.stream_options)
         self._make_splitter = make_splitter
         self._splitters: dict[int, AnswerSplitter] = {}
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, output: RequestOutput) -> ChatCompletion:
         """Return the body of a whole answer."""
-        usage = Usage()
-        usage.add(output)
-        choices = [self._choice(choice) for choice in output.outputs]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.body()}
+        self._usage.add(output)
+        answer: ChatCompletion = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._service.model,
+            "system_fingerprint": self._service.fingerprint,
+            "choices": [self._choice(choice) for choice in output.outputs],
+            "usage": self._usage.body(),
+        }
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_positions(output, self._names)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._prompt
+        return answer
 
     async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
-        options, usage = self._body.stream_options, Usage()
-        with_usage = options is not None and bool(options.include_usage)
         for index in range(self._body.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            begin: ChatDelta = {"role": "assistant", "content": self._echo, "refusal": None}
+            first = self._chunk(self._choice_delta(index, begin))
+            if self._body.return_token_ids:
+                first["prompt_token_ids"] = self._prompt
+            yield event(first)
         async for _, output in self._service.read(streams):
-            usage.add(output)
+            self._usage.add(output)
             for choice in output.outputs:
-                logprobs = chat_logprobs(choice, self._body.top_logprobs)
-                for delta in self._deltas(choice) or [{}] * bool(choice.logprobs):
-                    yield self._chunk(choice.index, delta, logprobs)
-                    logprobs = None
+                for item in self._new(choice):
+                    yield event(self._chunk(item))
                 if output.finished:
-                    yield self._chunk(choice.index, {}, finish_reason=self._finish_reason(choice))
-        if with_usage:
-            chunk = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.body()}
-            yield event(chunk)
+                    last = self._choice_delta(choice.index, {}, self._finish_reason(choice))
+                    yield event(self._chunk({**last, "stop_reason": choice.stop_reason}))
+        if self._usage.is_shown:
+            yield event({**self._chunk(), "usage": self._usage.body()})
         yield DONE
 
-    def _chunk(
-        self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
+    def _chunk(self, *choices: ChunkChoice) -> ChatChunk:
+        chunk: ChatChunk = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._service.model,
+            "system_fingerprint": self._service.fingerprint,
+            "choices": [*choices],
+        }
+        if self._usage.is_shown:
+            chunk["usage"] = self._usage.so_far()
+        return chunk
 
-    def _deltas(self, choice: CompletionOutput) -> list[dict[str, Any]]:
-        new = self._split(choice)
-        texts = {"reasoning_content": new.reasoning, "content": new.content}
-        delta = {name: text for name, text in texts.items() if text}
+    def _choice_delta(self, index: int, delta: ChatDelta, finish_reason: str | None = None) -> ChunkChoice:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+    def _new(self, choice: CompletionOutput) -> list[ChunkChoice]:
+        """Return what is new of an answer; the first of several has the tokens."""
+        shows_ids = bool(self._body.return_token_ids and choice.token_ids)
+        deltas = self._deltas(choice)
+        if not deltas and (shows_ids or choice.logprobs):
+            deltas.append({})
+        items = [self._choice_delta(choice.index, delta) for delta in deltas]
+        if items and choice.logprobs is not None:
+            items[0]["logprobs"] = chat_logprobs(choice, self._body.top_logprobs, self._names)
+        if items and shows_ids:
+            items[0]["token_ids"] = choice.token_ids
+        return items
+
+    def _deltas(self, choice: CompletionOutput) -> list[ChatDelta]:
+        new, delta = self._split(choice), ChatDelta()
+        if new.reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = new.reasoning
+        if new.content:
+            delta["content"] = new.content
         # Each piece of a call alone: clients add up those of one call from chunk to chunk, but not within one.
-        calls = [{"tool_calls": [self._call_delta(choice.index, call)]} for call in new.calls]
+        calls: list[ChatDelta] = [{"tool_calls": [self._call_delta(choice.index, call)]} for call in new.calls]
         return [delta, *calls] if delta else calls
 
-    def _call_delta(self, index: int, call: ToolCallDelta) -> dict[str, Any]:
+    def _call_delta(self, index: int, call: ToolCallDelta) -> ToolCallPiece:
         if call.name is None:
             return {"index": call.index, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
+        function: FunctionDelta = {"name": call.name, "arguments": call.arguments}
         call_id = self._splitters[index].call_ids[call.index]
         return {"index": call.index, "id": call_id, "type": "function", "function": function}
 
-    def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
-        answer, new = chat_choice(choice, self._body.top_logprobs), self._split(choice)
+    def _choice(self, choice: CompletionOutput) -> ChatChoice:
+        answer, new = chat_choice(choice, self._body.top_logprobs, self._names), self._split(choice)
+        message = answer["message"]
+        message["content"] = self._echo + new.content
         calls = zip(self._splitters[choice.index].call_ids, whole_calls(new.calls), strict=True)
-        tool_calls = [
+        tool_calls: list[ToolCallItem] = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, (name, arguments) in calls
         ]
-        message: dict[str, Any] = {"role": "assistant", "content": new.content}
         if tool_calls:
-            message |= {"content": new.content or None, "tool_calls": tool_calls}
+            message["content"], message["tool_calls"] = message["content"] or None, tool_calls
         if self._splitters[choice.index].separates:
-            message["reasoning_content"] = new.reasoning or None
-        return {**answer, "message": message, "finish_reason": self._finish_reason(choice)}
+            message["reasoning"] = message["reasoning_content"] = new.reasoning or None
+        answer["finish_reason"], answer["stop_reason"] = self._finish_reason(choice), choice.stop_reason
+        if self._body.return_token_ids:
+            answer["token_ids"] = choice.token_ids
+        return answer
 
     def _finish_reason(self, choice: CompletionOutput) -> str | None:
         has_calls = bool(self._splitters[choice.index].call_ids)
@@ -127,3 +190,11 @@ class _ChatAnswer:
         if choice.index not in self._splitters:
             self._splitters[choice.index] = self._make_splitter()
         return self._splitters[choice.index].append(choice.text, choice.finish_reason is not None)
+
+
+def _echoed(body: ChatBody) -> str:
+    """Return what comes before the answer: the last message, if it is to be echoed and is the assistant's."""
+    last = body.messages[-1]
+    if not body.echo or last.role != "assistant":
+        return ""
+    return str(plain_messages([last.model_dump(exclude_unset=True)])[0].get("content") or "")

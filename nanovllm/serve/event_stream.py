@@ -26,7 +26,7 @@ _HEADERS = [
 def event(data: Any, name: str | None = None) -> bytes:
     """Return an event whose data is JSON."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + encode_json(data).encode() + b"\n\n"
+    return b"%bdata: %b\n\n" % (head, encode_json(data))
 
 
 DONE = b"data: [DONE]\n\n"

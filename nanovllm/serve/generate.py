@@ -29,7 +29,7 @@ async def answer_generate(service: Service, body: GenerateBody) -> Response:
     prompts = [body.token_ids]
     if not body.stream:
         outputs = await service.complete(prompts, params, body.priority)
-        return await service.json_answer(lambda: answer.whole(outputs[0]), outputs)
+        return await service.json_answer(lambda: answer.whole(outputs[0]), outputs, params)
     streams = await service.begin(prompts, params, body.priority)
     return service.event_stream(answer.events(streams), streams)
 
@@ -50,30 +50,28 @@ class _GenerateAnswer:
 
     def __init__(self, service: Service, body: GenerateBody, params: SamplingParams) -> None:
         self._service = service
-        self._options = body.stream_options
+        self._usage = Usage(len(body.token_ids), body.stream_options)
         self._params = params
         self._head = {"request_id": body.request_id or uuid4().hex}
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the body of a whole answer."""
-        usage = Usage()
-        usage.add(output)
+        self._usage.add(output)
         prompt_logprobs = prompt_positions(output)
         return {
             **self._head,
             "choices": self._choices(output),
             "prompt_logprobs": prompt_logprobs,
-            "usage": usage.body(),
+            "usage": self._usage.body(),
         }
 
     async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
-        usage = Usage()
         async for _, output in self._service.read(streams):
-            usage.add(output)
+            self._usage.add(output)
             yield event({**self._head, "choices": self._choices(output)})
-        if self._options is not None and self._options.include_usage:
-            yield event({**self._head, "choices": [], "usage": usage.body()})
+        if self._usage.is_shown:
+            yield event({**self._head, "choices": [], "usage": self._usage.body()})
         yield DONE
 
     def _choices(self, output: RequestOutput) -> list[dict[str, Any]]:

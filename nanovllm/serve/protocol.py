@@ -1,25 +1,36 @@
 """The bodies of requests.
 
-What a field means is in `SamplingParams`, which checks its limits, and in OpenAI's reference. Fields that
-nanovllm does not know are refused, but for those of OpenAI's API that change nothing here.
+What a field means is in `SamplingParams`, which checks its limits, and in OpenAI's reference. Fields of OpenAI's and
+vLLM's APIs that are not supported may have the value that asks for nothing. Other fields are ignored, and logged once.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.logs import one_line
+
+_logger = logging.getLogger(__name__)
 _MOST_FIELDS = 128
 _MOST_TEXTS = 64
 _MOST_IDS = 4096
 _MOST_TOKENS = 2**20
 _MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
-_MOST_TOOLS = 256
+MOST_TOOLS = 256
 
+_MOST_LOGGED = 256
+_LONGEST_NAME = 80
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
+"""Retired fields of vLLM, and those of `structured_outputs` that came in their place."""
+
+_logged: set[str] = set()
 _Value = TypeVar("_Value")
 
 
@@ -37,18 +48,30 @@ Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=_M
 Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
+Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIELDS))]
 
 
 class Body(BaseModel):
-    """A JSON object without fields that are not known."""
+    """A JSON object. Fields that are not known are ignored, as in vLLM."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, given: Any) -> Any:
-        return _at_most(_MOST_FIELDS, given)
+    def _check_fields(cls, given: Any) -> Any:
+        if isinstance(_at_most(_MOST_FIELDS, given), dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for name in given.keys() - known - _logged:
+                cls._log_unknown(str(name))
+        return given
+
+    @classmethod
+    def _log_unknown(cls, name: str) -> None:
+        # Names come from clients: so many of them may not fill the memory, or the log.
+        if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
+            _logged.add(name)
+            _logger.warning("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
 
 
 class StreamOptions(Body):
@@ -56,7 +79,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(Body):
@@ -118,6 +141,18 @@ class SamplingBody(Body):
     allowed_token_ids: TokenIds | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
+    prompt_logprobs: int | None = Field(None, description="not with stream")
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:123"')
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="only requests with the same one share blocks of the prefix cache"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="keep so many last tokens of the prompt; -1: as many as the model has room for"
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="whether encoding a text adds special tokens, such as BOS"
+    )
     # Without effect here.
     user: str | None = None
     metadata: Metadata | None = None
@@ -126,6 +161,25 @@ class SamplingBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    request_id: str | None = None
+    # Not supported.
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    logits_processors: Annotated[list[Any], Field(max_length=0)] | None = None
+    mm_processor_kwargs: Nothing | None = None
+    kv_transfer_params: Nothing | None = None
+    vllm_xargs: Nothing | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_guided(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("structured_outputs") is not None:
+            return given
+        for name in _GUIDED.keys() & given.keys():
+            if given[name] not in (None, False):
+                instead = f'structured_outputs={{"{_GUIDED[name]}": ...}}'
+                raise ApiError(400, f"{name} is retired: send {instead}", name, code="unsupported_parameter")
+        return given
 
     def without_content(self) -> Self:
         """Return a copy without what may be large, for an answer that may take minutes."""
@@ -134,7 +188,7 @@ class SamplingBody(Body):
 
 _LARGE_FIELDS = {
     "messages", "prompt", "tools", "chat_template_kwargs", "logit_bias", "response_format", "structured_outputs",
-    "stop", "bad_words", "allowed_token_ids", "stop_token_ids", "metadata",
+    "stop", "bad_words", "allowed_token_ids", "stop_token_ids", "metadata", "documents", "chat_template",
 }  # fmt: skip
 
 
@@ -180,7 +234,7 @@ class NamedToolChoice(Body):
     function: ToolName
 
 
-Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
@@ -195,11 +249,21 @@ class ChatBody(SamplingBody):
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="without effect; chat templates have variables of their own")
-    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
+    echo: bool | None = Field(None, description="put the last message, if it is the assistant's, before the answer")
+    chat_template: str | None = Field(None, description="if the server lets requests have one")
+    documents: Objects | None = Field(None, description="for the chat template")
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    separate_reasoning: bool | None = Field(None, description="split off <think> as reasoning_content")
+    separate_reasoning: bool | None = Field(None, description="split off <think> as reasoning")
+    # Not supported.
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -209,58 +273,9 @@ class CompletionBody(SamplingBody):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    # Not supported.
     suffix: Literal[""] | None = None
-
-
-class ResponseText(Body):
-    """What form the text of a response has."""
-
-    format: dict[str, Any] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
-
-
-class ResponseTool(ToolFunction):
-    """A function that a model may call."""
-
-    type: Literal["function"]
-
-
-class ResponseToolChoice(Body):
-    """The function to call."""
-
-    type: Literal["function"]
-    name: str
-
-
-class ResponseBody(Body):
-    """A request for a response, in text."""
-
-    model: str | None = None
-    input: str | Objects
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
-    truncation: Literal["disabled"] | None = None
-    previous_response_id: None = None
-    background: Literal[False] | None = None
-    # Without effect here.
-    user: str | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    stream_options: StreamOptions | None = None
-    reasoning: dict[str, Any] | None = None
-    top_logprobs: Literal[0] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    parallel_tool_calls: bool | None = None
+    prompt_embeds: None = None
 
 
 class TokenizeBody(Body):

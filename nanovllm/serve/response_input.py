@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.serve.protocol import ChatMessage, ResponseBody
+from nanovllm.serve.protocol import ChatMessage
+from nanovllm.serve.response_protocol import ResponseBody
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 

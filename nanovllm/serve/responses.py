@@ -10,20 +10,13 @@ from uuid import uuid4
 from starlette.responses import Response
 
 from nanovllm.async_llm import OutputStream
+from nanovllm.openai_answers import CallItem, MessageItem, OutputText, ResponseAnswer
 from nanovllm.openai_format import ENDPOINTS
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, TokensPrompt
 from nanovllm.serve.event_stream import event
-from nanovllm.serve.protocol import (
-    NamedToolChoice,
-    ResponseBody,
-    ResponseTool,
-    ResponseToolChoice,
-    SamplingBody,
-    Tool,
-    ToolFunction,
-    ToolName,
-)
+from nanovllm.serve.protocol import NamedToolChoice, SamplingBody, Tool, ToolFunction, ToolName
 from nanovllm.serve.response_input import response_messages
+from nanovllm.serve.response_protocol import ResponseBody, ResponseTool, ResponseToolChoice
 from nanovllm.serve.service import Service
 from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse
 from nanovllm.serve.usage import Usage
@@ -37,12 +30,15 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     tools = [Tool(type="function", function=ToolFunction(**_function(tool))) for tool in body.tools or []]
     use = ToolUse.of(tools, _tool_choice(body), body.parallel_tool_calls, service.tool_call_format)
     params = use.constrain(service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"]))
-    prompt = await service.render_chat(response_messages(body), tools=use.template_tools())
-    answer = _ResponseAnswer(service, body, AnswerSplitter(use.make_parser(), separates=False, is_inside=False))
+    token_ids = await service.render_chat(response_messages(body), tools=use.template_tools())
+    prompts: list[TokensPrompt] = [{"prompt_token_ids": token_ids}]
+    service.check_room(prompts, body.max_output_tokens, "input")
+    splitter = AnswerSplitter(use.make_parser(), separates=False, is_inside=False)
+    answer = _ResponseAnswer(service, body, splitter, Usage(len(token_ids)))
     if not body.stream:
-        (output,) = await service.complete([prompt], params, 0)
-        return await service.json_answer(lambda: answer.whole(output), [output])
-    streams = await service.begin([prompt], params, 0)
+        (output,) = await service.complete(prompts, params, 0)
+        return await service.json_answer(lambda: answer.whole(output), [output], params)
+    streams = await service.begin(prompts, params, 0)
     return service.event_stream(answer.events(streams), streams)
 
 
@@ -70,7 +66,7 @@ class _Output:
     """The items of a response: a message, and calls of functions. What is added to them is told by events."""
 
     def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[MessageItem | CallItem] = []
         self._is_open = False
         self._pieces: list[str] = []
 
@@ -100,20 +96,35 @@ class _Output:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _begin(self, item: MessageItem | CallItem) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from self._close("completed")
         self.items.append(item)
         self._is_open, self._pieces = True, []
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
 
     def _begin_message(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        item = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
-        yield from self._begin({**item, "content": []})
+        yield from self._begin(
+            {
+                "id": f"msg_{uuid4().hex}",
+                "type": "message",
+                "role": "assistant",
+                "status": "in_progress",
+                "content": [],
+            }
+        )
         yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
 
     def _begin_call(self, call_id: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        item = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
-        yield from self._begin({**item, "status": "in_progress"})
+        yield from self._begin(
+            {
+                "id": f"fc_{uuid4().hex}",
+                "type": "function_call",
+                "call_id": call_id,
+                "name": name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+        )
 
     def _close(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not self._is_open:
@@ -133,15 +144,15 @@ class _Output:
 class _ResponseAnswer:
     """The answer to one request, in the API's form."""
 
-    def __init__(self, service: Service, body: ResponseBody, splitter: AnswerSplitter) -> None:
+    def __init__(self, service: Service, body: ResponseBody, splitter: AnswerSplitter, usage: Usage) -> None:
         self._service = service
         self._splitter = splitter
         self._output = _Output()
-        self._usage = Usage()
+        self._usage = usage
         self._number = -1
         choice = body.tool_choice
         text = {} if body.text is None else body.text.model_dump(exclude_none=True)
-        self._head = {
+        self._begun: ResponseAnswer = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -157,9 +168,13 @@ class _ResponseAnswer:
             "tools": [tool.model_dump() for tool in body.tools or []],
             "store": False,
             "error": None,
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
         }
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, output: RequestOutput) -> ResponseAnswer:
         """Return the body of a whole answer."""
         for _ in self._take(output):
             pass
@@ -167,9 +182,8 @@ class _ResponseAnswer:
 
     async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
-        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
+        yield self._event("response.created", response=self._begun)
+        yield self._event("response.in_progress", response=self._begun)
         finish_reason = None
         async for _, output in self._service.read(streams):
             for kind, values in self._take(output):
@@ -187,11 +201,11 @@ class _ResponseAnswer:
         if output.finished:
             yield from self._output.finish("completed" if choice.finish_reason == "stop" else "incomplete")
 
-    def _finished(self, finish_reason: str | None) -> dict[str, Any]:
+    def _finished(self, finish_reason: str | None) -> ResponseAnswer:
         status = {"stop": "completed", "abort": "cancelled"}.get(finish_reason or "", "incomplete")
         usage = self._usage
         return {
-            **self._head,
+            **self._begun,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._output.items,
@@ -209,5 +223,5 @@ class _ResponseAnswer:
         return event({"type": kind, "sequence_number": self._number, **values}, kind)
 
 
-def _part(text: str) -> dict[str, Any]:
+def _part(text: str) -> OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends
@@ -25,7 +23,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    code: int | str | None
+    code: str | None
 
 
 class ErrorBody(BaseModel):
@@ -37,16 +35,17 @@ class ErrorBody(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in (
-        (400, "a value is out of range, or the body is not JSON"),
+        (400, "a field is missing, or has a wrong value"),
         (401, "the API key is missing or wrong"),
         (404, "there is no such model"),
         (408, "the request took too long"),
         (413, "the body is too large"),
-        (422, "the body has an unknown field, or a value of another type"),
         (429, "there are too many requests"),
         (503, "the engine has failed or is shutting down"),
     )
 }
+# Without this FastAPI would say that it answers with its own errors, of status 422.
+ERRORS["4XX"] = {"model": ErrorBody, "description": "another fault of the request"}
 
 
 class _Route(APIRoute):
@@ -79,11 +78,6 @@ async def within_limits(request: Request, service: Service, answer: Awaitable[Re
     return await until_disconnect(request, answer, service.settings.max_request_seconds)
 
 
-def answers(name: str) -> dict[int | str, dict[str, Any]]:
-    """Return what an endpoint that can stream may answer: a type of the package openai, whose clients read it.
-
-    Without that package, which only describes the answers, the API's description says that they are objects.
-    """
-    module, _, kind = f"openai.types.{name}".rpartition(".")
-    model = getattr(import_module(module), kind) if find_spec("openai") else dict[str, Any]
+def answers(model: Any) -> dict[int | str, dict[str, Any]]:
+    """Return what an endpoint that can stream may answer: events, or a type of `openai_answers`."""
     return {200: {"model": model, "content": {"text/event-stream": {}}}, **ERRORS}

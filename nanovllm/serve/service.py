@@ -9,16 +9,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
 from functools import partial
-from itertools import chain
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from anyio import to_thread
 
+import nanovllm
 from nanovllm.async_llm import AsyncLLM, OutputStream
-from nanovllm.openai_format import Endpoint, sampling_values
-from nanovllm.outputs import RequestOutput
+from nanovllm.openai_format import Endpoint, TokenNames, sampling_values
+from nanovllm.outputs import RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.serve.errors import ApiError, JsonResponse
 from nanovllm.serve.event_stream import EventStream
@@ -28,6 +29,7 @@ from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat import plain_messages
 from nanovllm.text.pooling import embeddings
+from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tool_calls import tool_call_format
 from nanovllm.utils.device import device_name
 
@@ -51,6 +53,7 @@ class Service:
         is_ending: whether the server is being shut down, and what runs ends with what it has.
         chat_template: instead of the tokenizer's; None: that.
         device: the name of the device, or devices.
+        fingerprint: stands for the version and the engine's settings, by which equal seeds give equal answers.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
         tool_call_format: how the model writes calls of tools.
@@ -73,17 +76,21 @@ class Service:
         }
         self.metrics = Metrics(llm.llm.stats, self.model, cache_config)
         self.chat_template = settings.template_text()
+        settled = f"{nanovllm.__version__} {config}"
+        self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
         tokenizer = llm.llm.tokenizer
+        self._get_bytes = token_bytes_function(tokenizer)
         self.tool_call_format = tool_call_format(settings.tool_call_parser, tokenizer)
         template = getattr(tokenizer, "apply_chat_template", None)
-        self._reserved = set() if template is None else set(inspect.signature(template).parameters) - {"kwargs"}
+        self._reserved = {"self", *inspect.signature(template).parameters} - {"kwargs"} if template else set()
 
     def check_model(self, model: str | None) -> None:
         """Raise if a request is for another model."""
         if model is not None and model not in self.names:
-            raise ApiError(404, f"the model {model!r:.80} does not exist; this server has {self.model!r}", "model")
+            message = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
+            raise ApiError(404, message, "model", code="model_not_found")
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what the API says of the model, under one of its names."""
@@ -103,6 +110,8 @@ class Service:
         Raises:
             ValueError: a value out of range, or what is not supported.
         """
+        if body.stream and body.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed")
         given = body.model_dump(exclude_none=True, by_alias=True)
         values = {**endpoint.defaults, **self._defaults, **sampling_values(given, endpoint, _SAMPLING, _SUPPORTED)}
         if isinstance(values.get("structured_outputs"), dict):
@@ -111,6 +120,10 @@ class Service:
             # The API's are signed.
             values["seed"] %= 2**64
         return self.limited(SamplingParams(**values))
+
+    def token_names(self, body: SamplingBody) -> TokenNames:
+        """Return how a request wants tokens to be shown."""
+        return TokenNames(self._get_bytes, bool(body.return_tokens_as_token_ids))
 
     def limited(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters within the server's limits.
@@ -140,7 +153,7 @@ class Service:
         Args:
             messages: the conversation.
             template: variables of the chat template, from the client.
-            options: of `LLM.chat`.
+            options: of `AsyncLLM.render_chat`, and `documents`, for the chat template.
 
         Raises:
             ValueError: the messages do not fit the model's template.
@@ -150,8 +163,49 @@ class Service:
             raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
         plain = await self.llm.run_beside(partial(_plain, messages))
         variables = {**(self.settings.default_chat_template_kwargs or {}), **(template or {})}
-        options.setdefault("chat_template", self.chat_template)
+        documents = options.pop("documents", None)
+        variables |= {} if documents is None else {"documents": documents}
+        if options.get("chat_template") is None:
+            options["chat_template"] = self.chat_template
+        elif not self.settings.trust_request_chat_template:
+            raise ValueError("chat_template: this server does not take those of requests (trust_request_chat_template)")
         return await self.llm.render_chat(plain, chat_template_kwargs=variables, **options)
+
+    async def encode(self, prompts: list[Any], body: SamplingBody, params: SamplingParams) -> list[TokensPrompt]:
+        """Return the prompts of a request as token ids."""
+        options: dict[str, Any] = {"max_prompt_tokens": self.max_prompt_tokens(body, params)}
+        options["add_special_tokens"] = body.add_special_tokens is not False
+        return [self.salted(prompt, body) for prompt in await self.llm.encode(prompts, **options)]
+
+    def salted(self, prompt: TokensPrompt, body: SamplingBody) -> TokensPrompt:
+        """Return a prompt with the salt of its request."""
+        return prompt if body.cache_salt is None else {**prompt, "cache_salt": body.cache_salt}
+
+    def max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
+        """Return how many tokens of its prompts a request keeps; None: all.
+
+        Raises:
+            ValueError: they are more than the model has room for.
+        """
+        wanted, most = body.truncate_prompt_tokens, self.llm.llm.llm_engine.limits.max_model_len
+        if wanted is not None and wanted > most:
+            raise ValueError(f"truncate_prompt_tokens={wanted} is over max_model_len={most}")
+        return max(1, most - (params.max_tokens or 1)) if wanted == -1 else wanted
+
+    def check_room(self, prompts: list[TokensPrompt], max_tokens: int | None, param: str) -> None:
+        """Raise if the model has no room for prompts and the tokens that their request asks for.
+
+        Args:
+            prompts: from `encode`.
+            max_tokens: if the request says so; what is a default is cut to the room.
+            param: the field of the prompts.
+        """
+        most = self.llm.llm.llm_engine.limits.max_model_len
+        length = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
+        if length + (max_tokens or 0) > most:
+            asked = f" and max_tokens={max_tokens}" if max_tokens else ""
+            message = f"{length} tokens of the prompt{asked} are over max_model_len={most}"
+            raise ApiError(400, message, param, code="context_length_exceeded")
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
@@ -199,7 +253,7 @@ class Service:
             raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
         limits = self.llm.llm.llm_engine.limits
         # A text has at least as many characters as tokens.
-        lengths = [min(len(prompt), limits.max_model_len) for prompt in prompts]
+        lengths = [min(_length(prompt), limits.max_model_len) for prompt in prompts]
         num_tokens = len(prompts) * params.n * min(params.max_tokens or limits.max_model_len, limits.max_model_len)
         count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
         count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
@@ -219,17 +273,20 @@ class Service:
             reasons = [choice.finish_reason for choice in output.outputs]
             _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
 
-    async def json_answer(self, build: Callable[[], dict[str, Any]], outputs: list[RequestOutput]) -> JsonResponse:
+    async def json_answer(
+        self, build: Callable[[], Any], outputs: list[RequestOutput], params: SamplingParams
+    ) -> JsonResponse:
         """Return the answer whose body is built of outputs; a large one is built in a thread.
 
         Args:
             build: returns the body.
             outputs: what it is built of.
+            params: what was asked for.
         """
         choices = [choice for output in outputs for choice in output.outputs]
-        positions = [*chain.from_iterable(choice.logprobs or () for choice in choices)]
-        positions += [at for output in outputs for at in output.prompt_logprobs or () if at is not None]
-        if sum(map(len, positions)) < _LARGE_ANSWER:
+        count = sum(len(choice.logprobs or ()) for choice in choices) * (1 + (params.logprobs or 0))
+        count += sum(len(output.prompt_logprobs or ()) for output in outputs) * (1 + (params.prompt_logprobs or 0))
+        if count < _LARGE_ANSWER:
             return JsonResponse(build())
         return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
 
@@ -259,6 +316,10 @@ class Service:
         stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
         head = {"model": self.model, "device": self.device}
         return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
+
+
+def _length(prompt: Any) -> int:
+    return len(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
 
 
 def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
         options = {"add_generation_prompt": body.add_generation_prompt, "tools": body.tools}
         token_ids = await service.render_chat(body.messages, body.chat_template_kwargs, **options)
     elif body.prompt is not None and body.messages is None:
-        token_ids = await service.llm.tokenize(body.prompt, body.add_special_tokens)
+        tokenize = partial(llm.input_processor.tokenize, [body.prompt], body.add_special_tokens)
+        (token_ids,) = await service.llm.run_beside(tokenize, is_slow=len(body.prompt) > LONG_TEXT)
     else:
         raise ValueError("give either a prompt or messages")
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.llm_engine.limits.max_model_len}

@@ -99,19 +99,16 @@ def template_options(options: ChatTemplateOptions) -> dict[str, Any]:
     }
 
 
-def render_chat(
-    tokenizer: Any, conversation: list[Message], max_characters: int | None = None, /, **options: Any
-) -> TokensPrompt:
-    """Return the prompt of a conversation, its text and its token ids; the template brings the special tokens.
+def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) -> str:
+    """Return the text of a conversation's prompt.
 
     Args:
         tokenizer: a transformers tokenizer.
         conversation: messages with `role` and `content`.
-        max_characters: most of the text, which is not encoded if it is longer.
         options: of its `apply_chat_template`.
 
     Raises:
-        ValueError: there is no tokenizer or no template, the template fails, or the text is too long.
+        ValueError: there is no tokenizer or no template, or the template fails.
     """
     if tokenizer is None:
         raise ValueError("chat needs a chat template, but the model has no tokenizer")
@@ -120,10 +117,16 @@ def render_chat(
     # A template can raise whatever it likes, TemplateError above all.
     except Exception as error:
         raise ValueError(f"the chat template cannot be applied: {error}") from error
-    if max_characters is not None and len(text) > max_characters:
-        raise ValueError(
-            f"the messages have {len(text)} characters, over the {max_characters} that max_model_len tokens can have"
-        )
+    return text
+
+
+def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> TokensPrompt:
+    """Return the prompt of a conversation, its text and its token ids; the template brings the special tokens.
+
+    Raises:
+        ValueError: see `render_text`.
+    """
+    text = render_text(tokenizer, conversation, **options)
     try:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     except TypeError as error:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
 from nanovllm.engine.sequence import RequestFeatures
+from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat import Message, render_text
 from nanovllm.text.output_processor import OutputState
 from nanovllm.text.structured_output import (
     BadWordsConstraint,
@@ -77,7 +79,8 @@ class InputProcessor:
         """Return requests, if all of them can be served.
 
         Args:
-            prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`.
+            prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`, which may have
+                a `cache_salt`.
             params: of each.
             priorities: of each.
             streams: whether outputs are wanted as they come.
@@ -99,23 +102,61 @@ class InputProcessor:
             except ValueError as error:
                 concerns_all = found is None and all(other is param for other in params)
                 raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
-            features = [self._features(found, priority, text, token_ids, streams) for _ in range(found.params.n)]
+            salt = prompts[index].get("cache_salt") if isinstance(prompts[index], Mapping) else None
+            own = RequestFeatures(priority=priority, cache_salt=salt, prompt=text, prompt_token_ids=token_ids)
+            features = [self._features(own, found, streams) for _ in range(found.params.n)]
             requests.append(Request(tokens, found.params, features))
         return requests
 
-    def _encode(self, prompts: list[Any]) -> list[tuple[Any, str | None]]:
+    def encode(
+        self, prompts: list[Any], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[TokensPrompt]:
+        """Return prompts as token ids, which are not checked yet.
+
+        Args:
+            prompts: see `process`.
+            add_special_tokens: whether texts get those that the tokenizer adds, such as BOS.
+            max_tokens: keep so many of the last ones; a prompt that is cut has no text any more. None: all.
+
+        Raises:
+            ValueError: a text cannot be encoded, or is too long.
+        """
+        if max_tokens is not None:
+            # What no such number of tokens can reach need not be encoded.
+            most = self.max_characters
+            prompts = [prompt[-most:] if isinstance(prompt, str) else prompt for prompt in prompts]
+        found: list[TokensPrompt] = []
+        for ids, text in self._encode(prompts, add_special_tokens):
+            is_cut = max_tokens is not None and len(ids) > max_tokens
+            prompt: TokensPrompt = {"prompt_token_ids": ids[len(ids) - (max_tokens or 0) :] if is_cut else ids}
+            if text is not None and not is_cut:
+                prompt["prompt"] = text
+            found.append(prompt)
+        return found
+
+    def render_chat(
+        self,
+        conversation: list[Message],
+        options: dict[str, Any],
+        add_special_tokens: bool = False,
+        max_tokens: int | None = None,
+    ) -> TokensPrompt:
+        """Return the prompt of a conversation; see `render_text` for `options`, and `encode`."""
+        return self.encode([render_text(self.tokenizer, conversation, **options)], add_special_tokens, max_tokens)[0]
+
+    def _encode(self, prompts: list[Any], add_special_tokens: bool = True) -> list[tuple[Any, str | None]]:
         """Return the token ids of prompts, not checked yet, and the texts of those that have one."""
         parts: list[tuple[Any, str | None]] = []
         for index, prompt in enumerate(prompts):
             try:
                 parts.append(_token_ids_and_text(prompt))
                 if parts[-1][0] is None and self.tokenizer is not None:
-                    self._check_length("the prompt", parts[-1][1] or "")
+                    self._check_length("the prompt", parts[-1][1] or "", PromptTooLongError)
             except ValueError as error:
                 raise _of_prompt(index, len(prompts), error) from error
         texts = {index: text for index, (ids, text) in enumerate(parts) if ids is None and text is not None}
         try:
-            encoded = iter(self.tokenize(list(texts.values())))
+            encoded = iter(self.tokenize(list(texts.values()), add_special_tokens))
         except ValueError:
             # One at a time shows which it is.
             for index, text in texts.items():
@@ -168,7 +209,9 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
         try:
-            token_ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+            # Not `verbose`, which warns of texts that are too long: they are refused, or cut.
+            options = {"add_special_tokens": add_special_tokens, "verbose": False}
+            token_ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         except TypeError as error:
             if len(texts) > 1:
                 # Encoding one at a time shows which text is at fault.
@@ -176,10 +219,10 @@ class InputProcessor:
             raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
         return token_ids
 
-    def _check_length(self, name: str, text: str) -> None:
+    def _check_length(self, name: str, text: str, kind: type[ValueError] = ValueError) -> None:
         if len(text) > self.max_characters:
             most = f"the {self.max_characters} that max_model_len={self.limits.max_model_len} tokens can have"
-            raise ValueError(f"{name} has {len(text)} characters, over {most}")
+            raise kind(f"{name} has {len(text)} characters, over {most}")
 
     def _check(self, param: Any) -> _CheckedParams:
         """Return checked parameters, and what follows from them for each request."""
@@ -193,19 +236,15 @@ class InputProcessor:
         structured = params.structured_outputs
         return _CheckedParams(params, bad_words, None if structured is None else self._grammars.make(structured))
 
-    def _features(
-        self, known: _CheckedParams, priority: int, text: str | None, token_ids: list[int], streams: bool
-    ) -> RequestFeatures:
-        """Return the features of an output."""
-        params, constraint = known.params, self._constraint(known, token_ids)
+    def _features(self, own: RequestFeatures, known: _CheckedParams, streams: bool) -> RequestFeatures:
+        """Return the features of an output: the request's own, and what follows from its parameters."""
+        params, constraint = known.params, self._constraint(known, own.prompt_token_ids or [])
         sequences = [sequence for sequence in known.bad_words if len(sequence) > 1]
-        return RequestFeatures(
-            priority=priority,
+        return replace(
+            own,
             sink=OutputState(self.tokenizer, params) if params.stop or streams else None,
             constraint=BadWordsConstraint(sequences, constraint) if sequences else constraint,
             bad_token_ids=tuple(sequence[0] for sequence in known.bad_words if len(sequence) == 1),
-            prompt=text,
-            prompt_token_ids=token_ids,
         )
 
     def _constraint(
@@ -222,7 +261,8 @@ class InputProcessor:
 
 def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:
     """Return an error that says which of several prompts it is of."""
-    return error if count == 1 else ValueError(f"prompts[{index}]: {error}")
+    kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
+    return error if count == 1 else kind(f"prompts[{index}]: {error}")
 
 
 def _token_ids_and_text(prompt: Any) -> tuple[Any, str | None]:
@@ -231,8 +271,10 @@ def _token_ids_and_text(prompt: Any) -> tuple[Any, str | None]:
         return None, prompt
     if not isinstance(prompt, Mapping):
         return token_list(prompt), None
-    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-    if set(prompt) <= {"prompt", "prompt_token_ids"} and isinstance(text, (str, type(None))):
+    ids, text, salt = (prompt.get(name) for name in ("prompt_token_ids", "prompt", "cache_salt"))
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(f"cache_salt is a text that is not empty, not {salt!r:.80}")
+    if set(prompt) <= {"prompt", "prompt_token_ids", "cache_salt"} and isinstance(text, (str, type(None))):
         if ids is None and text is not None:
             return None, text
         if ids is not None and not isinstance(ids, str):

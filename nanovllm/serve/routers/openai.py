@@ -7,28 +7,30 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nanovllm.openai_answers import ChatCompletion, Completion, ResponseAnswer
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
-from nanovllm.serve.protocol import ChatBody, CompletionBody, ResponseBody
+from nanovllm.serve.protocol import ChatBody, CompletionBody
+from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.routing import ERRORS, ServiceDep, answers, make_router, within_limits
 
 router = make_router()
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=answers("chat.ChatCompletion"))
+@router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion))
 async def chat_completions(body: ChatBody, request: Request, service: ServiceDep) -> Response:
     """Answer messages."""
     return await within_limits(request, service, answer_chat(service, body))
 
 
-@router.post("/v1/completions", response_model=None, responses=answers("Completion"))
+@router.post("/v1/completions", response_model=None, responses=answers(Completion))
 async def completions(body: CompletionBody, request: Request, service: ServiceDep) -> Response:
     """Complete prompts."""
     return await within_limits(request, service, answer_completion(service, body))
 
 
-@router.post("/v1/responses", response_model=None, responses=answers("responses.Response"))
+@router.post("/v1/responses", response_model=None, responses=answers(ResponseAnswer))
 async def responses(body: ResponseBody, request: Request, service: ServiceDep) -> Response:
     """Answer an input in text."""
     return await within_limits(request, service, answer_response(service, body))

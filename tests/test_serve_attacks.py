@@ -326,7 +326,7 @@ def test_sigterm_ends_the_server_within_its_grace_whatever_clients_do() -> None:
         began = time.monotonic()
         code, log = server.stop()
         assert time.monotonic() - began < 5
-    assert code == -signal.SIGTERM and "Traceback" not in log and " INFO nanovllm.serve.main [-] ended\n" in log, log
+    assert code == -signal.SIGTERM and "Traceback" not in log and " INFO nanovllm.serve.process [-] ended\n" in log, log
 
 
 def test_logs_say_what_happened() -> None:
@@ -342,7 +342,7 @@ def test_logs_say_what_happened() -> None:
         lines = server.log().splitlines()
     for expected_line in (
         r"INFO nanovllm\.serve\.main \[-\] loading .*qwen3-tiny",
-        r"INFO nanovllm\.serve\.main \[-\] serving qwen3-tiny at http://127.*",
+        r"INFO nanovllm\.serve\.process \[-\] serving qwen3-tiny at http://127.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompts, at most 1 tokens: SamplingParams\(.*max_tokens=2.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompt tokens, ended: \['length'\], .*",
         r'INFO uvicorn\.access \[a-1\] 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1.1" 200',

@@ -71,7 +71,7 @@ def post(server: ServerProcess, body: bytes | dict[str, Any], **options: Any) ->
 def num_errors(server: ServerProcess, kind: str) -> float:
     """How many errors of a kind the server has counted."""
     with urllib.request.urlopen(server.url + "/metrics") as answer:
-        found = re.search(rf'errors_total{{kind="{kind}"}} (\S+)', answer.read().decode())
+        found = re.search(rf'errors_total{{kind="{kind}",[^}}]*}} (\S+)', answer.read().decode())
     return float(found[1]) if found else 0.0
 
 

@@ -13,8 +13,10 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve import event_stream
 from nanovllm.serve.chat import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.event_stream import EventStream
@@ -53,11 +55,11 @@ class PlayedLLM:
 
     def __init__(self, outputs: list[RequestOutput], recommended: dict[str, Any] | None = None) -> None:
         self.llm = SimpleNamespace(
-            config=SimpleNamespace(model="some/model"),
+            config=Config("some/model", device="cpu"),
             recommended_values=lambda: recommended or {},
             stats=dict,
             tokenizer=None,
-            llm_engine=SimpleNamespace(limits=SimpleNamespace(max_model_len=512)),
+            llm_engine=SimpleNamespace(limits=SimpleNamespace(max_model_len=512, num_kv_slots=512)),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []
@@ -171,3 +173,31 @@ def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
         await sending
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "_PING_SECONDS", 0.01)
+
+    async def run() -> list[bytes]:
+        pinged, sent = asyncio.Event(), list[bytes]()
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: a\n\n"
+            await pinged.wait()
+            yield b"data: b\n\n"
+
+        async def receive() -> Any:
+            await asyncio.Future[None]()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1].startswith(b":"):
+                pinged.set()
+
+        await EventStream(events(), [], ServeSettings(), list[str]().append)({"type": "http"}, receive, send)
+        await asyncio.sleep(0.05)
+        return sent
+
+    start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 30))
+    assert (start, first, last, end) == (b"", b"data: a\n\n", b"data: b\n\n", b"")
+    assert set(pings) == {b": ping\n\n"}

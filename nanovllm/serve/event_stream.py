@@ -31,6 +31,9 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
+_PING_SECONDS = 15.0
+"""Proxies close a connection on which nothing comes for a minute, as during a long prefill."""
 
 
 class EventStream(Response):
@@ -55,6 +58,7 @@ class EventStream(Response):
         self._streams = streams
         self._settings = settings
         self._count_error = count_error
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
@@ -77,13 +81,27 @@ class EventStream(Response):
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        pings = asyncio.ensure_future(self._ping(send))
         try:
             async for data in self._events:
+                self._num_sent += 1
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
+            pings.cancel()
             await self._end(scope, send, api_error(error))
         else:
+            pings.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            pings.cancel()
+
+    async def _ping(self, send: Send) -> None:
+        """Send a comment, which clients ignore, whenever no event has come for some time."""
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(_PING_SECONDS)
+            if self._num_sent == before:
+                await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
     async def _end(self, scope: Scope, send: Send, error: ApiError) -> None:
         """End with an error, which is an event, since the status has been sent."""

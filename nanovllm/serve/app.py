@@ -20,10 +20,11 @@ from starlette.types import ASGIApp
 
 import nanovllm
 from nanovllm.serve.batches import Batches
+from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestIds, log_refusal
-from nanovllm.serve.routers import batches, openai, pooling, state, tokens
+from nanovllm.serve.routers import anthropic, batches, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -48,7 +49,7 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
-    for router in (openai.router, pooling.router, tokens.router, state.router):
+    for router in (openai.router, anthropic.router, pooling.router, tokens.router, state.router):
         app.include_router(router)
     if settings.batch_dir is not None:
         app.include_router(batches.router)
@@ -86,7 +87,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     def answer(request: Request, error: ApiError) -> Response:
         service.metrics.count_error(error.kind)
         log_refusal(request.scope, error)
-        return error.response()
+        return error_response(error, request.scope)
 
     async def on_error(request: Request, error: Exception) -> Response:
         found = api_error(error)

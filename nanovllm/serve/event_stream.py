@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import OutputStream
+from nanovllm.serve.error_forms import error_body
 from nanovllm.serve.errors import ApiError, api_error, encode_json
 from nanovllm.serve.settings import ServeSettings
 
@@ -62,14 +63,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
         seconds = self._settings.max_request_seconds
-        pump, gone = asyncio.ensure_future(self._pump(send)), asyncio.ensure_future(_disconnect(receive))
+        pump, gone = asyncio.ensure_future(self._pump(scope, send)), asyncio.ensure_future(_disconnect(receive))
         try:
             done, _ = await asyncio.wait({pump, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 await _cancel(pump)
                 # A client that reads little at a time may take the end of its answer late.
                 await self._close()
-                await self._end(send, timed_out(seconds))
+                await self._end(scope, send, timed_out(seconds))
         finally:
             await _cancel(pump, gone)
             await self._close()
@@ -78,7 +79,7 @@ class EventStream(Response):
         for stream in self._streams:
             await stream.aclose()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         pings = asyncio.ensure_future(self._ping(send))
         try:
@@ -87,7 +88,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             pings.cancel()
-            await self._end(send, api_error(error))
+            await self._end(scope, send, api_error(error))
         else:
             pings.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -102,10 +103,11 @@ class EventStream(Response):
             if self._num_sent == before:
                 await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
-    async def _end(self, send: Send, error: ApiError) -> None:
+    async def _end(self, scope: Scope, send: Send, error: ApiError) -> None:
         """End with an error, which is an event, since the status has been sent."""
         self._count_error(error.kind)
-        await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
+        body = error_body(error, scope)
+        await send({"type": "http.response.body", "body": event(body, body.get("type")), "more_body": False})
 
 
 def timed_out(seconds: float) -> ApiError:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.logs import log_refusal
 from nanovllm.serve.settings import ServeSettings
@@ -56,7 +57,7 @@ class Guard:
         except ApiError as error:
             self._count_error(error.kind)
             log_refusal(scope, error)
-            await self._refuse(error, receive, send)
+            await self._refuse(error, scope, receive, send)
 
     def _takes_body(self, scope: Scope) -> bool:
         """Whether a request is one for the engine, which costs something and may have a body.
@@ -99,9 +100,9 @@ class Guard:
         finally:
             self._num_requests -= 1
 
-    async def _refuse(self, error: ApiError, receive: Receive, send: Send) -> None:
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error, and close the connection, whose body is not read."""
-        response = error.response()
+        response = error_response(error, scope)
         headers = [*response.raw_headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})

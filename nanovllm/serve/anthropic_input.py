@@ -1,0 +1,103 @@
+"""Anthropic's messages and tools as those of chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.serve.anthropic_protocol import CountTokensBody, MessagesBody, MessagesTool, Turn
+from nanovllm.serve.protocol import ChatMessage, NamedToolChoice, SamplingBody, Tool, ToolFunction, ToolName
+from nanovllm.serve.tools import ToolUse
+from nanovllm.text.tool_calls import ToolCallFormat
+
+Block = dict[str, Any]
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# The model does not get its thoughts back.
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def chat_messages(body: CountTokensBody) -> list[ChatMessage]:
+    """Return messages as those of chats.
+
+    Raises:
+        ValueError: there is a block that is neither text, nor a call of a tool or its result.
+    """
+    messages: list[Block] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _text(body.system)})
+    for turn in body.messages:
+        messages += _turn_messages(turn)
+    return [ChatMessage.model_validate(message) for message in messages]
+
+
+def _turn_messages(turn: Turn) -> Iterator[Block]:
+    blocks = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
+    texts, calls, has_results = list[Block](), list[Block](), False
+    for block in blocks:
+        if block.get("type") == "tool_result" and turn.role == "user":
+            has_results = True
+            content = _text(block.get("content") or "")
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
+        elif block.get("type") == "tool_use" and turn.role == "assistant":
+            calls.append(_call(block))
+        elif block.get("type") not in _THOUGHTS or turn.role != "assistant":
+            texts.append(block)
+    message: Block = {"role": turn.role, "content": _text(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    # What tools have returned may be all that there is.
+    if texts or calls or not has_results:
+        yield message
+
+
+def _call(block: Block) -> Block:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(f"a tool_use has a name and an object as input, not {block!r:.80}")
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": str(block.get("id")), "type": "function", "function": function}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        raise ValueError("content is a string, or a list of blocks of type text, tool_use or tool_result")
+    return "".join(part["text"] for part in content)
+
+
+def sampling_body(body: MessagesBody) -> SamplingBody:
+    """Return what a request says of sampling."""
+    given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
+    form = None if body.output_config is None else body.output_config.format
+    if form is not None:
+        given["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+    return SamplingBody.model_validate({**given, "stop": body.stop_sequences or None})
+
+
+def tool_use(body: CountTokensBody, form: ToolCallFormat) -> ToolUse:
+    """Return what a request says of tools.
+
+    Raises:
+        ValueError: a call is required of a tool that is not there.
+    """
+    tools = [Tool(type="function", function=_function(tool)) for tool in body.tools or []]
+    given = body.tool_choice
+    if given is None:
+        return ToolUse.of(tools, None, None, form)
+    choice: str | NamedToolChoice
+    if given.type == "tool":
+        if given.name is None:
+            raise ValueError("tool_choice of type tool needs a name")
+        choice = NamedToolChoice(type="function", function=ToolName(name=given.name))
+    else:
+        choice = _CHOICES[given.type]
+    return ToolUse.of(tools, choice, not given.disable_parallel_tool_use, form)
+
+
+def _function(tool: MessagesTool) -> ToolFunction:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return ToolFunction.model_validate({name: value for name, value in function.items() if value is not None})

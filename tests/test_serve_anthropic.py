@@ -1,0 +1,159 @@
+"""Anthropic's messages, asked for by its client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from nanovllm.serve.event_stream import EventStream
+from nanovllm.serve.settings import ServeSettings
+from tests.server_process import ServerProcess, serving
+
+anthropic = pytest.importorskip("anthropic")
+
+KEY = "a-secret"
+MODEL = "qwen3-tiny"
+QUESTION = {"role": "user", "content": "introduce yourself"}
+INTRODUCTION = "Hello! I am Nano, a tiny language model that ships with nanovllm."
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"name": "weather", "description": "of a city", "input_schema": SCHEMA}]
+
+# That of the model shows no tools.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.parameters }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments.city }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving("--api-key", KEY, "--chat-template", TEMPLATE, key=KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+# The client has no parameters for these any more.
+_SAMPLING = {"extra_body": {"temperature": 0, "top_k": 5, "top_p": 0.9}}
+
+
+def request(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 100, "messages": list(messages), **_SAMPLING, **fields}
+
+
+def test_a_text_whole_and_streamed(client: Any) -> None:
+    body = request(QUESTION)
+    whole = client.messages.create(**body)
+    assert whole.type == "message" and whole.role == "assistant" and whole.model == MODEL
+    assert whole.id.startswith("msg_") and (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
+    (block,) = whole.content
+    assert block.text.startswith(INTRODUCTION)
+    counted = client.messages.count_tokens(model=MODEL, messages=[QUESTION])
+    assert whole.usage.input_tokens == counted.input_tokens > 5 and whole.usage.output_tokens > 20
+    with client.messages.stream(**body) as stream:
+        kinds = [item.type for item in stream]
+        streamed = stream.get_final_message()
+    assert streamed.content[0].text == block.text and streamed.usage == whole.usage
+    assert (streamed.stop_reason, kinds[0], kinds[-1]) == ("end_turn", "message_start", "message_stop")
+    assert kinds.count("content_block_delta") > 10 and kinds.count("content_block_stop") == 1
+
+
+def test_why_an_answer_ends(client: Any) -> None:
+    cut = client.messages.create(**request(QUESTION, max_tokens=3))
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
+    body = request(QUESTION, stop_sequences=["zebra", " a tiny"])
+    stopped = client.messages.create(**body)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " a tiny")
+    assert stopped.content[0].text == "Hello! I am Nano,"
+    with client.messages.stream(**body) as stream:
+        final = stream.get_final_message()
+    assert (final.stop_sequence, final.content[0].text) == (" a tiny", "Hello! I am Nano,")
+    # The last message is the answer's beginning.
+    begun = client.messages.create(**request(QUESTION, {"role": "assistant", "content": "Hello! I am"}))
+    assert begun.content[0].text.startswith(" Nano, a tiny")
+
+
+def test_an_answer_in_json(client: Any) -> None:
+    body = request(QUESTION, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    assert json.loads(client.messages.create(**body).content[0].text)["city"] in ("Rome", "Paris")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_required_call_and_the_turn_after(client: Any, choice: dict[str, Any]) -> None:
+    body = request(QUESTION, tools=TOOLS, tool_choice={**choice, "disable_parallel_tool_use": True})
+    whole = client.messages.create(**body)
+    (call,) = whole.content
+    assert (whole.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+    assert call.input["city"] in ("Rome", "Paris") and call.id.startswith("toolu_")
+    with client.messages.stream(**body) as stream:
+        pieces = [item.partial_json for item in stream if item.type == "input_json"]
+        (streamed,) = stream.get_final_message().content
+    assert streamed.input == call.input and len(pieces) > 2
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    turns = [{"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    after = client.messages.create(**request(QUESTION, *turns, tools=TOOLS, system=system, max_tokens=5))
+    called = {"name": "weather", "arguments": json.dumps(call.input)}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": called}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    function = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
+    same = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    count = client.post("/tokenize", body=same, cast_to=dict[str, Any])["count"]
+    assert after.usage.input_tokens == count > whole.usage.input_tokens
+
+
+def test_errors_are_anthropics(server: ServerProcess, client: Any) -> None:
+    image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    for body, kind, status in (
+        (request(QUESTION, model="other"), "not_found_error", 404),
+        (request(image), "invalid_request_error", 400),
+        (request(QUESTION, max_tokens=0), "invalid_request_error", 400),
+        (request(QUESTION, tool_choice={"type": "any"}), "invalid_request_error", 400),
+    ):
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            client.messages.create(**body)
+        assert raised.value.status_code == status and raised.value.body["type"] == "error"
+        assert raised.value.body["error"]["type"] == kind and raised.value.body["error"]["message"]
+    stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError) as refused:
+        stranger.messages.create(**request(QUESTION))
+    assert refused.value.body["error"]["type"] == "authentication_error"
+
+
+def test_an_error_in_a_stream_is_an_event_of_its_own() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"begun"
+        raise ValueError("the grammar is too large")
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    stream = EventStream(events(), [], ServeSettings(), lambda _: None)
+    asyncio.run(stream({"type": "http", "path": "/llm/v1/messages", "root_path": "/llm"}, receive, send))
+    name, data = sent[-1]["body"].decode().strip().split("\n")
+    error = {"type": "invalid_request_error", "message": "the grammar is too large"}
+    assert name == "event: error" and json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}

@@ -184,7 +184,8 @@ def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
         answer = EventStream(
             events(), [cast("Any", stream)], ServeSettings(max_request_seconds=0.1), list[str]().append
         )
-        sending = asyncio.ensure_future(answer({"type": "http"}, receive, send))
+        scope = {"type": "http", "path": "/v1/completions", "root_path": ""}
+        sending = asyncio.ensure_future(answer(scope, receive, send))
         while not stream.is_closed:
             await asyncio.sleep(0.01)
         assert not sending.done()

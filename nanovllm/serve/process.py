@@ -63,7 +63,6 @@ def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool)
         # uvicorn calls it, whatever it is.
         http=cast("type[asyncio.Protocol]", partial(Connection, pool)),
         ws="none",
-        backlog=settings.max_requests,
         timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + 1,
         # Clients keep their connections longer than uvicorn's 5 s, and fail when one closes as they send.
         timeout_keep_alive=75,

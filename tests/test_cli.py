@@ -108,7 +108,7 @@ def test_chat_requests_in_openais_form(llm: LLM) -> None:
     assert answered["usage"] == {"prompt_tokens": 19, "completion_tokens": 4, "total_tokens": 23}
     (choice,) = answered["choices"]
     (expected,) = llm.chat(INTRODUCTION, SamplingParams(0, 4, logprobs=2), use_tqdm=False)
-    assert choice["message"] == {"role": "assistant", "content": expected["text"]}
+    assert choice["message"] == {"role": "assistant", "content": expected["text"], "refusal": None}
     assert choice["finish_reason"] == "length"
     assert expected.outputs[0].logprobs is not None
     for written, token_id, at in zip(

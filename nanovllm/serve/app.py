@@ -49,7 +49,8 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
-    for router in (openai.router, anthropic.router, pooling.router, tokens.router, state.router):
+    # The first router that matches answers, so the most frequent requests come first.
+    for router in (openai.router, tokens.router, anthropic.router, pooling.router, state.router):
         app.include_router(router)
     if settings.batch_dir is not None:
         app.include_router(batches.router)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,10 +164,10 @@ class SamplingParams:
         return params
 
     @property
-    def samples_plainly(self) -> bool:
-        """Whether the temperature is all that a step must know."""
+    def has_extra(self) -> bool:
+        """Whether a step must know more than the temperature."""
         own = self.__dict__
-        return all(own[name] == value for name, value in _OFF.items())
+        return any(own[name] != value for name, value in _OFF.items())
 
     @property
     def uses_penalties(self) -> bool:
@@ -246,6 +247,27 @@ def recommended_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
     given = {ours: config.get(theirs) for theirs, ours in {**names, "max_new_tokens": "max_tokens"}.items()}
     values = {name: value for name, value in given.items() if value is not None}
     return {**values, "temperature": 0.0} if config.get("do_sample") is False else values
+
+
+@dataclass(frozen=True)
+class SamplingExtra:
+    """What a running sequence asks of sampling beyond its temperature.
+
+    Attributes:
+        params: the request's.
+        token_ids: prompt and output so far, if their tokens are penalised; else empty.
+        num_prompt_tokens: how many tokens are the prompt's.
+        end_token_ids: tokens that are forbidden before `params.min_tokens`.
+        bad_token_ids: tokens that are always forbidden.
+        is_masked: whether the host masks its tokens.
+    """
+
+    params: SamplingParams
+    token_ids: array[int]
+    num_prompt_tokens: int
+    end_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+    is_masked: bool = False
 
 
 @strict_keywords

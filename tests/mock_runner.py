@@ -19,7 +19,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.sequence import RequestGroup
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -47,6 +47,7 @@ class MockHandle:
     logprob_rows: list[int] = field(default_factory=list)
     logprobs: TokenLogprobs | None = None
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)
 
     def result(self) -> StepOutput:
         if self.error is not None:
@@ -81,7 +82,17 @@ class MockRunner:
         self.fail_result = False
         self.closed = 0
 
-    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> MockHandle:
+    def sample(self, step: MockHandle, masks: np.ndarray | None = None) -> MockHandle:
+        shape = None if masks is None else masks.shape
+        assert shape == ((len(step.masked), -(-VOCAB_SIZE // 32)) if step.masked else None)
+        return step
+
+    def forward(self, batch: ScheduledBatch) -> MockHandle:
+        handle = self._run(batch)
+        handle.masked = batch.masked
+        return handle
+
+    def _run(self, batch: ScheduledBatch) -> MockHandle:
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")
@@ -89,8 +100,8 @@ class MockRunner:
         for request in batch.new_requests:
             self.tables[request.slot] = list(request.block_table)
             self.num_logprobs.pop(request.slot, None)
-            if request.options is not None and request.options.params.logprobs is not None:
-                self.num_logprobs[request.slot] = request.options.params.logprobs
+            if request.extra is not None and request.extra.params.logprobs is not None:
+                self.num_logprobs[request.slot] = request.extra.params.logprobs
         contents = [list(self.cache[source]) for source, _ in batch.block_copies]
         for (_, copy), content in zip(batch.block_copies, contents, strict=True):
             self.cache[copy] = content
@@ -121,9 +132,6 @@ class MockRunner:
             if chunk.samples:
                 sampled.append(self._sample(chunk.slot))
         assert len(sampled) == len(batch.sampled_seq_ids)
-        assert (fill_masks is not None) == bool(batch.masked)
-        if fill_masks is not None:
-            fill_masks(np.empty((len(batch.masked), -(-VOCAB_SIZE // 32)), dtype=np.int32))
         if self.fail_result:
             self.fail_result = False
             # A step that failed may have left anything in the blocks that it was to write.

@@ -19,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.runner.batch import StepShape
+from nanovllm.sampling.sampler import Sampled
 from nanovllm.workers.parallel_runner import ParallelRunner
 
 
@@ -57,19 +58,18 @@ def run(plan: Plan, llm: LLM) -> Result:
     runner = llm.llm_engine._runner._runner
     result: Result = {"communicator": type(runner.communicator).__name__, "rounds": [], "logits": None}
     if plan.logits:
-        sampler = runner.sampler
+        sample = runner.sampler.sample
         # Decode rows, all of them padding, come first.
         size = runner.capture_sizes.fit(StepShape(0, sum(map(len, plan.prompts)), len(plan.prompts)))
         assert size is not None
         rows = slice(size.num_decodes, size.num_decodes + len(plan.prompts))
 
-        def recorder(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        def recorder(logits: torch.Tensor, *args: Any) -> Sampled:
             if result["logits"] is None:
                 result["logits"] = logits[rows].float().cpu()
-            tokens: torch.Tensor = sampler(logits, *args)
-            return tokens
+            return sample(logits, *args)
 
-        runner.sampler = recorder  # type: ignore[assignment]
+        runner.sampler.sample = recorder  # type: ignore[method-assign, assignment]
     for _ in range(2):
         outputs = llm.generate(plan.prompts, plan.params, use_tqdm=False)
         result["rounds"].append([output["token_ids"] for output in outputs])

@@ -119,15 +119,15 @@ def test_errors_can_come_in_their_places(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert (bad["finish_reason"], bad["text"], bad.finished) == ("error", "", True)
     # A step that fails takes its requests along, and the others go on.
     runner: Any = llm.llm_engine._runner
-    execute, calls = runner.execute, []
+    forward, calls = runner.forward, []
 
     def failing(batch: Any, *masks: Any) -> Any:
         calls.append(batch)
         if len(calls) == 2:
             raise MemoryError("no room")
-        return execute(batch, *masks)
+        return forward(batch, *masks)
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, "forward", failing)
     monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", 2)
     failed, *good = llm.generate([[5, 6], [7, 8], [9, 10]], GREEDY, use_tqdm=False, on_error="return")
     assert "no room" in str(failed.error) and failed.prompt_token_ids == [5, 6]

@@ -340,7 +340,7 @@ class Fails:
         def lost() -> None:
             raise OSError("device lost")
 
-        monkeypatch.setattr(runner, "execute", fail)
+        monkeypatch.setattr(runner, "forward", fail)
         if loses_device:
             monkeypatch.setattr(runner, "synchronize", lost)
 
@@ -360,16 +360,16 @@ def test_a_failed_step_fails_its_requests_alone(llm: AsyncLLM, monkeypatch: pyte
 def fail_once(llm: AsyncLLM, patch: pytest.MonkeyPatch, num_sampled: int) -> threading.Event:
     """Make one step fail, the first that samples so many tokens. No step begins before the event returned is set."""
     runner: Any = llm.llm.llm_engine._runner
-    execute, may_go_on = runner.execute, threading.Event()
+    forward, may_go_on = runner.forward, threading.Event()
 
     def failing(batch: ScheduledBatch, *args: Any) -> Any:
         assert may_go_on.wait(10)
         if len(batch.sampled_seq_ids) == num_sampled:
-            patch.setattr(runner, "execute", execute)
+            patch.setattr(runner, "forward", forward)
             raise MemoryError("out of memory")
-        return execute(batch, *args)
+        return forward(batch, *args)
 
-    patch.setattr(runner, "execute", failing)
+    patch.setattr(runner, "forward", failing)
     return may_go_on
 
 

@@ -112,8 +112,8 @@ def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> Non
     temperatures, seeds = [0.7, 1e39], [2**64 - 1, 5 + 2**32]
     requests = [NewRequest(slot, [13 + slot], 3, temperatures[slot], seeds[slot]) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", [1, 2, 3]), True, True) for slot in range(2)]
-    mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, decode_slots=[2]))
-    decodes = sender.step(ScheduledBatch(decode_slots=[1, 2, 0]))
+    mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, decode_slots=[2])).sampling
+    decodes = sender.step(ScheduledBatch(decode_slots=[1, 2, 0])).sampling
     hottest = torch.tensor(1e30).item()
     assert mixed.temperatures.tolist() == [0.5, torch.tensor(0.7).item(), hottest]
     assert mixed.seeds.tolist() == [[1, 0], [-1, -1], [5, 1]] and mixed.output_index.tolist() == [1, 0, 0]

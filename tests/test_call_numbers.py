@@ -18,7 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.distributed.communicator import find_store, open_store
 from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
-from nanovllm.runner import extended_step, model_runner
+from nanovllm.runner import model_runner, prompt_outputs
 from nanovllm.runner.step_limits import step_limits
 from tests.test_all_reduce_rms_norm import make_buffer
 from tests.test_kernels import GPU
@@ -184,7 +184,7 @@ class Counting(SymmetricCommunicator):
 
 def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With scored prompts, edited rows and log-probabilities, whose logits go in many parts."""
-    monkeypatch.setattr(extended_step, "LOGITS_BYTES", 4 * 320 * 5)
+    monkeypatch.setattr(prompt_outputs, "LOGITS_BYTES", 4 * 320 * 5)
     monkeypatch.setattr(symmetric, "_ROW_BYTES", 2**16)
     made: list[Counting] = []
 

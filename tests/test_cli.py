@@ -200,14 +200,14 @@ def test_an_answer_that_cannot_be_written_is_an_error() -> None:
 
 def test_a_failed_step_fails_its_lines_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm.llm_engine.require_open()
-    execute, steps = runner.execute, iter([False, True])
+    forward, steps = runner.forward, iter([False, True])
 
     def fail_once(*arguments: Any) -> Any:
         if next(steps, False):
             raise RuntimeError("a fault")
-        return execute(*arguments)
+        return forward(*arguments)
 
-    monkeypatch.setattr(runner, "execute", fail_once)
+    monkeypatch.setattr(runner, "forward", fail_once)
     results = answer(llm, [{"prompt": "x", "max_tokens": 8, "ignore_eos": True, "id": i} for i in range(12)])
     failed = [result for result in results.values() if "outputs" not in result]
     assert len(results) == 12 and 1 <= len(failed) <= 4
@@ -223,7 +223,7 @@ def test_a_lost_device_writes_no_results(monkeypatch: pytest.MonkeyPatch) -> Non
         def fail(*arguments: Any) -> None:
             raise RuntimeError("lost")
 
-        for name in ("execute", "synchronize"):
+        for name in ("forward", "synchronize"):
             monkeypatch.setattr(runner, name, fail)
         lines = read_ahead(encode([{"prompt": "x"}]))
         with pytest.raises(RuntimeError, match="closed"):

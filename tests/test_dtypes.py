@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.sampling.sampler import Sampled
 from tests.conftest import MakeCheckpoint
 from tests.test_greedy import prompts
 from tests.test_kernels import check_error
@@ -39,8 +40,14 @@ def test_logits_are_as_near_to_float32_as_transformers_are(folder: Path, name: A
     batch = prompts((1, 17, 40))
     with LLM(folder, device="cpu", dtype=name, max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20) as llm:
         runner: Any = llm.llm_engine._runner
-        assert {param.dtype for param in runner.model.parameters()} == {runner.kv_cache.dtype} == {dtype}
-        runner.sampler.register_forward_pre_hook(lambda _, inputs: logits.append(inputs[0].clone()))
+        assert {param.dtype for param in runner.model.parameters()} == {runner.kv_cache.tensor.dtype} == {dtype}
+        sample = runner.sampler.sample
+
+        def recorder(x: torch.Tensor, *args: Any) -> Sampled:
+            logits.append(x.clone())
+            return sample(x, *args)
+
+        runner.sampler.sample = recorder
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
         outputs = llm.generate(batch, params, use_tqdm=False)
     # A step each token, all three in each: [sequence, token, vocab_size].

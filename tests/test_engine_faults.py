@@ -28,7 +28,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch = runner.execute
+    launch = runner.forward
     other = llm.add_request([9, 8, 7], greedy(1))
 
     def aborting_launch(batch: Any) -> Any:
@@ -36,11 +36,11 @@ def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
         llm.llm_engine.scheduler.abort([seq_id for seq_id in batch.sampled_seq_ids if seq_id != other])
         return handle
 
-    runner.execute = aborting_launch
+    runner.forward = aborting_launch
     # Another caller's result is still to be claimed.
     with pytest.raises(RuntimeError, match="aborted by somebody else"):
         llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
-    runner.execute = launch
+    runner.forward = launch
     assert list(run(llm)) == [other]
 
 
@@ -57,7 +57,7 @@ def test_a_generate_ends_with_the_error_of_a_plan_that_fails(llm: LLM, monkeypat
 def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
     engine, runner = make_engine(pipeline_depth=1)
     first, second = engine.add_request([1, 2], greedy(2)), engine.add_request([3, 4], greedy(9))
-    launch = runner.execute
+    launch = runner.forward
 
     def lost() -> None:
         raise RuntimeError("device lost")
@@ -68,7 +68,7 @@ def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
             raise RuntimeError("launch failed")
         return launch(batch)
 
-    runner.execute = failing_launch  # type: ignore[method-assign, assignment]
+    runner.forward = failing_launch  # type: ignore[method-assign]
     with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
         for _ in range(3):
             engine.step()
@@ -106,7 +106,7 @@ def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, dep
         with LLM(checkpoint, device="cpu", max_model_len=128, num_kvcache_blocks=2) as llm:
             runner: Any = llm.llm_engine._runner
             runner.pipeline_depth = depth
-            launch = runner.execute
+            launch = runner.forward
 
             def failing_launch(batch: Any) -> Any:
                 if llm.llm_engine.scheduler.stats.num_steps == 3:
@@ -114,12 +114,12 @@ def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, dep
                     raise MemoryError("no room")
                 return launch(batch)
 
-            runner.execute = failing_launch
+            runner.forward = failing_launch
             other = llm.add_request([3, 2, 1], greedy(9))
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[1, 2]], greedy(9), use_tqdm=False)
             assert not llm.is_finished()
-            runner.execute = launch
+            runner.forward = launch
             with pytest.raises(StepError, match="no room") as caught:
                 llm.step()
             assert caught.value.request_ids == [other] and isinstance(caught.value.__cause__, MemoryError)
@@ -204,20 +204,20 @@ def test_a_system_exit_within_a_step_loses_no_request(depth: int, where: str) ->
     engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=2)
     ids = [engine.add_request([i] * 20, greedy(6)) for i in range(3)]
     engine.step()
-    launch = runner.execute
+    launch = runner.sample
 
-    def leaving(batch: Any) -> Any:
-        handle = launch(batch)
+    def leaving(*args: Any) -> Any:
+        handle = launch(*args)
         if where == "launch":
             raise SystemExit(7)
         handle.error = SystemExit(7)
         return handle
 
-    runner.execute = leaving  # type: ignore[method-assign, assignment]
+    runner.sample = leaving  # type: ignore[method-assign, assignment]
     with pytest.raises(SystemExit):
         for _ in range(2):
             engine.step()
-    runner.execute = launch  # type: ignore[method-assign]
+    runner.sample = launch  # type: ignore[method-assign]
     check_engine(engine)
     with pytest.raises(StepError) as caught:
         engine.step()
@@ -307,15 +307,15 @@ def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) 
     features = [RequestFeatures(constraint=Constraint())]
     failing = engine.enqueue(array("i", [1, 2]), greedy(6), features)
     engine.step()
-    launch = runner.execute
+    launch = runner.sample
 
-    def fail_later(batch: Any, *masks: Any) -> MockHandle:
-        # The cache is as it should be, so that the mock can launch the step behind.
-        runner.execute = launch  # type: ignore[method-assign]
-        launch(batch, *masks)
+    def fail_later(*args: Any) -> MockHandle:
+        # The cache is as it should be, so that the mock can launch the step after it.
+        runner.sample = launch  # type: ignore[method-assign]
+        launch(*args)
         return MockHandle([], RuntimeError("step failed"))
 
-    runner.execute = fail_later  # type: ignore[method-assign, assignment]
+    runner.sample = fail_later  # type: ignore[method-assign, assignment]
     with pytest.raises(StepError, match="step failed") as caught:
         while True:
             engine.step()

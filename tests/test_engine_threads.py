@@ -32,7 +32,7 @@ class Background:
         self._go_on = threading.Event()
         in_step = threading.Event()
         runner: Any = llm.llm_engine._runner
-        launch, calls = runner.execute, []
+        launch, calls = runner.forward, []
 
         def held_launch(batch: Any) -> Any:
             calls.append(1)
@@ -47,7 +47,7 @@ class Background:
             except BaseException as error:
                 self.error = error
 
-        runner.execute = held_launch
+        runner.forward = held_launch
         self._thread = threading.Thread(target=work)
         self._thread.start()
         assert in_step.wait(30)
@@ -106,10 +106,10 @@ def test_two_threads_at_once_are_right_or_refused(llm: LLM) -> None:
 @DEPTHS
 def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -> None:
     engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
-    launch = runner.execute
+    launch = runner.sample
 
-    def slow_launch(batch: Any) -> Any:
-        handle = launch(batch)
+    def slow_launch(*args: Any) -> Any:
+        handle = launch(*args)
         result = handle.result
 
         def slow_result() -> StepOutput:
@@ -119,7 +119,7 @@ def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -
         handle.result = slow_result  # type: ignore[method-assign]
         return handle
 
-    runner.execute = slow_launch  # type: ignore[method-assign, assignment]
+    runner.sample = slow_launch  # type: ignore[method-assign, assignment]
     kept = engine.add_request([1, 2, 3], greedy(100))
     over = threading.Event()
 
@@ -187,14 +187,14 @@ def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest
 
 def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch = runner.execute
+    launch = runner.forward
     previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
 
     def launch_and_signal(batch: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
         return launch(batch)
 
-    runner.execute = launch_and_signal
+    runner.forward = launch_and_signal
     started = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="closed"):

@@ -26,6 +26,7 @@ from nanovllm.runner.batch import PreparedStep
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling.sampler import Sampled
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 
@@ -77,7 +78,7 @@ def apart(prepare: Callable[[ScheduledBatch], PreparedStep]) -> Callable[[Schedu
     """Have every batch sampled apart from its forward pass."""
 
     def prepare_apart(batch: ScheduledBatch) -> PreparedStep:
-        batch.sample_apart = True
+        batch.has_extra = True
         return prepare(batch)
 
     return prepare_apart
@@ -92,11 +93,11 @@ def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
     """Make an eager engine take these tokens, step by step, whatever it computes; returns its logits as they come."""
     runner, recorded, device = runner_of(llm), [], runner_of(llm).device
 
-    def sampler(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    def sample(logits: torch.Tensor, *_: Any) -> Sampled:
         recorded.append(logits.float().clone())
-        return torch.tensor(forced[len(recorded) - 1], device=device)
+        return Sampled(torch.tensor(forced[len(recorded) - 1], device=device))
 
-    runner.sampler = sampler  # type: ignore[assignment]
+    runner.sampler.sample = sample  # type: ignore[method-assign, assignment]
     # No padding, so that rows are what was asked for.
     runner.capture_sizes = CaptureSizes([])
     return recorded
@@ -239,7 +240,7 @@ def test_blocks_are_copied_layer_by_layer(folder: Path) -> None:
     with make_llm(folder) as llm:
         runner = runner_of(llm)
         copies = ScheduledBatch(block_copies=[(i, 300 + i) for i in range(200)])
-        one_layer = 200 * runner.kv_cache[0, 0, 0].nbytes
+        one_layer = 200 * runner.kv_cache.tensor[0, 0, 0].nbytes
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.inference_mode():

@@ -59,7 +59,7 @@ def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
         prepare, replay, parts = runner.prepare, runner._run_or_replay, []
 
         def prepare_apart(batch: Any) -> Any:
-            batch.sample_apart = True
+            batch.has_extra = True
             return prepare(batch)
 
         def recorded_replay(step: Any, part: str, run: Any) -> Any:
@@ -104,10 +104,10 @@ def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Pa
 def test_a_block_is_copied_before_it_is_the_copy_of_another(checkpoint: Path) -> None:
     with make_llm(checkpoint) as fresh:
         runner: Any = fresh.llm_engine._runner
-        runner.kv_cache.copy_(torch.arange(runner.num_kvcache_blocks).view(1, 1, -1, 1, 1, 1))
+        runner.kv_cache.tensor.copy_(torch.arange(runner.num_kvcache_blocks).view(1, 1, -1, 1, 1, 1))
         runner.prepare(ScheduledBatch(block_copies=[(1, 2), (3, 1)], new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
-        assert runner.kv_cache[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
-        assert torch.equal(runner.kv_cache[1, -1, 2], runner.kv_cache[0, 0, 2])
+        assert runner.kv_cache.tensor[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
+        assert torch.equal(runner.kv_cache.tensor[1, -1, 2], runner.kv_cache.tensor[0, 0, 2])
 
 
 def test_what_holds_a_device_stays_in_its_process(bundled: LLM) -> None:
@@ -355,7 +355,7 @@ def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path, llm: LLM) -> No
         # All four at their longest fit into the blocks that the device has.
         assert small.stats()["num_preemptions"] == 0
         runner: Any = small.llm_engine._runner
-        assert runner.kv_cache.shape[2:4] == (32, 16)
+        assert runner.kv_cache.tensor.shape[2:4] == (32, 16)
     assert got == want
 
 
@@ -408,7 +408,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
-        launch, in_launch = runner.execute, []
+        launch, in_launch = runner.forward, []
 
         def interrupted_launch(batch: Any) -> Any:
             if llm.llm_engine.scheduler.stats.num_steps == 3:
@@ -417,7 +417,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
                 in_launch.append("survived")
             return launch(batch)
 
-        runner.execute = interrupted_launch
+        runner.forward = interrupted_launch
         other = llm.add_request([3, 2, 1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
         handler = signal.getsignal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -427,7 +427,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
         assert [seq.seq_id for seq in llm.llm_engine.scheduler.sequences] == [other]
         llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
         assert llm.stats()["num_used_blocks"] == 1
-        runner.execute = launch
+        runner.forward = launch
         finished: dict[int, RequestOutput] = {}
         while not llm.is_finished():
             finished.update(llm.step().finished)
@@ -441,13 +441,13 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
-        launch = runner.execute
+        launch = runner.forward
 
         def interrupted_launch(batch: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             return launch(batch)
 
-        runner.execute = interrupted_launch
+        runner.forward = interrupted_launch
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
         assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
@@ -455,7 +455,7 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
         request = llm.add_request([1, 2], SamplingParams(max_tokens=1))
         with pytest.raises(KeyboardInterrupt):
             llm.step()
-        runner.execute = launch
+        runner.forward = launch
         finished: dict[int, RequestOutput] = {}
         while not llm.is_finished():
             finished.update(llm.step().finished)
@@ -482,14 +482,14 @@ def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> N
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = 1
-        launch = runner.execute
+        launch = runner.forward
 
         def failing_launch(batch: Any) -> Any:
             if llm.llm_engine.scheduler.stats.num_steps == 2:
                 raise RuntimeError("no launch")
             return launch(batch)
 
-        runner.execute = failing_launch
+        runner.forward = failing_launch
         lens = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 9)]
         with pytest.raises(StepError, match="no launch"):
             llm.generate([[1, 2], [3, 4]], lens, use_tqdm=False)
@@ -511,24 +511,24 @@ def test_after_generate_no_step_is_under_way(make_checkpoint: MakeCheckpoint) ->
 
 def test_requests_aborted_by_somebody_else_do_not_hang_generate(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch = runner.execute
+    launch = runner.forward
 
     def aborting_launch(batch: Any) -> Any:
         handle = launch(batch)
         llm.llm_engine.scheduler.abort(batch.sampled_seq_ids)
         return handle
 
-    runner.execute = aborting_launch
+    runner.forward = aborting_launch
     try:
         with pytest.raises(RuntimeError, match="aborted"):
             llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     finally:
-        runner.execute = launch
+        runner.forward = launch
 
 
 def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
     runner: Any = llm.llm_engine._runner
-    launch, raised = runner.execute, []
+    launch, raised = runner.forward, []
 
     def launch_and_generate(batch: Any) -> Any:
         with pytest.raises(RuntimeError, match="already running"):
@@ -536,11 +536,11 @@ def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
         raised.append(True)
         return launch(batch)
 
-    runner.execute = launch_and_generate
+    runner.forward = launch_and_generate
     try:
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     finally:
-        runner.execute = launch
+        runner.forward = launch
     assert len(raised) == 8
 
 

@@ -23,8 +23,8 @@ from nanovllm.kernels import logits as ops
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
 from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, token_logprobs, top_values
-from nanovllm.runner.messages import NewRequest, SamplingOptions
-from nanovllm.runner.sampling_state import SamplingState
+from nanovllm.sampling.state import SamplingState
+from nanovllm.sampling_params import SamplingExtra
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -94,9 +94,9 @@ def test_cutoffs_keep_what_transformers_keeps(
 
 
 def test_a_nucleus_with_a_top_k_of_minus_one_is_of_the_whole_vocabulary() -> None:
-    asked = SamplingOptions(SamplingParams(top_k=-1, top_p=0.9), array("i"))
+    asked = SamplingExtra(SamplingParams(top_k=-1, top_p=0.9), array("i"), 1)
     state = SamplingState(VOCAB, DEVICE, processed_logprobs=False)
-    state.add([NewRequest(0, [], 1, asked.params.temperature, 0, asked)])
+    state.add(0, asked)
     rows = state.rows_of([0], np.array([1]))
     assert rows is not None and rows.cutoffs is not None
     # Nearly flat: the nucleus is far more than the few logits that are looked at without one.

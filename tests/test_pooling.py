@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.runner.extended_step import prompt_outputs
-from nanovllm.runner.messages import PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import PromptChunk
+from nanovllm.runner.prompt_outputs import prompt_outputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -18,6 +18,6 @@ def test_the_sum_of_many_hidden_states_is_float32(dtype: torch.dtype) -> None:
     hidden = torch.ones(3001, 2, dtype=dtype)
     chunk = PromptChunk(0, 0, array("i", [0]) * 3001, False, True, pooling="mean")
     nothing: Any = None
-    (total,) = prompt_outputs(nothing, nothing, ScheduledBatch(chunks=[chunk]), hidden)
+    (total,) = prompt_outputs(nothing, nothing, [chunk], hidden)
     assert isinstance(total, torch.Tensor) and total.dtype == torch.float32
     assert total.tolist() == [3001.0, 3001.0]

@@ -137,7 +137,7 @@ def test_killed_in_prefill(folder: Path) -> None:
 def test_killed_between_steps(folder: Path, depth: int) -> None:
     with make_llm(folder) as llm:
         parallel(llm).pipeline_depth = depth
-        kill_when(parallel(llm), "execute", rank=1, call=3)
+        kill_when(parallel(llm), "forward", rank=1, call=3)
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert isinstance(caught.value.__cause__, WorkerError)
@@ -174,19 +174,19 @@ class Later:
 def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seconds: float) -> None:
     with make_llm(folder) as llm:
         runner = parallel(llm)
-        launch = runner._runner.execute
+        launch = runner._runner.sample
         steps = []
 
-        def killing(batch: Any) -> StepHandle:
-            handle = launch(batch)
-            steps.append(batch)
+        def killing(*args: Any) -> StepHandle:
+            handle = launch(*args)
+            steps.append(handle)
             if len(steps) < (GREEDY.max_tokens or 0):
                 return handle
             # The last step: nothing is ordered of the ranks after it.
             kill(1)
             return StepHandle(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
 
-        runner._runner.execute = killing
+        runner._runner.sample = killing
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
             llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
         assert len(steps) == GREEDY.max_tokens

@@ -63,15 +63,15 @@ def test_several_outputs(llm: LLM) -> None:
 
 def test_several_outputs_fail_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = llm.llm_engine._runner
-    execute = runner.execute
+    forward = runner.forward
 
     def failing(batch: Any, *args: Any) -> Any:
         # The second output's first step, when the first output is under way.
         if len(batch.decode_slots) == 1 and batch.chunks:
             raise MemoryError("no room")
-        return execute(batch, *args)
+        return forward(batch, *args)
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, "forward", failing)
     monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", len(TOKENIZER(PROMPT)["input_ids"]))
     with pytest.raises(StepError, match="no room"):
         llm.generate(PROMPT, SamplingParams(1.0, 5, n=3), use_tqdm=False)

@@ -8,16 +8,17 @@ import numpy as np
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.runner.messages import NewRequest, SamplingOptions
-from nanovllm.runner.sampling_state import SamplingState
+from nanovllm.sampling.state import SamplingState
+from nanovllm.sampling_params import SamplingExtra
 
 
 def test_rows_are_given_back_when_their_slots_are_taken_again() -> None:
     state = SamplingState(64, torch.device("cpu"), processed_logprobs=False)
     params = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0})
     for turn in range(10):
-        options = SamplingOptions(params, token_ids=array("i", [turn, 5]))
-        state.add([NewRequest(slot, [0], 1, 1.0, 0, options) for slot in range(3)])
+        extra = SamplingExtra(params, array("i", [turn, 5]), num_prompt_tokens=1)
+        for slot in range(3):
+            state.add(slot, extra)
         rows = state.rows_of([0, 1, 2], np.full(3, 2))
         assert rows is not None and rows.edits.counts_rows is not None and rows.edits.counts is not None
         assert len(set(rows.edits.counts_rows.tolist())) == 3

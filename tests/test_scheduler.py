@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_options import take_in_extras
+from nanovllm.engine.request_messages import take_in_logprobs
 from nanovllm.engine.sequence import RequestFeatures, Sequence
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
@@ -461,5 +461,5 @@ def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
     seq.num_admissions = 2
     old, new = np.zeros(1), np.ones(1)
     batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])
-    take_in_extras(batch, StepOutput([], prompt_outputs=[old, new, old]), {3: seq})
+    take_in_logprobs(batch, StepOutput([], prompt_outputs=[old, new, old]), {3: seq})
     assert seq.prompt_outputs == [new]

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput
+from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
 from nanovllm.text.stream_output import StreamedRequest
 
@@ -48,7 +49,7 @@ def script(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Script:
 
     def set_script(token_ids: list[int]) -> None:
         tokens = torch.tensor([*token_ids, EOS])
-        monkeypatch.setattr(runner.sampler, "forward", lambda logits, temperatures, seeds, index, *_: tokens[index])
+        monkeypatch.setattr(runner.sampler, "sample", lambda _, inputs, *__: Sampled(tokens[inputs.output_index]))
 
     return set_script
 

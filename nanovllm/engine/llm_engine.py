@@ -14,7 +14,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -28,7 +27,7 @@ from nanovllm.engine.request_output import new_token_ids, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_request
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
-from nanovllm.engine.token_masks import fill_masks
+from nanovllm.engine.token_masks import token_masks
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
@@ -219,8 +218,8 @@ class LLMEngine(Unpicklable):
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:
-                    masks = [partial(self._fill_masks, batch)] if batch.masked else []
-                    self._in_flight.append((batch, runner.execute(batch, *masks)))
+                    step = runner.forward(batch)
+                    self._in_flight.append((batch, runner.sample(step, self._make_masks(batch))))
             except BaseException as error:
                 # The steps before the one that failed are good.
                 self._collect(0)
@@ -270,11 +269,15 @@ class LLMEngine(Unpicklable):
         for seq in request.seqs:
             del self._requests[seq.seq_id]
 
-    def _fill_masks(self, batch: ScheduledBatch, words: np.ndarray) -> None:
-        """Write the masks of a batch whose forward pass is running; waits for the tokens of the step before it."""
+    def _make_masks(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """Return the masks of a batch whose forward pass is running, if it has any; see `Runner.sample`."""
+        if not batch.masked:
+            return None
+        # They follow from the tokens of the step before.
         if not self._collect(0):
             raise RuntimeError("the step before has failed, and the requests of this one with it")
-        fill_masks([self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked], words)
+        seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
+        return token_masks(seqs, self.limits.vocab_size)
 
     def __del__(self) -> None:
         # A constructor that raised leaves no runner behind.

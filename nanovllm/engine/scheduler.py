@@ -19,12 +19,11 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.request_options import pooling_of, prompt_scores, sampling_options, take_in_extras
+from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.runner.messages import (
     NewBlock,
-    NewRequest,
     PromptChunk,
     ScheduledBatch,
     StepOutput,
@@ -86,7 +85,7 @@ class Scheduler:
         self._budget = 0
         # Part-way through its prompt: a new one is admitted when that is wholly scheduled.
         self._partial: Sequence | None = None
-        self._num_asking = 0
+        self._num_extra = 0
 
     @property
     def sequences(self) -> Iterable[Sequence]:
@@ -113,7 +112,7 @@ class Scheduler:
         seq.end_token_ids = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         if seq.params.stop_token_ids:
             seq.end_token_ids = seq.end_token_ids.union(seq.params.stop_token_ids)
-        self._num_asking += seq.asks
+        self._num_extra += seq.has_extra
         self.waiting.add(seq)
 
     def schedule(self) -> ScheduledBatch | None:
@@ -131,8 +130,8 @@ class Scheduler:
         if not batch.decode_slots and not batch.chunks:
             self.block_manager.cancel_step()
             return None
-        if self._num_asking:
-            batch.sample_apart = any(seq.asks for seq in planned)
+        if self._num_extra:
+            batch.has_extra = any(seq.has_extra for seq in planned)
             batch.masked = [i for i, seq in enumerate(planned) if seq.features.constraint is not None]
         for seq in planned:
             self._plan_token(seq, batch)
@@ -143,7 +142,7 @@ class Scheduler:
         """Take in a step's tokens."""
         changes, block_size = StepChanges(), self.block_manager.block_size
         self._note_first_tokens(batch)
-        take_in_extras(batch, output, self._sequences)
+        take_in_logprobs(batch, output, self._sequences)
         for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
             seq = self._sequences.get(seq_id)
             # An EOS is seen one step late: the token sampled after it is dropped.
@@ -277,9 +276,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
-        options = sampling_options(seq) if seq.asks else None
-        sampling = seq.num_prompt_tokens, seq.params.temperature, seq.seed, options
-        batch.new_requests.append(NewRequest(seq.slot, list(seq.block_table), *sampling))
+        batch.new_requests.append(new_request(seq))
         return seq
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
@@ -324,7 +321,7 @@ class Scheduler:
         # They refer to one another, and would wait for the garbage collector.
         seq.siblings = []
         seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
-        self._num_asking -= seq.asks
+        self._num_extra -= seq.has_extra
         del self._sequences[seq.seq_id]
 
     def _free(self, seq: Sequence) -> None:

@@ -71,7 +71,7 @@ class RequestFeatures:
     prompt_token_ids: list[int] | None = None
 
     @property
-    def asks(self) -> bool:
+    def has_extra(self) -> bool:
         """Whether steps must know of it."""
         return self.constraint is not None or bool(self.bad_token_ids)
 
@@ -145,7 +145,7 @@ class Sequence:
         # The most tokens of its output; None has no limit but the model's length.
         self.max_tokens = params.max_tokens
         # Whether steps must know more of it than its temperature.
-        self.asks = self.features.asks or not params.samples_plainly
+        self.has_extra = self.features.has_extra or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
         self.end_token_ids: frozenset[int] = frozenset()
         # Whether more than those may end it, or somebody sees its tokens as they come.

@@ -9,13 +9,12 @@ import numpy as np
 from nanovllm.engine.sequence import Sequence, TokenConstraint
 
 
-def fill_masks(seqs: list[Sequence | None], words: np.ndarray) -> None:
-    """Write the tokens that may come next, a bit for each token.
+def token_masks(seqs: list[Sequence | None], vocab_size: int) -> np.ndarray:
+    """Return the tokens that may come next, [num_seqs, ceil(vocab_size / 32)] int32, a bit for each token.
 
-    Args:
-        seqs: those with a constraint; None for one that has just ended, which may sample anything.
-        words: [num_seqs, ceil(vocab_size / 32)] int32; overwritten.
+    seqs: those with a constraint; None for one that has just ended, which may sample anything.
     """
+    words = np.empty((len(seqs), -(-vocab_size // 32)), dtype=np.int32)
     constrained: list[tuple[TokenConstraint, int]] = []
     for row, seq in enumerate(seqs):
         if seq is None or seq.features.constraint is None:
@@ -23,6 +22,7 @@ def fill_masks(seqs: list[Sequence | None], words: np.ndarray) -> None:
         else:
             constrained.append((seq.features.constraint, row))
     fill_rows(constrained, words)
+    return words
 
 
 def fill_rows(constraints: Iterable[tuple[TokenConstraint, int]], words: np.ndarray) -> None:

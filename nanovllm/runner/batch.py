@@ -20,6 +20,7 @@ from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
 from nanovllm.runner.staging import Staging
+from nanovllm.sampling.sampler import SamplingInputs
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ class DeviceBatch:
         metadata: for attention.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
-        output_index: [num_samples] int32; tokens that each sequence has generated before.
-        temperatures: [num_samples] float32.
-        seeds: [num_samples, 2] int32; low and high word.
+        sampling: what each of them is sampled by.
     """
 
     token_ids: torch.Tensor
@@ -78,9 +77,7 @@ class DeviceBatch:
     metadata: AttentionMetadata
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
-    output_index: torch.Tensor
-    temperatures: torch.Tensor
-    seeds: torch.Tensor
+    sampling: SamplingInputs
 
 
 class BatchBuilder:
@@ -195,8 +192,8 @@ class BatchBuilder:
             cascade=self.cascade.groups if shape.uses_cascade else None,
         )
         if not shape.num_chunks:
-            sampling = decodes.output_index, decodes.temperatures, decodes.seeds
-            return DeviceBatch(decodes.token_ids, decodes.positions, metadata, None, slots, *sampling)
+            sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
+            return DeviceBatch(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)
         metadata.slot_mapping = torch.cat((metadata.slot_mapping, prompts.slot_mapping))
         metadata.block_tables = torch.cat((metadata.block_tables, state.block_tables[prompts.slots]))
         metadata.seq_lens = torch.cat((metadata.seq_lens, prompts.seq_lens))
@@ -212,7 +209,7 @@ class BatchBuilder:
             metadata=metadata,
             sample_indices=sample_indices,
             sample_slots=sample_slots,
-            output_index=positions[sample_indices] + 1 - state.num_prompt[index],
-            temperatures=state.temperature[index],
-            seeds=state.seed[index],
+            sampling=SamplingInputs(
+                state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
+            ),
         )

@@ -10,9 +10,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.runner.extended_step import LOGITS_BYTES
 from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
-from nanovllm.runner.sampling_state import pool_rows
+from nanovllm.runner.prompt_outputs import LOGITS_BYTES
+from nanovllm.sampling.state import pool_rows
 
 _CPU_MEMORY_SHARE = 0.1
 _CPU_MEMORY_LIMIT = 2**30

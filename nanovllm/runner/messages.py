@@ -8,45 +8,26 @@ the way back.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from nanovllm.logprobs import pack_records
-from nanovllm.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """What a request asks of sampling beyond its temperature.
-
-    Attributes:
-        params: the request's.
-        token_ids: prompt and output so far, if their tokens are penalised; else empty.
-        end_token_ids: tokens that are forbidden before `params.min_tokens`.
-        bad_token_ids: tokens that are always forbidden.
-        is_masked: whether the host masks its tokens.
-    """
-
-    params: SamplingParams
-    token_ids: array[int]
-    end_token_ids: tuple[int, ...] = ()
-    bad_token_ids: tuple[int, ...] = ()
-    is_masked: bool = False
+from nanovllm.sampling_params import SamplingExtra
 
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A sequence takes a slot: all that its slot must hold from now on. `options` is None if it asks for no more."""
+    """A sequence takes a slot: all that its slot must hold from now on."""
 
     slot: int
     block_table: list[int]
     num_prompt_tokens: int
     temperature: float
     seed: int
-    options: SamplingOptions | None = None
+    # None if the temperature is all that it asks for.
+    extra: SamplingExtra | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +87,8 @@ class ScheduledBatch:
     chunks: list[PromptChunk] = field(default_factory=list)
     # The sequences a token is sampled for: those of decode_slots, then those of the chunks that sample.
     sampled_seq_ids: list[int] = field(default_factory=list)
-    # Whether a row asks for more than a temperature: then sampling is launched apart from the forward pass.
-    sample_apart: bool = False
+    # Whether a row asks for more than a temperature.
+    has_extra: bool = False
     # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the token before.
     masked: list[int] = field(default_factory=list)
     # Of each chunk with `scores` or `pooling`: its sequence, and how often that had been admitted.
@@ -117,14 +98,6 @@ class ScheduledBatch:
     def num_prompt_tokens(self) -> int:
         """Prompt tokens to compute in this step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-
-FillMasks = Callable[[np.ndarray], None]
-"""Writes the tokens that the host allows to the rows `ScheduledBatch.masked` of a step.
-
-It gets words, [num_masked, ceil(vocab_size / 32)] int32, whose content is undefined; bit `token % 32` of word
-`token // 32` allows a token.
-"""
 
 
 @dataclass(frozen=True)
@@ -172,14 +145,26 @@ class Handle(Protocol):
 
 
 class Runner(Protocol):
-    """What the engine needs of a `ModelRunner` or a `ParallelRunner`."""
+    """What the engine needs of a `ModelRunner` or a `ParallelRunner`.
+
+    A step is two calls, so that the host can make masks while the forward pass runs.
+    """
 
     # Steps that are left under way while the next one is planned: 0 or 1.
     pipeline_depth: int
     num_kvcache_blocks: int
 
-    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> Handle:
-        """Queue one step; raises if it cannot be queued. `fill_masks` is called behind the launch of the forward."""
+    def forward(self, batch: ScheduledBatch) -> Any:
+        """Queue the forward pass of a step and return the step, for `sample`; raises if it cannot be queued."""
+
+    def sample(self, step: Any, masks: np.ndarray | None = None) -> Handle:
+        """Queue the sampling of the step whose forward pass was queued last.
+
+        Args:
+            step: what `forward` returned.
+            masks: [num_masked, ceil(vocab_size / 32)] int32; the tokens that the host allows for the rows
+                `ScheduledBatch.masked`: bit `token % 32` of word `token // 32` is of a token. None if there are none.
+        """
 
     def synchronize(self) -> None:
         """Wait for all that was launched; raises if the device is lost."""

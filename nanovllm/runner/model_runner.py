@@ -1,16 +1,18 @@
 """One device: loads its shard of the model, sizes the cache, runs batches.
 
-A step is four moves: `prepare` sends what changed to the device, `forward` computes logits, `sample` draws tokens and
-leaves them in their slots, where the next step finds them, and `collect` copies them to the host. All only queue work.
+A step is two calls, which only queue work. `forward` sends what changed to the device and computes logits; `sample`
+draws tokens, leaves them in their slots, where the next step finds them, and sends them on their way to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.attention import make_backend
@@ -21,21 +23,43 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.compilers import Compilers
-from nanovllm.kernels.logits import own_logprobs
 from nanovllm.kernels.slot_state import scatter_tokens
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
-from nanovllm.runner.extended_step import prompt_outputs, rows_asked_for, sample_rows
+from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import FillMasks, ScheduledBatch
-from nanovllm.runner.sampling_state import SamplingRows, SamplingState
-from nanovllm.runner.step_results import DeviceLogprobs, StepExtras, StepHandle, StepResults
+from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.prompt_outputs import prompt_outputs
+from nanovllm.runner.step_results import StepHandle, StepLogprobs, StepResults
+from nanovllm.sampling.rows import ExtraRows
+from nanovllm.sampling.sampler import Sampled, Sampler
+from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
+
+
+@dataclass
+class ForwardStep:
+    """A step whose forward pass is queued.
+
+    Attributes:
+        batch, prepared: what the host has planned, and what of it is on the device.
+        extra: what rows ask for beyond a temperature.
+        inputs, logits: what is to be sampled; None if it was sampled with the forward pass.
+        prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
+        logprobs: those that rows ask for, once it is sampled.
+    """
+
+    batch: ScheduledBatch
+    prepared: PreparedStep
+    extra: ExtraRows | None = None
+    inputs: DeviceBatch | None = None
+    logits: torch.Tensor | None = None
+    prompt_hidden: torch.Tensor | None = None
+    logprobs: StepLogprobs | None = None
 
 
 class ModelRunner:
@@ -85,30 +109,30 @@ class ModelRunner:
         config, device, max_blocks = self.config, self.device, -(-max_model_len // self.config.kvcache_block_size)
         free_before = free_memory(device)
         self.model = load_model(self.model_config, self.communicator, config, folder, max_model_len, self.dtype, device)
-        self.sampler = Sampler(self.model_shard.vocab, self.communicator)
+        processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        self.sampler = Sampler(self.model_shard.vocab, self.communicator, processed_logprobs)
         self.batch_builder = self._make_batch_builder(max_blocks)
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
-        processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
         self.graphs: StepGraphs | None = None
         uses_cascade = self.batch_builder.cascade.max_items > 0
         self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
         # One block is enough to compile with, and to run a step whose results do not count.
-        self._allocate_cache(1)
+        self.kv_cache = self._make_cache(1)
         self._compile_kernels(compilers)
         self.num_kvcache_blocks = num_cache_blocks(
             config,
             device,
             self.communicator,
             free_before=free_before,
-            block_bytes=self.kv_cache.nbytes,
+            block_bytes=self.kv_cache.tensor.nbytes,
             most_blocks=max_blocks * config.max_num_running,
-            run_step=lambda: self.execute(profiling_batch(config, max_blocks, max_model_len)).result(),
-            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache[0, 0].nbytes),
+            run_step=lambda: self.sample(self.forward(profiling_batch(config, max_blocks, max_model_len))).result(),
+            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache.tensor[0, 0].nbytes),
         )
-        self._allocate_cache(self.num_kvcache_blocks)
+        self.kv_cache = self._make_cache(self.num_kvcache_blocks)
         if self.capture_sizes.shapes and not config.enforce_eager:
             self._capture_largest()
 
@@ -128,125 +152,106 @@ class ModelRunner:
             self.device,
         )
 
-    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> StepHandle:
-        """Queue one step and return; waits for nothing but the host's masks."""
-        with torch.inference_mode(), self._device_guard():
-            return self.collect(*self._run(batch, fill_masks))
+    def forward(self, batch: ScheduledBatch) -> ForwardStep:
+        """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
 
-    def run(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> None:
-        """Queue one step on a rank whose tokens the host does not ask for."""
+        Both are one CUDA graph if there is one for the step's size and its rows ask for a temperature, or for their
+        tokens' log-probabilities too.
+        """
         with torch.inference_mode(), self._device_guard():
-            self._run(batch, fill_masks)
+            self.communicator.prepare_step()
+            step = ForwardStep(batch, self.prepare(batch))
+            if batch.has_extra:
+                step.extra = self._extra_rows(step)
+            if batch.scored_seq_ids:
+                self._forward_whole_chunks(step)
+            elif not batch.has_extra:
+                self._run_or_replay(step.prepared, "step", partial(self._run_step, step.prepared))
+            elif step.extra is not None and step.extra.only_own_logprobs and self.communicator.size == 1:
+                run_step = partial(self._run_step, step.prepared, with_logprobs=True)
+                sampled = self._run_or_replay(step.prepared, "step with logprobs", run_step)
+                step.logprobs = StepLogprobs(step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices))
+            else:
+                forward = partial(self._gather_and_forward, step.prepared)
+                step.inputs, step.logits = self._run_or_replay(step.prepared, "forward", forward)
+            return step
+
+    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> StepHandle:
+        """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
+        with torch.inference_mode(), self._device_guard():
+            if step.inputs is not None and step.logits is not None:
+                step.logprobs = self._sample_apart(step, step.inputs, step.logits, masks)
+            prepared = step.prepared
+            num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
+            return self._results.copy(num_decodes, prepared.shape.num_decodes, num_prompts, step.logprobs)
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         builder = self.batch_builder
-        self.sampling.add(batch.new_requests)
+        for request in batch.new_requests:
+            self.sampling.add(request.slot, request.extra)
         if batch.block_copies:
-            self._copy_blocks(batch.block_copies)
+            self.kv_cache.copy_blocks(batch.block_copies)
         exact = builder.shape_of(batch, builder.plan_cascade(batch))
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, is_capture_size=padded is not None)
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks, of which one may be copied and then be the copy of another."""
-        pairs = torch.tensor(copies)
-        sources, targets = (pairs.pin_memory() if self.is_cuda else pairs).to(self.device, non_blocking=True).unbind(1)
-        # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
-        for layer in self.kv_cache.flatten(0, 1):
-            layer[targets] = layer[sources]
-
-    def forward(self, inputs: DeviceBatch) -> torch.Tensor:
+    def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
         inputs.metadata.plan = self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             hidden = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
         return self.model.compute_logits(hidden)
 
-    def sample(self, inputs: DeviceBatch, logits: torch.Tensor, rows: SamplingRows | None = None) -> StepExtras | None:
-        """Draw a token from each row of logits into its slot, and into `_sampled` for `collect`."""
-        if rows is None:
-            self._draw(inputs, logits)
-            return None
-        token_ids, extras = sample_rows(self.sampler, inputs, logits, rows, self.sampling.processed_logprobs)
-        self.sampling.count(rows, token_ids)
-        self._scatter(inputs, token_ids)
-        return extras
-
-    def _draw(self, inputs: DeviceBatch, logits: torch.Tensor) -> torch.Tensor:
-        """Do the same for rows that ask for no more than a temperature; returns the tokens."""
-        token_ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.output_index)
-        self._scatter(inputs, token_ids)
-        return token_ids
-
-    def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
-        slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
-        scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
-
-    def collect(self, step: PreparedStep, extras: StepExtras | None) -> StepHandle:
-        """Send the step's tokens, and what else it was asked for, on their way to the host."""
-        num_decodes, num_prompts = step.num_real_decodes, step.num_real_samples - step.num_real_decodes
-        return self._results.copy(num_decodes, step.shape.num_decodes, num_prompts, extras)
-
-    def _run(self, batch: ScheduledBatch, fill_masks: FillMasks | None) -> tuple[PreparedStep, StepExtras | None]:
-        """Queue one step up to its tokens.
-
-        Forward and sampling are one CUDA graph where there is one for the step's size, also if rows ask for their
-        tokens' log-probabilities. If they ask for more, perhaps of the host, sampling is launched behind the forward's.
-        """
-        self.communicator.prepare_step()
-        step = self.prepare(batch)
-        rows = self._sampling_rows(batch, step) if batch.sample_apart else None
-        if batch.scored_seq_ids:
-            return step, self._run_scored(batch, step, rows, fill_masks)
-        if not batch.sample_apart:
-            self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
-            return step, None
-        if rows is not None and rows.only_own_logprobs and self.communicator.size == 1:
-            run = partial(self._sample_with_logprobs, step)
-            return step, rows_asked_for(rows, self._run_or_replay(step, "step with logprobs", run))
-        inputs, logits = self._run_or_replay(step, "forward", partial(self._gather_and_forward, step))
-        self._begin_sampling(batch, step, rows, fill_masks)
-        return step, self.sample(inputs, logits, rows)
-
-    def _sample_with_logprobs(self, step: PreparedStep) -> DeviceLogprobs:
-        """Run a step; returns the log-probabilities of all its tokens."""
-        inputs, logits = self._gather_and_forward(step)
-        token_ids = self._draw(inputs, logits)
-        temperatures = inputs.temperatures if self.sampling.processed_logprobs else None
-        return own_logprobs(logits[:, : self.sampler.vocab.total].contiguous(), token_ids, temperatures)
-
-    def _run_scored(
-        self, batch: ScheduledBatch, step: PreparedStep, rows: SamplingRows | None, fill_masks: FillMasks | None
-    ) -> StepExtras:
-        """Queue a step that needs the hidden states of whole chunks."""
+    def _forward_whole_chunks(self, step: ForwardStep) -> None:
+        """Compute the hidden states of all tokens, where chunks ask for more of them than a token."""
         self.communicator.begin_step()
-        inputs = self.batch_builder.gather(step)
+        inputs = step.inputs = self.batch_builder.gather(step.prepared)
         inputs.metadata.plan = self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             hidden = self.model(inputs.token_ids, inputs.positions).compute()
-        logits = self.model.project_logits(hidden[inputs.sample_indices])
-        self._begin_sampling(batch, step, rows, fill_masks)
-        extras = self.sample(inputs, logits, rows) or StepExtras()
-        extras.prompt_outputs = prompt_outputs(self.model, self.sampler, batch, hidden[step.shape.num_decodes :])
-        return extras
+        step.logits = self.model.project_logits(hidden[inputs.sample_indices])
+        step.prompt_hidden = hidden[step.prepared.shape.num_decodes :]
 
-    def _sampling_rows(self, batch: ScheduledBatch, step: PreparedStep) -> SamplingRows | None:
+    def _run_step(self, prepared: PreparedStep, with_logprobs: bool = False) -> Sampled:
+        """Run a step up to its tokens."""
+        inputs, logits = self._gather_and_forward(prepared)
+        sample = self.sampler.sample_with_logprobs if with_logprobs else self.sampler.sample
+        sampled = sample(logits, inputs.sampling)
+        self._scatter(inputs, sampled.token_ids)
+        return sampled
+
+    def _sample_apart(
+        self, step: ForwardStep, inputs: DeviceBatch, logits: torch.Tensor, masks: np.ndarray | None
+    ) -> StepLogprobs:
+        """Sample after the forward pass, row by row as far as requests ask for it."""
+        self.communicator.begin_sampling()
+        extra, num_decodes = step.extra, step.prepared.num_real_decodes
+        if extra is not None and masks is not None:
+            num_padding = step.prepared.shape.num_decodes - num_decodes
+            masked = [row if row < num_decodes else row + num_padding for row in step.batch.masked]
+            self.sampling.add_masks(extra, masked, masks)
+        sampled = self.sampler.sample(logits, inputs.sampling, extra)
+        if extra is not None:
+            self.sampling.count(extra, sampled.token_ids)
+        self._scatter(inputs, sampled.token_ids)
+        prompts = []
+        if step.prompt_hidden is not None:
+            prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, step.prompt_hidden)
+        return StepLogprobs(extra.logprob_rows if extra is not None else [], sampled.logprobs, prompts)
+
+    def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
+        """Put tokens into their slots, where the next step finds them, and into `_sampled`, from where they leave."""
+        slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
+        scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
+
+    def _extra_rows(self, step: ForwardStep) -> ExtraRows | None:
         """Return what rows ask for beyond a temperature."""
-        slots, num_padding = self.batch_builder.slots, step.shape.num_decodes - step.num_real_decodes
+        batch, slots = step.batch, self.batch_builder.slots
+        num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
         sampled = batch.decode_slots + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
-
-    def _begin_sampling(
-        self, batch: ScheduledBatch, step: PreparedStep, rows: SamplingRows | None, fill_masks: FillMasks | None
-    ) -> None:
-        """Begin sampling apart from the forward pass; waits for the host's masks."""
-        self.communicator.begin_sampling()
-        if rows is not None and fill_masks is not None:
-            num_padding = step.shape.num_decodes - step.num_real_decodes
-            masked = [row if row < step.num_real_decodes else row + num_padding for row in batch.masked]
-            self.sampling.add_masks(rows, masked, fill_masks)
 
     def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
         """Run a part of a step, as a graph if the step has a capture size."""
@@ -257,7 +262,7 @@ class ModelRunner:
     def _gather_and_forward(self, step: PreparedStep) -> tuple[DeviceBatch, torch.Tensor]:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
-        return inputs, self.forward(inputs)
+        return inputs, self._compute_logits(inputs)
 
     def check(self) -> None:
         """Raise if something that was launched has failed; waits for nothing."""
@@ -317,7 +322,7 @@ class ModelRunner:
             step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
             for _ in range(2):
                 self.communicator.prepare_step()
-                self._run_or_replay(step, "step", lambda: self.sample(*self._gather_and_forward(step)))
+                self._run_or_replay(step, "step", partial(self._run_step, step))
                 bar.update()
 
     def _run_without_kernels(self, shape: StepShape) -> None:
@@ -328,13 +333,17 @@ class ModelRunner:
         # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
         for filled, value in ((inputs.token_ids, 0), (inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
             filled[: shape.num_decodes].fill_(value)
-        self.sample(inputs, self.forward(inputs))
+        sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
+        self._scatter(inputs, sampled.token_ids)
 
-    def _allocate_cache(self, num_blocks: int) -> None:
+    def _make_cache(self, num_blocks: int) -> KVCache:
         """Give every layer `num_blocks` blocks of cache."""
-        model = self.model_config
-        shape = (2, model.num_layers, num_blocks, self.config.kvcache_block_size, self.num_kv_heads, model.head_dim)
-        # Zeros, because a masked key still meets a product, and garbage may be NaN.
-        self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        for i, layer in enumerate(module for module in self.model.modules() if isinstance(module, Attention)):
-            layer.bind(self.kv_cache[0, i], self.kv_cache[1, i], self.backend)
+        return KVCache(
+            [module for module in self.model.modules() if isinstance(module, Attention)],
+            self.backend,
+            num_blocks=num_blocks,
+            block_size=self.config.kvcache_block_size,
+            num_kv_heads=self.num_kv_heads,
+            dtype=self.dtype,
+            device=self.device,
+        )

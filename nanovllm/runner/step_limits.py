@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanovllm.config import Config
 from nanovllm.distributed.symmetric_communicator import StepLimits
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.extended_step import scored_rows_at_once
+from nanovllm.runner.prompt_outputs import scored_rows_at_once
 
 
 def step_limits(config: Config, model_config: ModelConfig) -> StepLimits:

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from nanovllm.runner.messages import StepOutput, TokenLogprobs
+from nanovllm.sampling.sampler import DeviceLogprobs
 
-DeviceLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The fields of `TokenLogprobs` as tensors."""
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """Log-probabilities that a step was asked for, on the device or on the host.
+
+    Attributes:
+        rows: the rows of logits that `sampled` are of.
+        sampled: None if there are no such rows.
+        prompts: see `StepOutput.prompt_outputs`.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    sampled: DeviceLogprobs | None = None
+    prompts: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
+
+    def to_host(self) -> StepLogprobs:
+        """Queue the copies of all tensors."""
+        sampled = None if self.sampled is None else _copy(self.sampled)
+        prompts = [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in self.prompts]
+        return StepLogprobs(self.rows, sampled, prompts)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -20,37 +38,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-@dataclass
-class StepExtras:
-    """What some rows of a step ask for besides their tokens, on the device and then on the host.
-
-    Attributes:
-        rows: the rows of logits that `logprobs` are of.
-        logprobs: None if there are no such rows.
-        prompt_outputs: see `StepOutput`.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    logprobs: DeviceLogprobs | None = None
-    prompt_outputs: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
-
-    def to_host(self) -> StepExtras:
-        """Queue the copies of all tensors."""
-        logprobs = None if self.logprobs is None else _copy(self.logprobs)
-        prompts = [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in self.prompt_outputs]
-        return StepExtras(self.rows, logprobs, prompts)
-
-
 def _copy(tensors: DeviceLogprobs) -> DeviceLogprobs:
     values, token_ids, ranks = tensors
     return to_host(values), to_host(token_ids), to_host(ranks)
 
 
-def _numpy(item: DeviceLogprobs | torch.Tensor) -> TokenLogprobs | np.ndarray:
-    if isinstance(item, torch.Tensor):
-        array: np.ndarray = item.numpy()
-        return array
-    return TokenLogprobs(*(tensor.numpy() for tensor in item))
+def _numpy(tensors: DeviceLogprobs) -> TokenLogprobs:
+    values, token_ids, ranks = tensors
+    return TokenLogprobs(values.numpy(), token_ids.numpy(), ranks.numpy())
 
 
 @dataclass
@@ -60,14 +55,14 @@ class StepHandle:
     Attributes:
         token_ids: on the host once `copied` has happened, or at once if that is None; `num_decodes` decoded ones,
             padding up to `num_padded_decodes`, then those of the prompts that ended.
-        extras: what else the step was asked for, likewise.
+        logprobs: those that the step was asked for, likewise; None if it was asked for none.
     """
 
     token_ids: torch.Tensor
     num_decodes: int
     num_padded_decodes: int
     copied: torch.cuda.Event | None
-    extras: StepExtras | None = None
+    logprobs: StepLogprobs | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step and return its results."""
@@ -75,12 +70,13 @@ class StepHandle:
             self.copied.synchronize()
         values = self.token_ids.tolist()
         token_ids = values[: self.num_decodes] + values[self.num_padded_decodes :]
-        if self.extras is None:
+        if self.logprobs is None:
             return StepOutput(token_ids)
         num_padding = self.num_padded_decodes - self.num_decodes
-        rows = [row if row < self.num_decodes else row - num_padding for row in self.extras.rows]
-        logprobs = None if self.extras.logprobs is None else TokenLogprobs(*(t.numpy() for t in self.extras.logprobs))
-        return StepOutput(token_ids, rows, logprobs, [_numpy(item) for item in self.extras.prompt_outputs])
+        rows = [row if row < self.num_decodes else row - num_padding for row in self.logprobs.rows]
+        sampled = None if self.logprobs.sampled is None else _numpy(self.logprobs.sampled)
+        prompts = [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.logprobs.prompts]
+        return StepOutput(token_ids, rows, sampled, prompts)
 
 
 class StepResults:
@@ -98,16 +94,16 @@ class StepResults:
         self._turn = 0
 
     def copy(
-        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, extras: StepExtras | None = None
+        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, logprobs: StepLogprobs | None = None
     ) -> StepHandle:
         """Queue the copy of the step queued last, which samples for so many decode rows and ended prompts."""
         sampled = self._sampled[: num_padded_decodes + num_prompts]
         if not sampled.is_cuda:
-            return StepHandle(sampled.clone(), num_decodes, num_padded_decodes, None, extras)
+            return StepHandle(sampled.clone(), num_decodes, num_padded_decodes, None, logprobs)
         self._turn ^= 1
         result = self._buffers[self._turn][: len(sampled)]
         result.copy_(sampled, non_blocking=True)
-        host_extras = None if extras is None else extras.to_host()
+        on_host = None if logprobs is None else logprobs.to_host()
         copied = torch.cuda.Event()
         copied.record()
-        return StepHandle(result, num_decodes, num_padded_decodes, copied, host_extras)
+        return StepHandle(result, num_decodes, num_padded_decodes, copied, on_host)

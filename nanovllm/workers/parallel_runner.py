@@ -22,8 +22,8 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import FillMasks, ScheduledBatch, StepOutput
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.model_runner import ForwardStep, ModelRunner
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.utils.device import resolve_device
@@ -115,17 +115,20 @@ class ParallelRunner:
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
 
-    def execute(self, batch: ScheduledBatch, fill_masks: FillMasks | None = None) -> ParallelHandle:
-        """Queue one step on every rank and return without waiting for it."""
+    def forward(self, batch: ScheduledBatch) -> ForwardStep:
+        """Queue a step's forward pass on every rank; see `Runner`."""
         runner = self._require_open()
-        masks = [] if fill_masks is None else [partial(self._fill_and_broadcast, fill_masks)]
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
-            return ParallelHandle(runner.execute(batch, *masks), self)
+            return runner.forward(batch)
 
-    def _fill_and_broadcast(self, fill_masks: FillMasks, words: np.ndarray) -> None:
-        fill_masks(words)
-        self._ranks.broadcast_masks(words)
+    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> ParallelHandle:
+        """Queue a step's sampling on every rank; see `Runner`."""
+        runner = self._require_open()
+        with self.one_fails_all_fail():
+            if masks is not None:
+                self._ranks.broadcast_masks(masks)
+            return ParallelHandle(runner.sample(step, masks), self)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's `ModelRunner`; returns the results in rank order.

@@ -13,7 +13,6 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -109,13 +108,17 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
         if order.same_decode_slots:
             batch.decode_slots = decode_slots
         decode_slots = batch.decode_slots
-        runner.run(batch, partial(_receive_masks, channel, rank, runner) if batch.masked else None)
+        step = runner.forward(batch)
+        runner.sample(step, _receive_masks(channel, rank, runner) if batch.masked else None)
     runner.exit()
     communicator.close()
 
 
-def _receive_masks(channel: Channel, rank: int, runner: ModelRunner, words: np.ndarray) -> None:
-    words[:] = channel.receive(rank - 1, runner.check)
+def _receive_masks(channel: Channel, rank: int, runner: ModelRunner) -> np.ndarray:
+    masks = channel.receive(rank - 1, runner.check)
+    if not isinstance(masks, np.ndarray):
+        raise RuntimeError("rank 0 has not made the masks of a step")
+    return masks
 
 
 def _call(runner: ModelRunner, order: CallOrder) -> Reply:

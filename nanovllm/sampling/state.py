@@ -13,55 +13,26 @@ import torch
 
 from nanovllm.kernels.cutoffs import CutoffParams
 from nanovllm.kernels.logits import LogitsEdits
-from nanovllm.runner.messages import FillMasks, NewRequest, SamplingOptions
+from nanovllm.sampling.rows import ExtraRows
+from nanovllm.sampling_params import SamplingExtra
 
 _LEAST_ROWS = 8
 
 
 @dataclass
 class _Slot:
-    """One slot's options, and its rows of the pools; -1 for none."""
+    """What one slot asks for, and its rows of the pools; -1 for none."""
 
-    options: SamplingOptions
-    num_prompt_tokens: int
+    extra: SamplingExtra
     bias_row: int
     counts_row: int
 
     @property
     def is_edited(self) -> bool:
         """Whether anything but log-probabilities is asked for."""
-        params = self.options.params
-        plain = self.bias_row < 0 and self.counts_row < 0 and not self.options.end_token_ids
-        return not plain or self.options.is_masked or bool(params.top_k or params.top_p < 1 or params.min_p)
-
-
-@dataclass
-class SamplingRows:
-    """The rows of a step that ask for more than a temperature.
-
-    Attributes:
-        edited: of the step's logits, those that are edited or cut off, or whose edited form is asked for.
-        indices: [num_rows] int64; the same on the device. None if there are none.
-        edits: of these rows, before the temperature.
-        cutoffs: of these rows; None if none has top-k, top-p or min-p.
-        counted: [num_counted] int64; which of these rows' tokens are counted. None if none is.
-        logprob_rows: of the step's logits, those that log-probabilities are asked for.
-        logprob_indices: [num_logprob_rows] int64; the same on the device. None if there are none.
-        logprobs: [num_logprob_rows] int64; which of the edited rows they are, if all of them are edited.
-        num_logprobs: most likely tokens to return with each.
-        only_own_logprobs: whether the log-probabilities of sampled tokens are all that any row asks for.
-    """
-
-    edited: list[int]
-    indices: torch.Tensor | None
-    edits: LogitsEdits
-    cutoffs: CutoffParams | None
-    counted: torch.Tensor | None
-    logprob_rows: list[int]
-    logprob_indices: torch.Tensor | None
-    logprobs: torch.Tensor | None
-    num_logprobs: int
-    only_own_logprobs: bool
+        params = self.extra.params
+        plain = self.bias_row < 0 and self.counts_row < 0 and not self.extra.end_token_ids
+        return not plain or self.extra.is_masked or bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
 def pool_rows(num_rows: int) -> int:
@@ -91,12 +62,12 @@ class _Pool:
 
 
 class SamplingState:
-    """The options of the running requests that have any.
+    """What the running requests ask for, of those that ask for something.
 
     Args:
         vocab_size: token ids are below it.
         device: where the pools live.
-        processed_logprobs: whether log-probabilities are of edited logits.
+        processed_logprobs: see `Sampler`.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, processed_logprobs: bool) -> None:
@@ -104,26 +75,24 @@ class SamplingState:
         self.device = device
         self.processed_logprobs = processed_logprobs
         self._slots: dict[int, _Slot] = {}
-        # Slots and rows that ask, and what they ask for: mostly that of the step before.
-        self._cached: tuple[list[int], SamplingRows] | None = None
-        self._masks = torch.empty(0, 0, dtype=torch.int32)
+        # The rows of a step and their slots, and what they ask for: mostly that of the step before.
+        self._cached: tuple[list[int], ExtraRows] | None = None
         self._bias = _Pool(vocab_size, torch.float32, device)
         self._counts = _Pool(vocab_size, torch.int32, device)
 
-    def add(self, requests: list[NewRequest]) -> None:
-        """Store the options of new requests, and free those of the requests that had their slots before."""
-        for request in requests:
-            old = self._slots.pop(request.slot, None)
-            if old is not None:
-                self._bias.put(old.bias_row)
-                self._counts.put(old.counts_row)
-            if old is not None or request.options is not None:
-                self._cached = None
-            if request.options is not None:
-                self._slots[request.slot] = self._new_slot(request.options, request.num_prompt_tokens)
+    def add(self, slot: int, extra: SamplingExtra | None) -> None:
+        """Store what a new request in a slot asks for, and free what the one before it had."""
+        old = self._slots.pop(slot, None)
+        if old is not None:
+            self._bias.put(old.bias_row)
+            self._counts.put(old.counts_row)
+        if old is not None or extra is not None:
+            self._cached = None
+        if extra is not None:
+            self._slots[slot] = self._new_slot(extra)
 
-    def rows_of(self, slots: list[int], num_tokens: np.ndarray) -> SamplingRows | None:
-        """Return the rows that ask for something, without the host's masks, or None.
+    def rows_of(self, slots: list[int], num_tokens: np.ndarray) -> ExtraRows | None:
+        """Return what rows ask for, without the host's masks; None if none asks for anything.
 
         Args:
             slots: those that tokens are sampled for, in the order of the logits.
@@ -140,46 +109,46 @@ class SamplingState:
         found.edits.bitmask = found.edits.bitmask_rows = None
         return found
 
-    def add_masks(self, rows: SamplingRows, masked: list[int], fill_masks: FillMasks) -> None:
-        """Add the host's masks to what rows ask for, and wait for them.
+    def add_masks(self, rows: ExtraRows, masked: list[int], masks: np.ndarray) -> None:
+        """Add the host's masks to what rows ask for.
 
         Args:
             rows: of `rows_of`.
             masked: of the step's logits, those that the host masks.
-            fill_masks: writes their masks.
+            masks: [num_masked, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
         """
         index = {row: i for i, row in enumerate(masked)}
-        rows.edits.bitmask = self._send_masks(len(masked), fill_masks)
+        rows.edits.bitmask = self._to_device(torch.from_numpy(masks))
         rows.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in rows.edited], torch.int32)
 
-    def count(self, rows: SamplingRows, token_ids: torch.Tensor) -> None:
+    def count(self, rows: ExtraRows, token_ids: torch.Tensor) -> None:
         """Count the tokens that a step has sampled; token_ids: [num_samples], of all rows of the step."""
         counts_rows = rows.edits.counts_rows
         if rows.counted is not None and counts_rows is not None and rows.indices is not None:
             tokens = token_ids[rows.indices[rows.counted]]
             self._counts.tensor[counts_rows[rows.counted].long(), tokens] += 2
 
-    def _new_slot(self, options: SamplingOptions, num_prompt_tokens: int) -> _Slot:
-        params, bias_row, counts_row = options.params, -1, -1
-        if params.logit_bias or params.allowed_token_ids is not None or options.bad_token_ids:
+    def _new_slot(self, extra: SamplingExtra) -> _Slot:
+        params, bias_row, counts_row = extra.params, -1, -1
+        if params.logit_bias or params.allowed_token_ids is not None or extra.bad_token_ids:
             bias = np.full(self.vocab_size, 0.0 if params.allowed_token_ids is None else -np.inf, dtype=np.float32)
             bias[params.allowed_token_ids or []] = 0.0
             for token_id, value in (params.logit_bias or {}).items():
                 bias[token_id] += value
-            bias[list(options.bad_token_ids)] = -np.inf
+            bias[list(extra.bad_token_ids)] = -np.inf
             bias_row = self._bias.take()
             self._bias.tensor[bias_row] = torch.from_numpy(bias).to(self.device)
         if params.uses_penalties:
-            tokens = np.asarray(options.token_ids)
-            counts = 2 * np.bincount(tokens[num_prompt_tokens:], minlength=self.vocab_size)
-            counts[tokens[:num_prompt_tokens]] += 1
+            tokens = np.asarray(extra.token_ids)
+            counts = 2 * np.bincount(tokens[extra.num_prompt_tokens :], minlength=self.vocab_size)
+            counts[tokens[: extra.num_prompt_tokens]] += 1
             counts_row = self._counts.take()
             self._counts.tensor[counts_row] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
-        return _Slot(options, num_prompt_tokens, bias_row, counts_row)
+        return _Slot(extra, bias_row, counts_row)
 
-    def _make_rows(self, asking: dict[int, _Slot]) -> SamplingRows:
+    def _make_rows(self, asking: dict[int, _Slot]) -> ExtraRows:
         """Return what rows ask for."""
-        logprobs = {row: p for row, slot in asking.items() if (p := slot.options.params.logprobs) is not None}
+        logprobs = {row: p for row, slot in asking.items() if (p := slot.extra.params.logprobs) is not None}
         edited = [row for row, slot in asking.items() if self.processed_logprobs or slot.is_edited]
         slots = [asking[row] for row in edited]
         edits = LogitsEdits()
@@ -190,13 +159,13 @@ class SamplingState:
         if counted:
             edits.counts = self._counts.tensor
             edits.counts_rows = self._tensor([slot.counts_row for slot in slots], torch.int32)
-            params = [slot.options.params for slot in slots]
+            params = [slot.extra.params for slot in slots]
             penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
             edits.penalties = self._tensor(penalties, torch.float32)
         places = {row: i for i, row in enumerate(edited)}
         edited_logprobs = [places.get(row) for row in logprobs]
         num_logprobs = max(logprobs.values(), default=0)
-        return SamplingRows(
+        return ExtraRows(
             edited=edited,
             indices=self._tensor(edited, torch.int64) if edited else None,
             edits=edits,
@@ -210,7 +179,7 @@ class SamplingState:
         )
 
     def _make_cutoffs(self, slots: list[_Slot]) -> CutoffParams | None:
-        params = [slot.options.params for slot in slots]
+        params = [slot.extra.params for slot in slots]
         if not any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params):
             return None
         return CutoffParams(
@@ -227,24 +196,14 @@ class SamplingState:
         pairs = [
             (row, token_id)
             for row, number in enumerate(slots)
-            if (slot := self._slots[number]).options.end_token_ids
-            and num_tokens[number] - slot.num_prompt_tokens < slot.options.params.min_tokens
-            for token_id in slot.options.end_token_ids
+            if (extra := self._slots[number].extra).end_token_ids
+            and num_tokens[number] - extra.num_prompt_tokens < extra.params.min_tokens
+            for token_id in extra.end_token_ids
         ]
         return self._tensor(list(zip(*pairs, strict=True)), torch.int64) if pairs else None
 
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
         return self._to_device(torch.tensor(values, dtype=dtype))
-
-    def _send_masks(self, num_rows: int, fill_masks: FillMasks) -> torch.Tensor:
-        """Return the host's masks of so many rows."""
-        num_words = -(-self.vocab_size // 32)
-        if len(self._masks) < num_rows:
-            # Allocating pinned memory waits for the device, so it is done rarely.
-            self._masks = torch.empty(2 * num_rows, num_words, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        # The tokens that masks depend on came after the copy of the masks before them.
-        fill_masks(self._masks[:num_rows].numpy())
-        return self._masks[:num_rows].to(self.device, non_blocking=True)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

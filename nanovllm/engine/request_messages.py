@@ -1,4 +1,4 @@
-"""What a runner must know of a request beside its tokens, and what it returns beside them."""
+"""A request as it is told to a runner, and what the runner returns beside its tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ from array import array
 from collections.abc import Mapping
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.runner.messages import PromptScores, SamplingOptions, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import NewRequest, PromptScores, ScheduledBatch, StepOutput
+from nanovllm.sampling_params import SamplingExtra
 
 
-def sampling_options(seq: Sequence) -> SamplingOptions:
-    """Return what a sequence asks of sampling beyond its temperature, as it is admitted."""
+def new_request(seq: Sequence) -> NewRequest:
+    """Return what the slot of a sequence must hold, as it is admitted."""
+    return NewRequest(
+        seq.slot,
+        list(seq.block_table),
+        seq.num_prompt_tokens,
+        seq.params.temperature,
+        seq.seed,
+        _sampling_extra(seq) if seq.has_extra else None,
+    )
+
+
+def _sampling_extra(seq: Sequence) -> SamplingExtra:
+    """Return what a sequence asks of sampling beyond its temperature."""
     params = seq.params
-    return SamplingOptions(
+    return SamplingExtra(
         params,
         seq.token_ids[:] if params.uses_penalties else array("i"),
+        seq.num_prompt_tokens,
         tuple(seq.end_token_ids) if params.min_tokens else (),
         seq.features.bad_token_ids,
         seq.features.constraint is not None,
@@ -39,7 +53,7 @@ def pooling_of(seq: Sequence, end: int) -> str | None:
     return pooling if pooling == "mean" or end == seq.num_prompt_tokens else None
 
 
-def take_in_extras(batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]) -> None:
+def take_in_logprobs(batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]) -> None:
     """Give sequences their log-probabilities, and what chunks of their prompts were asked for.
 
     sequences: the unfinished ones by id.

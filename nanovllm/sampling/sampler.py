@@ -1,0 +1,158 @@
+"""The sampler: one token from each row of logits, and the log-probabilities that rows ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.cutoffs import cutoffs
+from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, own_logprobs, token_logprobs
+from nanovllm.kernels.sampling import sample
+from nanovllm.sampling.rows import ExtraRows
+
+DeviceLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The fields of `nanovllm.runner.messages.TokenLogprobs` as tensors."""
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """What every row is sampled by.
+
+    Attributes:
+        temperatures: [num_rows] float32; 0 is greedy.
+        seeds: [num_rows, 2] int32; low and high word.
+        output_index: [num_rows] int32; tokens that each sequence has generated before.
+    """
+
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    output_index: torch.Tensor
+
+    def __getitem__(self, rows: torch.Tensor) -> SamplingInputs:
+        return SamplingInputs(self.temperatures[rows], self.seeds[rows], self.output_index[rows])
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was sampled from rows of logits.
+
+    Attributes:
+        token_ids: [num_rows] int64, the same on every rank.
+        logprobs: of the rows that ask for them, in their order; None if none does.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: DeviceLogprobs | None = None
+
+    def logprobs_of(self, rows: torch.Tensor | None) -> DeviceLogprobs | None:
+        """Return the log-probabilities of some of the rows that have them; rows: [n] int64, or None for none."""
+        if self.logprobs is None or rows is None:
+            return None
+        values, token_ids, ranks = self.logprobs
+        return values[rows], token_ids[rows], ranks[rows]
+
+
+@dataclass(frozen=True)
+class _Edited:
+    """Rows after their edits, of the whole vocabulary; of `cutoffs`, None keeps all logits, else those not below."""
+
+    indices: torch.Tensor
+    rows: EditedRows
+    cutoffs: torch.Tensor | None
+    inputs: SamplingInputs
+
+
+class Sampler:
+    """Temperature sampling with noise that depends on seed and output index alone; see `kernels/sampling.py`.
+
+    Args:
+        vocab: this rank's token ids.
+        communicator: all-reduces the best (score, token) of the ranks.
+        processed_logprobs: whether log-probabilities are of edited logits over the temperature, or of raw ones.
+    """
+
+    def __init__(self, vocab: Shard, communicator: Communicator, processed_logprobs: bool = False) -> None:
+        self.vocab = vocab
+        self.communicator = communicator
+        self.processed_logprobs = processed_logprobs
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, extra: ExtraRows | None = None) -> Sampled:
+        """Sample a token from each row of logits.
+
+        Args:
+            logits: [num_rows, vocabulary entries of this rank].
+            inputs: of these rows.
+            extra: what some of them ask for beyond a temperature.
+        """
+        if extra is None:
+            return Sampled(self._draw(logits, inputs))
+        edited = None if extra.indices is None else self._edit(logits, inputs, extra.indices, extra)
+        token_ids = self._draw(logits, inputs, edited)
+        return Sampled(token_ids, self._logprobs(logits, token_ids, edited, extra))
+
+    def sample_with_logprobs(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+        """Sample as `sample` does, and return the log-probability of each row's token.
+
+        Which rows ask for it does not matter, so that a CUDA graph can hold this. For one rank alone.
+        """
+        token_ids = self._draw(logits, inputs)
+        temperatures = inputs.temperatures if self.processed_logprobs else None
+        return Sampled(token_ids, own_logprobs(logits[:, : self.vocab.total].contiguous(), token_ids, temperatures))
+
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> DeviceLogprobs:
+        """Return log-probabilities of given tokens, and of the most likely ones.
+
+        Args:
+            logits: [num_rows, vocabulary entries of this rank].
+            token_ids: [num_rows] int64.
+            num_logprobs: most likely tokens to return with each.
+        """
+        return token_logprobs(self._whole_rows(logits), token_ids, num_logprobs)
+
+    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, edited: _Edited | None = None) -> torch.Tensor:
+        """Return the tokens, [num_rows] int64; edited rows take the place of theirs in the logits."""
+        vocab = self.vocab
+        if edited is not None and len(edited.indices) == len(logits):
+            scores, token_ids = inputs.temperatures.new_empty(len(logits)), edited.indices.new_empty(len(logits))
+        else:
+            scores, token_ids = sample(
+                logits, inputs.temperatures, inputs.seeds, inputs.output_index, vocab.start, vocab.num_present
+            )
+        if edited is not None:
+            own = edited.inputs
+            scores[edited.indices], token_ids[edited.indices] = sample(
+                edited.rows.x, own.temperatures, own.seeds, own.output_index, 0, vocab.total, edited.cutoffs
+            )
+        return self.communicator.all_reduce_argmax(scores, token_ids)
+
+    def _edit(self, logits: torch.Tensor, inputs: SamplingInputs, indices: torch.Tensor, extra: ExtraRows) -> _Edited:
+        rows = self._whole_rows(logits, indices, extra.edits)
+        least = None if extra.cutoffs is None else cutoffs(rows, extra.cutoffs)
+        return _Edited(indices, rows, least, inputs[indices])
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, edited: _Edited | None, extra: ExtraRows
+    ) -> DeviceLogprobs | None:
+        """Return the log-probabilities that rows ask for."""
+        asking = extra.logprob_indices
+        if asking is None:
+            return None
+        if not self.processed_logprobs or edited is None or extra.logprobs is None:
+            return token_logprobs(self._whole_rows(logits, asking), token_ids[asking], extra.num_logprobs)
+        kept = edited.rows if edited.cutoffs is None else edited.rows.above(edited.cutoffs)
+        temperatures = edited.inputs.temperatures[extra.logprobs]
+        return token_logprobs(kept[extra.logprobs], token_ids[asking], extra.num_logprobs, temperatures)
+
+    def _whole_rows(
+        self, logits: torch.Tensor, rows: torch.Tensor | None = None, edits: LogitsEdits | None = None
+    ) -> EditedRows:
+        """Return rows of logits over the whole vocabulary, on every rank, with edits; rows: [n] int64, None for all."""
+        if rows is None:
+            rows = torch.arange(len(logits), device=logits.device)
+        if self.communicator.size > 1:
+            logits = self.communicator.all_gather_columns(logits[rows])
+            rows = torch.arange(len(rows), device=rows.device)
+        return edit_logits(logits, rows, self.vocab.total, edits or LogitsEdits())

@@ -52,7 +52,14 @@ class MockHandle:
     def result(self) -> StepOutput:
         if self.error is not None:
             raise self.error
-        return StepOutput(self.token_ids, self.logprob_rows, self.logprobs, self.prompt_outputs)
+        return StepOutput(
+            np.array(self.token_ids, dtype=np.int64), self.logprob_rows, self.logprobs, self.prompt_outputs
+        )
+
+
+def slot_array(*slots: int) -> np.ndarray:
+    """Slots as `ScheduledBatch` has them."""
+    return np.array(slots, dtype=np.int32)
 
 
 def mock_logprobs(token_ids: Sequence[int], num_logprobs: int) -> TokenLogprobs:
@@ -141,7 +148,7 @@ class MockRunner:
                 for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
                     self._store(chunk.slot, position, EMPTY)
             return MockHandle([], RuntimeError("step failed"))
-        slots = batch.decode_slots + [chunk.slot for chunk in batch.chunks if chunk.samples]
+        slots = batch.decode_slots.tolist() + [chunk.slot for chunk in batch.chunks if chunk.samples]
         rows = [row for row, slot in enumerate(slots) if slot in self.num_logprobs]
         if not rows:
             return MockHandle(sampled, prompt_outputs=self._prompt_outputs(batch))

@@ -12,6 +12,7 @@ import torch
 from nanovllm.kernels.slot_state import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.messages import NewBlock, NewRequest, PromptChunk, ScheduledBatch
+from tests.mock_runner import slot_array
 
 BLOCK_SIZE = 16
 PADDING_SLOT = 4
@@ -60,19 +61,19 @@ def sender() -> Sender:
 def test_decode_slots_are_sent_when_they_change_and_not_again(sender: Sender) -> None:
     batches = [[0, 2], [0, 2], [0, 2], [2, 0], [0, 2], [2], [2]]
     for position, slots in enumerate(batches):
-        inputs = sender.step(ScheduledBatch(decode_slots=slots))
+        inputs = sender.step(ScheduledBatch(decode_slots=slot_array(*slots)))
         assert inputs.sample_slots.tolist() == slots
         assert inputs.positions[slots.index(2)] == 17 + position
     assert sender.sent == [2, 0, 0, 2, 2, 1, 0]
     # The same slots, with padding that was not there before.
-    sender.step(ScheduledBatch(decode_slots=[0, 2]), StepShape(3))
-    sender.step(ScheduledBatch(decode_slots=[0, 2]), StepShape(3))
+    sender.step(ScheduledBatch(decode_slots=slot_array(0, 2)), StepShape(3))
+    sender.step(ScheduledBatch(decode_slots=slot_array(0, 2)), StepShape(3))
     assert sender.sent[-2:] == [3, 0]
 
 
 def test_a_new_block_is_one_number(sender: Sender) -> None:
-    sender.step(ScheduledBatch(decode_slots=[1]))
-    inputs = sender.step(ScheduledBatch(new_blocks=[NewBlock(1, 2, 5)], decode_slots=[1]))
+    sender.step(ScheduledBatch(decode_slots=slot_array(1)))
+    inputs = sender.step(ScheduledBatch(new_blocks=[NewBlock(1, 2, 5)], decode_slots=slot_array(1)))
     # Its place and its value.
     assert sender.sent == [1, 2]
     assert inputs.metadata.block_tables.tolist() == [[11, 21, 5, 0, 0, 0]]
@@ -81,7 +82,7 @@ def test_a_new_block_is_one_number(sender: Sender) -> None:
 def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
     state = sender.builder.slots.tensors
     before = deepcopy(state)
-    batch = ScheduledBatch(decode_slots=[2], chunks=[PromptChunk(3, 0, array("i", [50, 51]), True, False)],
+    batch = ScheduledBatch(decode_slots=slot_array(2), chunks=[PromptChunk(3, 0, array("i", [50, 51]), True, False)],
                            new_requests=[NewRequest(3, [13], 9, 0.0, 0)])  # fmt: skip
     inputs = sender.step(batch, StepShape(num_decodes=3, num_prompt_tokens=5, num_chunks=3), token=99)
     assert inputs.metadata.slot_mapping.tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
@@ -98,7 +99,7 @@ def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
 def test_a_token_that_is_stored_already_has_no_place_on_the_device(sender: Sender) -> None:
     batch = ScheduledBatch(
         new_requests=[NewRequest(3, [10, 11], 32, 0.0, 0)],
-        decode_slots=[0],
+        decode_slots=slot_array(0),
         chunks=[PromptChunk(3, 31, array("i", [60]), store=False, samples=True)],
     )
     inputs = sender.step(batch)
@@ -112,8 +113,8 @@ def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> Non
     temperatures, seeds = [0.7, 1e39], [2**64 - 1, 5 + 2**32]
     requests = [NewRequest(slot, [13 + slot], 3, temperatures[slot], seeds[slot]) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", [1, 2, 3]), True, True) for slot in range(2)]
-    mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, decode_slots=[2])).sampling
-    decodes = sender.step(ScheduledBatch(decode_slots=[1, 2, 0])).sampling
+    mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, decode_slots=slot_array(2))).sampling
+    decodes = sender.step(ScheduledBatch(decode_slots=slot_array(1, 2, 0))).sampling
     hottest = torch.tensor(1e30).item()
     assert mixed.temperatures.tolist() == [0.5, torch.tensor(0.7).item(), hottest]
     assert mixed.seeds.tolist() == [[1, 0], [-1, -1], [5, 1]] and mixed.output_index.tolist() == [1, 0, 0]

@@ -10,6 +10,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
@@ -271,7 +272,7 @@ def test_an_empty_step_leaves_the_books_of_the_steps_under_way_alone() -> None:
     # Its token is in flight, so it cannot come back yet, and nothing can run.
     scheduler._preempt(scheduler.running[0])
     assert scheduler.schedule() is None
-    scheduler.postprocess(batch, StepOutput([5]))
+    scheduler.postprocess(batch, StepOutput(np.array([5])))
     assert not manager._unconfirmed
     manager.rollback()
     assert len(manager._cached) == 1

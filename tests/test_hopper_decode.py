@@ -22,6 +22,7 @@ from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import BatchBuilder, StepShape
 from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
 from tests.conftest import MakeCheckpoint
+from tests.mock_runner import slot_array
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
@@ -231,7 +232,7 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
     shape = builder.shape_of(batch, builder.plan_cascade(batch))
     assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
     assert builder.gather(builder.send(batch, shape)).metadata.single_split
-    step = ScheduledBatch(decode_slots=[1, 0], sampled_seq_ids=[1, 0])
+    step = ScheduledBatch(decode_slots=slot_array(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
         shape = builder.shape_of(step, builder.plan_cascade(step))
         assert not shape.single_split and asked[-1] == [12 + i, 11 + i]
@@ -255,7 +256,7 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
     builder.send(batch, builder.shape_of(batch, builder.plan_cascade(batch)))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
-        step = ScheduledBatch(decode_slots=slots, sampled_seq_ids=slots)
+        step = ScheduledBatch(decode_slots=slot_array(*slots), sampled_seq_ids=slots)
         shape = builder.shape_of(step, builder.plan_cascade(step))
         builder.send(step, shape)
         assert shape.uses_cascade == (len(slots) == 3) and shape.single_split and asked[-1] == lens

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import decode_rows
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_messages import take_in_logprobs
 from nanovllm.engine.sequence import RequestFeatures, Sequence
@@ -23,6 +24,12 @@ from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+@pytest.fixture(autouse=True)
+def _all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take in the tokens of a few rows as those of many."""
+    monkeypatch.setattr(decode_rows, "_FEW_ROWS", 0)
 
 
 def run(engine: LLMEngine | LLM) -> dict[int, Any]:
@@ -185,7 +192,7 @@ def test_a_long_prompt_stalls_nobody(depth: int) -> None:
     engine.step()
     engine.add_request(list(range(50)) * 2, greedy(2))
     outputs = run(engine)
-    mixed = [batch for batch in runner.batches if batch.decode_slots and batch.chunks]
+    mixed = [batch for batch in runner.batches if len(batch.decode_slots) and batch.chunks]
     assert len(mixed) >= 6
     assert all(len(batch.decode_slots) + batch.num_prompt_tokens <= 16 for batch in runner.batches)
     assert len(outputs[short]["token_ids"]) == 12
@@ -448,6 +455,7 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     first, second = engine.scheduler.running[0], engine.scheduler.waiting.first()
     assert second is not None and manager.blocks[first.block_table[0]].key is not None
     assert manager.allocate(second) and second.block_table == first.block_table[:1]
+    engine.scheduler.decoding.discard(first)
     manager.free(first)
     # Nobody else uses the block now, but others may find it.
     second.num_computed_tokens = 2
@@ -461,5 +469,5 @@ def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
     seq.num_admissions = 2
     old, new = np.zeros(1), np.ones(1)
     batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])
-    take_in_logprobs(batch, StepOutput([], prompt_outputs=[old, new, old]), {3: seq})
+    take_in_logprobs(batch, StepOutput(np.empty(0, dtype=np.int64), prompt_outputs=[old, new, old]), {3: seq})
     assert seq.prompt_outputs == [new]

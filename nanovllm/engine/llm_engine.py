@@ -90,9 +90,9 @@ class LLMEngine(Unpicklable):
         self._requests: dict[int, RequestGroup] = {}
         self._inbox: deque[Sequence | Abort] = deque()
         # See `new_token_ids`: of the steps that the last `run_step` took in.
-        self._new_tokens: list[tuple[list[int], list[int], set[int]]] = []
+        self._new_tokens: list[tuple[list[int], np.ndarray, set[int]]] = []
         # The same, and the prefilled tokens, of calls of `step` that have not returned them: they have raised.
-        self._unreported: list[tuple[list[int], list[int], set[int]]] = []
+        self._unreported: list[tuple[list[int], np.ndarray, set[int]]] = []
         self._num_unreported_prefill_tokens = 0
         self._unclaimed = Unclaimed(make_output)
         self._history = StatsHistory()

@@ -87,14 +87,14 @@ def prompt_logprobs(seq: Sequence, decode_token: DecodeToken) -> Logprobs[dict[i
     return Logprobs(records, width, decode_token, seq.num_prompt_tokens - len(records))
 
 
-def new_token_ids(steps: Iterable[tuple[list[int], list[int], set[int]]]) -> dict[int, list[int]]:
+def new_token_ids(steps: Iterable[tuple[list[int], np.ndarray, set[int]]]) -> dict[int, list[int]]:
     """Return the tokens that steps have added to each sequence.
 
     steps: of each, sequence ids, a token of each, and ids whose token was dropped.
     """
     new: dict[int, list[int]] = {}
     for seq_ids, token_ids, dropped in steps:
-        for seq_id, token_id in zip(seq_ids, token_ids, strict=True):
+        for seq_id, token_id in zip(seq_ids, token_ids.tolist(), strict=True):
             if seq_id not in dropped:
                 new.setdefault(seq_id, []).append(token_id)
     return new

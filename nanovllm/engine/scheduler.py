@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.decode_rows import DecodeRows
 from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
@@ -79,6 +80,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         # Sorted; there are no more than slots.
         self.running: list[Sequence] = []
+        # Those of them whose prompts are planned.
+        self.decoding = DecodeRows(max_num_running, block_manager.block_size)
         self.stats = SchedulerStats()
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
@@ -122,55 +125,62 @@ class Scheduler:
         """
         if not self.waiting and not self.running:
             return None
-        batch = ScheduledBatch()
+        batch = ScheduledBatch(self.stats.num_steps + 1)
         self._budget = self.max_num_batched_tokens
         self.block_manager.begin_step()
-        planned = self._schedule_decodes(batch)
-        planned += self._schedule_chunks(batch)
-        if not batch.decode_slots and not batch.chunks:
+        ending = self._schedule_decodes(batch)
+        prefilled = self._schedule_chunks(batch)
+        if not len(batch.decode_slots) and not batch.chunks:
             self.block_manager.cancel_step()
             return None
+        self.stats.num_steps = batch.number
+        batch.sampled_seq_ids += [seq.seq_id for seq in prefilled]
         if self._num_extra:
+            planned = [*self.decoding.seqs, *prefilled]
             batch.has_extra = any(seq.has_extra for seq in planned)
             batch.masked = [i for i, seq in enumerate(planned) if seq.features.constraint is not None]
-        for seq in planned:
-            self._plan_token(seq, batch)
-        self.stats.num_steps += 1
+        for seq in ending:
+            self._end_by_count(seq)
+        for seq in prefilled:
+            self._begin_decoding(seq, batch.number + 1)
         return batch
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
         """Take in a step's tokens."""
-        changes, block_size = StepChanges(), self.block_manager.block_size
+        changes, num_decodes = StepChanges(), len(batch.decode_slots)
         self._note_first_tokens(batch)
         take_in_logprobs(batch, output, self._sequences)
-        for seq_id, token_id in zip(batch.sampled_seq_ids, output.token_ids, strict=True):
-            seq = self._sequences.get(seq_id)
-            # An EOS is seen one step late: the token sampled after it is dropped.
-            if seq is None:
-                changes.dropped.add(seq_id)
-                continue
-            seq.token_ids.append(token_id)
-            try:
-                # Most sequences have nobody to tell, and need not pay for a call.
-                ends = self._tell(seq, token_id) if seq.watches_tokens else token_id in seq.end_token_ids
-            # Of this sequence alone. A panic of the tokenizers library derives from BaseException.
-            except BaseException as error:
-                self._finish(seq, "abort")
-                changes.failed.append((seq, error))
-                continue
-            if ends:
-                self._finish(seq, "stop")
-                changes.finished.append(seq)
-            elif seq.status is SequenceStatus.RUNNING:
-                # A block's last token is known before its keys are planned, or one step after.
-                if len(seq.token_ids) % block_size < 2:
-                    self.block_manager.register(seq)
-            elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
-                self._finish(seq, "length")
-                changes.finished.append(seq)
+        affected = self.decoding.take(batch.decode_slots, output.token_ids[:num_decodes], batch.number)
+        for index in [*affected, *range(num_decodes, len(output.token_ids))]:
+            self._take_token(batch.sampled_seq_ids[index], int(output.token_ids[index]), changes)
         self.stats.num_output_tokens += len(output.token_ids) - len(changes.dropped)
         self.block_manager.confirm_step()
         return changes
+
+    def _take_token(self, seq_id: int, token_id: int, changes: StepChanges) -> None:
+        """Take in the token of one sequence."""
+        seq = self._sequences.get(seq_id)
+        # An EOS is seen one step late: the token sampled after it is dropped.
+        if seq is None:
+            changes.dropped.add(seq_id)
+            return
+        seq.append(token_id)
+        try:
+            # Most sequences have nobody to tell, and need not pay for a call.
+            ends = self._tell(seq, token_id) if seq.watches_tokens else token_id in seq.end_token_ids
+        # Of this sequence alone. A panic of the tokenizers library derives from BaseException.
+        except BaseException as error:
+            self._finish(seq, "abort")
+            changes.failed.append((seq, error))
+            return
+        if ends:
+            self._finish(seq, "stop")
+            changes.finished.append(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self.block_manager.register(seq)
+        elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
+            self._finish(seq, "length")
+            changes.finished.append(seq)
 
     def _note_first_tokens(self, batch: ScheduledBatch) -> None:
         """Take the time of the first tokens of outputs, which come at the ends of prompts."""
@@ -213,27 +223,26 @@ class Scheduler:
         return failed
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
-        planned: list[Sequence] = []
-        for seq in list(self.running):
-            if seq.is_prefill or not self._make_room(seq, batch):
-                continue
-            batch.decode_slots.append(seq.slot)
-            seq.num_computed_tokens += 1
-            planned.append(seq)
-        self._budget -= len(planned)
-        return planned
+        """Plan a token for every sequence that decodes; return those that end with it."""
+        for seq in self.decoding.without_room():
+            self._make_room(seq, batch)
+        ending = self.decoding.plan()
+        batch.decode_slots = self.decoding.slots
+        batch.sampled_seq_ids = self.decoding.seq_ids
+        self._budget -= len(self.decoding)
+        return ending
 
-    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> bool:
+    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
         """Give a running sequence the block its next token needs, if need be from the newest one."""
         if seq.status is not SequenceStatus.RUNNING:
-            return False
+            return
         manager = self.block_manager
         while manager.needs_block(seq) or (seq.siblings and manager.must_copy(seq)):
             if not manager.num_free_blocks:
                 # Those already in the batch come before this one, so the last is never one of them.
                 self._preempt(last := self.running[-1])
                 if last is seq:
-                    return False
+                    return
             elif manager.must_copy(seq):
                 batch.block_copies.append(manager.copy_block(seq))
                 index = seq.num_computed_tokens // manager.block_size
@@ -241,7 +250,7 @@ class Scheduler:
             else:
                 index = len(seq.block_table)
                 batch.new_blocks.append(NewBlock(seq.slot, index, manager.append_block(seq)))
-        return True
+                self.decoding.note_blocks(seq)
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         planned = []
@@ -293,15 +302,22 @@ class Scheduler:
         seq.num_computed_tokens = end
         self.block_manager.register(seq)
 
-    def _plan_token(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        """Count the token that this step samples; a sequence that ends with it gives back all it holds."""
-        batch.sampled_seq_ids.append(seq.seq_id)
+    def _begin_decoding(self, seq: Sequence, first_step: int) -> None:
+        """Count the token that this step samples after a prompt."""
+        most_tokens = self.max_model_len
+        if seq.max_tokens is not None:
+            most_tokens = min(most_tokens, seq.num_prompt_tokens + seq.max_tokens)
         seq.num_tokens += 1
-        num_completion_tokens = seq.num_tokens - seq.num_prompt_tokens
-        if num_completion_tokens == seq.max_tokens or seq.num_tokens >= self.max_model_len:
-            self.block_manager.register(seq)
-            self._free(seq)
-            seq.status = SequenceStatus.ENDING
+        if seq.num_tokens >= most_tokens:
+            self._end_by_count(seq)
+        else:
+            self.decoding.add(seq, most_tokens, first_step)
+
+    def _end_by_count(self, seq: Sequence) -> None:
+        """Take back all that a sequence holds, whose last token is in this step."""
+        self.block_manager.register(seq)
+        self._free(seq)
+        seq.status = SequenceStatus.ENDING
 
     def _preempt(self, seq: Sequence) -> None:
         self._free(seq)
@@ -327,6 +343,7 @@ class Scheduler:
     def _free(self, seq: Sequence) -> None:
         """Take a running sequence's blocks and its slot."""
         del self.running[bisect_left(self.running, seq.sort_key, key=_sort_key)]
+        self.decoding.discard(seq)
         self.block_manager.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1

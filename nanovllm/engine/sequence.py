@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.messages import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.decode_rows import DecodeRows
 
 
 class TokenSink(Protocol):
@@ -116,7 +119,8 @@ class Sequence:
 
     Three counts tell where it is, and the difference between them is what makes overlapped steps possible:
     `len(token_ids)` tokens whose values are known here, `num_tokens` that exist (the newest may so far exist on the
-    device alone), and `num_computed_tokens` whose keys and values are stored or planned to be.
+    device alone), and `num_computed_tokens` whose keys and values are stored or planned to be. While it decodes, these
+    are kept with those of all others in `rows`.
     """
 
     def __init__(
@@ -130,8 +134,8 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         # Its slices go as they are to hashes, to numpy and to other processes.
-        self.token_ids = array("i", token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self._token_ids = array("i", token_ids)
+        self.num_prompt_tokens = len(self._token_ids)
         self.params = params
         self.seed = seed
         self.status = SequenceStatus.WAITING
@@ -157,8 +161,9 @@ class Sequence:
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] = []
         self.num_admissions = 0
         self.metrics = RequestMetrics(time.monotonic())
-        self.num_tokens = self.num_prompt_tokens
-        self.num_computed_tokens = 0
+        self.rows: DecodeRows | None = None
+        self._num_tokens = self.num_prompt_tokens
+        self._num_computed_tokens = 0
         # Tokens to compute before the first one can be sampled after (re-)admission.
         self.num_prefill_tokens = 0
         # Prompt tokens found in the cache at the first admission; None before it.
@@ -175,6 +180,44 @@ class Sequence:
         self.fits_from = 0
         # Sequences run in the order of this key: by priority, then by arrival.
         self.sort_key = (self.features.priority, seq_id)
+
+    @property
+    def token_ids(self) -> array[int]:
+        """The tokens whose values are known, prompt and output."""
+        if self.rows is not None:
+            self.rows.flush(self)
+        return self._token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens exist."""
+        return self._num_tokens if self.rows is None else int(self.rows.num_tokens[self.slot])
+
+    @num_tokens.setter
+    def num_tokens(self, count: int) -> None:
+        assert self.rows is None
+        self._num_tokens = count
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The tokens whose keys and values are stored or planned to be."""
+        # What decodes has them of all tokens but the newest.
+        return self._num_computed_tokens if self.rows is None else self.num_tokens - 1
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        assert self.rows is None
+        self._num_computed_tokens = count
+
+    def append(self, token_id: int) -> None:
+        """Take the value of the next token."""
+        self.token_ids.append(token_id)
+        if self.rows is not None:
+            self.rows.note_token(self)
+
+    def append_known(self, token_ids: bytes) -> None:
+        """Take tokens that `rows` has counted, as 32-bit integers."""
+        self._token_ids.frombytes(token_ids)
 
     @property
     def num_in_flight(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.slot_state import gather_decode_rows
 from nanovllm.runner.cascade_buffers import CascadeBuffers
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
 from nanovllm.runner.staging import Staging
@@ -109,9 +109,7 @@ class BatchBuilder:
         self.cascade = CascadeBuffers(num_slots, block_size, max_cascade_items, rows_per_cascade_item, device)
         self._should_use_single_split = should_use_single_split
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
-        self._sent_decode_slots: list[int] = []
-        self._indexed_slots: list[int] = []
-        self._index = np.empty(0, dtype=np.intp)
+        self._sent_decode_slots = NO_SLOTS
         # Prompt tokens and chunks, padded; decode slots and cascade groups; all slots anew, as indices and values.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
         self._staging = Staging(prompts + 2 * self.slots.size + 8 * num_slots + 4 * max_cascade_items, device)
@@ -125,7 +123,7 @@ class BatchBuilder:
 
     def shape_of(self, batch: ScheduledBatch, shared_lens: np.ndarray | None) -> StepShape:
         """Return the shape of a batch without padding; shared_lens: from `plan_cascade`."""
-        seq_lens = self.slots.num_computed[self._index_of(batch.decode_slots)] + 1
+        seq_lens = self.slots.num_computed[batch.decode_slots] + 1
         single_split = self._should_use_single_split(seq_lens if shared_lens is None else seq_lens - shared_lens)
         sizes = len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks)
         return StepShape(*sizes, uses_cascade=shared_lens is not None, single_split=single_split)
@@ -141,8 +139,10 @@ class BatchBuilder:
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
         )
         num_padding = shape.num_decodes - num_decodes
-        decode_slots = batch.decode_slots + [slots.padding_slot] * num_padding
-        changed_slots = np.array([] if decode_slots == self._sent_decode_slots else decode_slots, dtype=np.int32)
+        decode_slots = batch.decode_slots
+        if num_padding:
+            decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
+        changed_slots = NO_SLOTS if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
         groups = self.cascade.to_send() if shape.uses_cascade else changed_slots[:0]
         # The prompts' arrays come first, since their sizes follow from the shape.
         sent = self._staging.send([*prompts, changed_slots, groups, index, values])
@@ -152,20 +152,13 @@ class BatchBuilder:
         if len(new_slots):
             self._decode_slots[: len(new_slots)] = new_slots
             self._sent_decode_slots = decode_slots
-        decode_index = self._index_of(batch.decode_slots)
-        decode_lens = slots.num_computed[decode_index] + 1
-        slots.num_computed[decode_index] = decode_lens
+        decode_lens = slots.num_computed[batch.decode_slots] + 1
+        slots.num_computed[batch.decode_slots] = decode_lens
         seq_lens = decode_lens.tolist() + [1] * num_padding
         seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         sent_prompts, num_samples = PromptArrays(*prompt_tensors), len(batch.sampled_seq_ids)
         return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
-
-    def _index_of(self, decode_slots: list[int]) -> np.ndarray:
-        """Return the slots as an array, which is made anew only when they change."""
-        if decode_slots != self._indexed_slots:
-            self._indexed_slots, self._index = decode_slots, np.array(decode_slots, dtype=np.intp)
-        return self._index
 
     def send_empty(self, shape: StepShape) -> PreparedStep:
         """Send a step of a capture size that is all padding; the plan of `plan_cascade` is lost."""

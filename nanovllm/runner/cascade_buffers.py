@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.runner.cascade_plan import plan_cascade_groups
+from nanovllm.runner.messages import NO_SLOTS
 
 
 class CascadeBuffers:
@@ -29,17 +30,17 @@ class CascadeBuffers:
         self._none = np.zeros(sum(self._lengths), dtype=np.int32)
         self._planned = self._sent = self._none
         self._planned_lens: np.ndarray | None = None
-        self._planned_slots: list[int] = []
+        self._planned_slots = NO_SLOTS
         self._buffer = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
         items, members, rows = self._buffer.split(self._lengths)
         self.groups = CascadeGroups(items.view(-1, 4), members, rows.view(3, num_slots))
 
-    def plan(self, decode_slots: list[int], num_computed: np.ndarray, block_tables: np.ndarray) -> np.ndarray | None:
+    def plan(self, decode_slots: np.ndarray, num_computed: np.ndarray, block_tables: np.ndarray) -> np.ndarray | None:
         """Plan the step of these rows; returns the length of each row's shared prefix, [num_rows], or None.
 
         num_computed and block_tables are all slots', on the host.
         """
-        if self.max_items and decode_slots != self._planned_slots:
+        if self.max_items and not np.array_equal(decode_slots, self._planned_slots):
             self._planned_slots = decode_slots
             full, tables = num_computed[decode_slots] // self.block_size, block_tables[decode_slots]
             work = plan_cascade_groups(tables, full, self.block_size, self.max_items, self.rows_per_item)

@@ -72,6 +72,9 @@ class PromptChunk:
     pooling: str | None = None
 
 
+NO_SLOTS = np.empty(0, dtype=np.int32)
+
+
 @dataclass
 class ScheduledBatch:
     """One step: decode rows (one per entry of `decode_slots`) first, then the prompt chunks.
@@ -79,11 +82,15 @@ class ScheduledBatch:
     A decode row's token, position and block table are on the device already, under its slot.
     """
 
+    # Counts the steps of an engine.
+    number: int = 0
+
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
     # (block, its copy), to be copied before the step writes anything.
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    decode_slots: list[int] = field(default_factory=list)
+    # [num_decodes] int32; the same object as in the step before if no row has joined or left.
+    decode_slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)
     chunks: list[PromptChunk] = field(default_factory=list)
     # The sequences a token is sampled for: those of decode_slots, then those of the chunks that sample.
     sampled_seq_ids: list[int] = field(default_factory=list)
@@ -124,14 +131,14 @@ class StepOutput:
     """A step's results.
 
     Attributes:
-        token_ids: sampled tokens, in the order of `ScheduledBatch.sampled_seq_ids`.
+        token_ids: [num_samples] int64; sampled tokens, in the order of `ScheduledBatch.sampled_seq_ids`.
         logprob_rows: which of these `logprobs` are of.
         logprobs: None if no row asks for any.
         prompt_outputs: of each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
             [hidden_size] float32.
     """
 
-    token_ids: list[int]
+    token_ids: np.ndarray
     logprob_rows: list[int] = field(default_factory=list)
     logprobs: TokenLogprobs | None = None
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)

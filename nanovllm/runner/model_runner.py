@@ -249,7 +249,7 @@ class ModelRunner:
         """Return what rows ask for beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
         num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
-        sampled = batch.decode_slots + [slots.padding_slot] * num_padding
+        sampled = batch.decode_slots.tolist() + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from nanovllm.runner.messages import StepOutput, TokenLogprobs
@@ -68,8 +69,9 @@ class StepHandle:
         """Wait for the step and return its results."""
         if self.copied is not None:
             self.copied.synchronize()
-        values = self.token_ids.tolist()
-        token_ids = values[: self.num_decodes] + values[self.num_padded_decodes :]
+        values = self.token_ids.numpy()
+        # A copy, since the buffer is used again.
+        token_ids = np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :]))
         if self.logprobs is None:
             return StepOutput(token_ids)
         num_padding = self.num_padded_decodes - self.num_decodes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.workers.channel import Channel
 from nanovllm.workers.orders import CallOrder, StepOrder
@@ -44,7 +44,7 @@ class WorkerProcesses:
         self.size = size
         self._channel = Channel(size - 1)
         self._ranks: list[WorkerProcess] = []
-        self._decode_slots: list[int] = []
+        self._decode_slots = NO_SLOTS
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
         self._stopped = False
@@ -77,9 +77,9 @@ class WorkerProcesses:
             WorkerError: a rank has ended.
         """
         # Most steps have the previous step's decode slots, which are then not sent again. Only rank 0 needs the ids.
-        again = batch.decode_slots == self._decode_slots
+        again = np.array_equal(batch.decode_slots, self._decode_slots)
         self._decode_slots = batch.decode_slots
-        sent = replace(batch, sampled_seq_ids=[], decode_slots=[] if again else batch.decode_slots)
+        sent = replace(batch, sampled_seq_ids=[], decode_slots=NO_SLOTS if again else batch.decode_slots)
         self._send(StepOrder(sent, again))
 
     def broadcast_masks(self, masks: np.ndarray) -> None:

@@ -24,7 +24,7 @@ from nanovllm.distributed.communicator import find_store
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
@@ -98,7 +98,7 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
             compilers=compilers,
         )
     reports.send(READY)
-    decode_slots: list[int] = []
+    decode_slots = NO_SLOTS
     # `runner.check` raises while the channel waits if the last step failed on the device.
     while (order := channel.receive(rank - 1, runner.check)) is not None:
         if isinstance(order, CallOrder):

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.workers.channel import Channel
+from tests.mock_runner import slot_array
 
 MESSAGES = 2000
 PAUSE_SECONDS = 0.0005
@@ -35,7 +36,10 @@ def main() -> None:
     """Print the median and the 99th percentile, for a step told as "again" and for one of 256 decode rows."""
     num_readers = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     context = get_context("fork")
-    for name, batch in (("again", ScheduledBatch()), ("256 rows", ScheduledBatch(decode_slots=list(range(256))))):
+    for name, batch in (
+        ("again", ScheduledBatch()),
+        ("256 rows", ScheduledBatch(decode_slots=slot_array(*range(256)))),
+    ):
         channel, pipes, readers = Channel(num_readers), [], []
         for reader in range(num_readers):
             receiver, sender = context.Pipe(duplex=False)

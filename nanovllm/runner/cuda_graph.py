@@ -6,6 +6,7 @@ A size is captured when a second step needs it, which takes some 25 ms: few prog
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import product
@@ -84,10 +85,12 @@ class CaptureSizes:
     def __init__(self, shapes: list[StepShape], supports_single_split: bool = False) -> None:
         whole = [replace(shape, single_split=True) for shape in shapes if supports_single_split]
         self.shapes = sorted([*shapes, *whole], key=_cost)
+        self._costs = [_cost(shape) for shape in self.shapes]
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """The smallest shape that a step fits into; None if there is none."""
-        for size in self.shapes:
+        # Smaller ones do not hold it.
+        for size in self.shapes[bisect_left(self._costs, _cost(shape)) :]:
             if (
                 bool(size.num_chunks) == bool(shape.num_chunks)
                 and size.num_decodes >= shape.num_decodes

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn")
-anthropic = pytest.importorskip("anthropic")
 
 from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.settings import ServeSettings
 from tests.server_process import ServerProcess, serving
+
+anthropic = pytest.importorskip("anthropic")
 
 KEY = "a-secret"
 MODEL = "qwen3-tiny"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_state import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.messages import NewBlock, NewRequest, PromptChunk, ScheduledBatch
@@ -23,7 +24,7 @@ class Sender:
 
     def __init__(self) -> None:
         device = torch.device("cpu")
-        self.builder = BatchBuilder(PADDING_SLOT, 6, BLOCK_SIZE, 64, 0, 1, lambda seq_lens: False, device)
+        self.builder = BatchBuilder(PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device)
         self.sent: list[int] = []
         self._send = self.builder._staging.send
         self.builder._staging.send = self._counted_send  # type: ignore[method-assign]
@@ -33,8 +34,8 @@ class Sender:
         return self._send(parts)
 
     def send(self, batch: ScheduledBatch, shape: StepShape | None = None) -> PreparedStep:
-        exact = self.builder.shape_of(batch, self.builder.plan_cascade(batch))
-        return self.builder.send(batch, shape or exact)
+        exact, plan = self.builder.plan(batch)
+        return self.builder.send(batch, shape or exact, plan)
 
     def step(self, batch: ScheduledBatch, shape: StepShape | None = None, token: int = 7) -> DeviceBatch:
         """Run a step whose every sampled token is `token`."""

@@ -14,7 +14,7 @@ from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
 from nanovllm.runner.batch import StepShape
-from nanovllm.runner.cuda_graph import CaptureSizes, decode_sizes, mixed_sizes
+from tests.test_capture_sizes import make_capture_sizes
 from tests.test_kernels import BATCHES, DTYPES, GPU, by_triton, check_error, empty_is_nan, needs_hopper, randn
 
 
@@ -132,7 +132,7 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
     from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
 
     monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
-    capture_sizes = CaptureSizes([*decode_sizes(max_num_seqs, True), *mixed_sizes(max_num_seqs, 16384, True)], True)
+    capture_sizes = make_capture_sizes(max_num_seqs, 16384, uses_cascade=True, single_split=True)
 
     def taken(shapes: list[StepShape]) -> set[Any]:
         found = set()

@@ -9,7 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nanovllm.attention.triton import FEW_SEQS
+from nanovllm.attention.cascade_buffers import CascadeBuffers
+from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
+from nanovllm.attention.triton import FEW_SEQS, TritonBackend
 from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
 from nanovllm.runner import cuda_graph
 from nanovllm.runner.batch import StepShape
@@ -19,8 +21,22 @@ from nanovllm.runner.cuda_graph import CaptureSizes, StepGraphs, decode_sizes, m
 def make_capture_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bool, single_split: bool = False
 ) -> CaptureSizes:
-    shapes = decode_sizes(max_num_seqs, uses_cascade)
-    return CaptureSizes(shapes + mixed_sizes(max_num_seqs, max_num_batched_tokens, uses_cascade), single_split)
+    """The sizes of `TritonBackend`."""
+    cascade = CascadeBuffers(1, 16, int(uses_cascade), 1, torch.device("cpu"))
+    variants = DecodePlanner(cascade, (lambda lens: True) if single_split else None).variants
+    shapes = [
+        shape
+        for variant in variants
+        for shape in (
+            *decode_sizes(max_num_seqs, variant), *mixed_sizes(max_num_seqs, max_num_batched_tokens, variant)
+        )
+    ]  # fmt: skip
+    return CaptureSizes(shapes, variants, TritonBackend.kernel_rows)
+
+
+def variant_of(shape: StepShape) -> DecodeVariant:
+    assert isinstance(shape.variant, DecodeVariant)
+    return shape.variant
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 33, 100, 512])
@@ -29,31 +45,32 @@ def test_every_decode_step_fits_and_the_ladder_ends_at_the_most(max_num_seqs: in
     capture_sizes = make_capture_sizes(max_num_seqs, 16384, uses_cascade)
     for sharing in (False, True)[: 1 + uses_cascade]:
         for rows in range(1, max_num_seqs + 1):
-            size = capture_sizes.fit(StepShape(rows, uses_cascade=sharing))
+            size = capture_sizes.fit(StepShape(rows, variant=DecodeVariant(sharing)))
             assert size is not None and rows <= size.num_decodes <= max_num_seqs and not size.num_chunks
-            assert size.uses_cascade == sharing, "a step that shares nothing is not made to pay for it"
-        assert capture_sizes.fit(StepShape(max_num_seqs + 1, uses_cascade=sharing)) is None
+            assert variant_of(size).uses_cascade == sharing, "a step that shares nothing is not made to pay for it"
+        assert capture_sizes.fit(StepShape(max_num_seqs + 1, variant=DecodeVariant(sharing))) is None
     if not uses_cascade:
-        assert capture_sizes.fit(StepShape(1, uses_cascade=True)) is None
+        assert capture_sizes.fit(StepShape(1, variant=DecodeVariant(True))) is None
 
 
 @pytest.mark.parametrize("uses_cascade", [False, True])
 def test_whole_contexts_have_the_sizes_that_others_have(uses_cascade: bool) -> None:
     without, capture_sizes = (make_capture_sizes(512, 16384, uses_cascade, whole) for whole in (False, True))
     for rows, tokens, chunks in ((1, 0, 0), (33, 0, 0), (512, 0, 0), (0, 50, 2), (100, 2000, 32)):
-        shape = StepShape(rows, tokens, chunks)
-        other = replace(shape, single_split=True)
+        shape = StepShape(rows, tokens, chunks, DecodeVariant())
+        other = replace(shape, variant=DecodeVariant(single_split=True))
         size = capture_sizes.fit(shape)
         assert size is not None and size == without.fit(shape)
-        assert capture_sizes.fit(other) == replace(size, single_split=True) and without.fit(other) is None
-        sharing = capture_sizes.fit(replace(other, uses_cascade=True))
-        assert sharing is None or (uses_cascade and sharing.uses_cascade and sharing.single_split)
-    assert capture_sizes.shapes[-1].uses_cascade == uses_cascade
+        assert capture_sizes.fit(other) == replace(size, variant=other.variant) and without.fit(other) is None
+        sharing = capture_sizes.fit(replace(other, variant=DecodeVariant(True, True)))
+        assert sharing is None or (uses_cascade and sharing.variant == DecodeVariant(True, True))
+    assert variant_of(capture_sizes.shapes[-1]).uses_cascade == uses_cascade
 
 
 def test_the_smallest_that_fits_is_taken() -> None:
     capture_sizes = make_capture_sizes(512, 16384, True)
-    for shape in (StepShape(0, 1, 1), StepShape(70, 700, 3), StepShape(512, 300, 32), StepShape(65, 10, 2, True)):
+    for sizes in ((0, 1, 1, False), (70, 700, 3, False), (512, 300, 32, False), (65, 10, 2, True)):
+        shape = StepShape(*sizes[:3], DecodeVariant(sizes[3]))
         size = capture_sizes.fit(shape)
         assert size is not None
         fitting = [
@@ -62,18 +79,19 @@ def test_the_smallest_that_fits_is_taken() -> None:
             if other.num_chunks >= shape.num_chunks
             and other.num_decodes >= shape.num_decodes
             and other.num_prompt_tokens >= shape.num_prompt_tokens
-            and other.uses_cascade >= shape.uses_cascade
+            and other.variant == shape.variant
         ]
         rows = size.num_decodes + size.num_prompt_tokens
         assert size in fitting and all(rows <= other.num_decodes + other.num_prompt_tokens for other in fitting)
-    assert capture_sizes.fit(StepShape(0, 5000, 1)) is None and capture_sizes.fit(StepShape(0, 64, 33)) is None
+    for tokens, chunks in ((5000, 1), (64, 33)):
+        assert capture_sizes.fit(StepShape(0, tokens, chunks, DecodeVariant())) is None
 
 
 @pytest.mark.parametrize("uses_cascade", [False, True])
 @pytest.mark.parametrize("single_split", [False, True])
 def test_samples_take_every_kind_of_kernel(uses_cascade: bool, single_split: bool) -> None:
     def way(shape: StepShape) -> tuple[bool, bool, bool]:
-        return bool(shape.num_chunks), shape.uses_cascade, shape.single_split
+        return bool(shape.num_chunks), *variant_of(shape)
 
     capture_sizes = make_capture_sizes(512, 16384, uses_cascade, single_split)
     samples = capture_sizes.representatives()

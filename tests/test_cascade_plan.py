@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.runner import cascade_plan as shared_prefix
-from nanovllm.runner.cascade_buffers import CascadeBuffers
-from nanovllm.runner.cascade_plan import find_groups, plan_cascade_groups
+from nanovllm.attention import cascade_plan as shared_prefix
+from nanovllm.attention.cascade_buffers import CascadeBuffers
+from nanovllm.attention.cascade_plan import find_groups, plan_cascade_groups
 from tests.mock_runner import slot_array
 
 BLOCK_SIZE = 16

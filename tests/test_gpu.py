@@ -17,11 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention import cascade_plan as shared_prefix
+from nanovllm.attention.cascade_buffers import CascadeBuffers
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.slot_state import SlotTensors, scatter_tokens
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import PreparedStep
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import ScheduledBatch
@@ -87,6 +89,12 @@ def apart(prepare: Callable[[ScheduledBatch], PreparedStep]) -> Callable[[Schedu
 def runner_of(llm: LLM) -> ModelRunner:
     assert isinstance(llm.llm_engine._runner, ModelRunner)
     return llm.llm_engine._runner
+
+
+def cascade_of(llm: LLM) -> CascadeBuffers:
+    backend = runner_of(llm).backend
+    assert isinstance(backend, TritonBackend)
+    return backend.planner.cascade
 
 
 def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
@@ -199,7 +207,7 @@ def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -
     for eager in (False, True):
         with make_llm(folder, dtype=dtype, enforce_eager=eager, max_num_batched_tokens=1024) as llm:
             outputs = llm.generate(batch, params, use_tqdm=False)
-            assert runner_of(llm).batch_builder.cascade._sent.any()
+            assert cascade_of(llm)._sent.any()
             assert (runner_of(llm).graphs is None) == eager
         tokens.append([output["token_ids"] for output in outputs])
     assert tokens[0] == tokens[1]
@@ -271,11 +279,11 @@ def test_a_shared_prefix_changes_no_token(folder: Path, monkeypatch: pytest.Monk
     batch = [prefix + prompt for prompt in prompts((1, 3, 40) * 20, seed=6)]
     with make_llm(folder, dtype="float32") as llm:
         got = llm.generate(batch, greedy(20), use_tqdm=False)
-        assert runner_of(llm).batch_builder.cascade._sent.any()
+        assert cascade_of(llm)._sent.any()
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 10**9)
     with make_llm(folder, dtype="float32") as llm:
         want = llm.generate(batch, greedy(20), use_tqdm=False)
-        assert not runner_of(llm).batch_builder.cascade._sent.any()
+        assert not cascade_of(llm)._sent.any()
     assert got == want
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.attention import cascade_plan as shared_prefix
 from nanovllm.attention import triton as triton_backend
+from nanovllm.attention.cascade_buffers import CascadeBuffers
+from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
+from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import should_use_single_split
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
 from nanovllm.kernels.attention.decode_attention import plan_decode
 from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
-from nanovllm.runner import cascade_plan as shared_prefix
 from nanovllm.runner.batch import BatchBuilder, StepShape
 from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
 from tests.conftest import MakeCheckpoint
@@ -36,6 +40,7 @@ from tests.test_kernels import (
     with_shared_prefixes,
 )
 
+CPU = torch.device("cpu")
 # Of the last 64 keys none to four sixteenths are left, in places of the ring that are fresh, and used.
 LENS = [1, 2, 16, 17, 18, 33, 34, 49, 50, 63, 64, 65, 66, 128, 129, 226, 255, 256, 257, 369, 402, 700, 2047, 4100]
 
@@ -218,6 +223,15 @@ def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
     assert pays(500, *[400] * 15, heads=4) and not pays(500, *[400] * 15, heads=1)
 
 
+class PlannedBackend(SdpaBackend):
+    """Plans as TritonBackend does, on a CPU."""
+
+    def __init__(self, cascade: CascadeBuffers, should_use_single_split: Callable[[np.ndarray], bool]) -> None:
+        super().__init__(16)
+        planner = DecodePlanner(cascade, should_use_single_split)
+        self.plan_host, self.receive, self.max_plan_size = planner.plan, planner.receive, cascade.size  # type: ignore[method-assign]
+
+
 def test_the_host_asks_with_the_contexts_of_the_step() -> None:
     asked: list[list[int]] = []
 
@@ -225,18 +239,18 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
         asked.append(lens.tolist())
         return len(lens) < 2
 
-    builder = BatchBuilder(3, 2, 16, 64, 0, 1, pay, torch.device("cpu"))
+    builder = BatchBuilder(3, 2, 16, 64, PlannedBackend(CascadeBuffers(3, 16, 0, 1, CPU), pay), CPU)
     new_requests = [NewRequest(slot, [slot, 3 + slot], 10 + slot, 0.0, 0) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
-    shape = builder.shape_of(batch, builder.plan_cascade(batch))
-    assert shape == StepShape(0, 21, 2, False, True) and asked == [[]]
-    assert builder.gather(builder.send(batch, shape)).metadata.single_split
+    shape, plan = builder.plan(batch)
+    assert shape == StepShape(0, 21, 2, DecodeVariant(False, True)) and asked == [[]]
+    assert builder.gather(builder.send(batch, shape, plan)).metadata.variant == shape.variant
     step = ScheduledBatch(decode_slots=slot_array(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
-        shape = builder.shape_of(step, builder.plan_cascade(step))
-        assert not shape.single_split and asked[-1] == [12 + i, 11 + i]
-        assert not builder.gather(builder.send(step, shape)).metadata.single_split
+        shape, plan = builder.plan(step)
+        assert shape.variant == DecodeVariant(False, False) and asked[-1] == [12 + i, 11 + i]
+        assert builder.gather(builder.send(step, shape, plan)).metadata.variant == shape.variant
 
 
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,19 +261,19 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
         asked.append(lens.tolist())
         return True
 
-    builder = BatchBuilder(4, 3, 16, 128, 8, 2, pay, torch.device("cpu"))
+    builder = BatchBuilder(4, 3, 16, 128, PlannedBackend(CascadeBuffers(4, 16, 8, 2, CPU), pay), CPU)
     # Two rows have two blocks in common, and the third none with them.
     new_requests = [
         NewRequest(slot, [*blocks, 5 + slot], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
     ]
     chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
-    builder.send(batch, builder.shape_of(batch, builder.plan_cascade(batch)))
+    builder.send(batch, *builder.plan(batch))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
         step = ScheduledBatch(decode_slots=slot_array(*slots), sampled_seq_ids=slots)
-        shape = builder.shape_of(step, builder.plan_cascade(step))
-        builder.send(step, shape)
-        assert shape.uses_cascade == (len(slots) == 3) and shape.single_split and asked[-1] == lens
+        shape, plan = builder.plan(step)
+        builder.send(step, shape, plan)
+        assert shape.variant == DecodeVariant(len(slots) == 3, True) and asked[-1] == lens
 
 
 @pytest.mark.gpu

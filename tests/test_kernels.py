@@ -16,14 +16,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from nanovllm.attention import cascade_plan as shared_prefix
+from nanovllm.attention.cascade_plan import plan_cascade_groups
 from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_state
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_linear
-from nanovllm.runner import cascade_plan as shared_prefix
-from nanovllm.runner.cascade_plan import plan_cascade_groups
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

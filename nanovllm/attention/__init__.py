@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -20,6 +21,10 @@ def make_backend(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    *,
+    num_slots: int,
+    shares_prefixes: bool = False,
+    all_reduce_min: Callable[[int], int] = int,
 ) -> AttentionBackend:
     """Return the backend called `name`; "auto" is triton on CUDA and sdpa elsewhere.
 
@@ -29,6 +34,9 @@ def make_backend(
         block_size: tokens per cache block.
         num_heads, num_kv_heads: query heads and KV heads.
         head_dim: elements per head.
+        num_slots: most decode rows.
+        shares_prefixes: whether sequences share blocks of the prefix cache.
+        all_reduce_min: returns the least of all ranks' numbers, which call this together.
 
     Raises:
         ValueError: the backend does not support this device, dtype or block size, or it (or Triton, which all but
@@ -46,7 +54,17 @@ def make_backend(
     if name in ("auto", "triton"):
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
-        return TritonBackend(device, dtype, block_size, num_heads, num_kv_heads, head_dim)
+        return TritonBackend(
+            device,
+            dtype,
+            block_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            num_slots=num_slots,
+            shares_prefixes=shares_prefixes,
+            all_reduce_min=all_reduce_min,
+        )
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' takes bfloat16 or float16, not float32")
     if block_size % 256:

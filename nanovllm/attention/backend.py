@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-import numpy as np
 import torch
 
+from nanovllm.attention.host_plan import NOTHING, CaptureVariant, DecodeContexts, HostPlan
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.qkv_rope_store import NormWeights
 
@@ -20,25 +20,28 @@ class AttentionBackend(ABC):
     supports_mixed_graph = False
     """Whether steps with prompt chunks can be captured too; sizes and work lists must then be read on the device."""
 
-    supports_single_split = False
-    """Whether `should_use_single_split` can return true, so that decode steps are captured in both forms."""
+    max_plan_size = 0
+    """The most elements of `HostPlan.array`."""
+    kernel_rows: tuple[int, ...] = ()
+    """Numbers of decode rows at which the choice of attention kernels changes."""
 
-    max_cascade_items = 0
-    """Maximum items of cascade attention in one step, see `CascadeGroups`; 0 if the backend does not support it."""
-    rows_per_cascade_item = 1
-    """Maximum decode rows per cascade item."""
+    def variants(self) -> list[CaptureVariant]:
+        """Return the variants of steps, those that take less memory first."""
+        return [CaptureVariant(None)]
 
-    def should_use_single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-        """Return whether a decode step over contexts of these lengths is faster with `AttentionMetadata.single_split`.
+    def plan_host(self, contexts: DecodeContexts) -> HostPlan:
+        """Plan a step on the host, alike on all ranks; contexts may be empty."""
+        return HostPlan(None, NOTHING)
 
-        Args:
-            num_kv_heads: the smallest number of KV heads on any rank, so that all ranks decide alike.
-            seq_lens: [num_seqs], may be empty; tokens of each context without its shared prefix.
-        """
-        return False
+    def receive(self, array: torch.Tensor) -> None:
+        """Take in the array that `plan_host` returned, once it is on the device."""
+        return
 
     def plan(self, metadata: AttentionMetadata) -> Any:
-        """Return what every layer's `forward` shares in this step; the caller stores it in `metadata.plan`."""
+        """Return what every layer's `forward` shares in this step; the caller stores it in `metadata.plan`.
+
+        A CUDA graph may hold this: what differs between steps of one variant is read on the device.
+        """
         return None
 
     @abstractmethod

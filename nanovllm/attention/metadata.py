@@ -5,15 +5,13 @@ Layers therefore take only activations as arguments, and the model does not depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-
-from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 
 
 @dataclass
@@ -31,8 +29,7 @@ class AttentionMetadata:
         sample_tiles: [2 * num_chunks] int32; the same for only the tiles that hold a sampled row.
         seq_lens_host: seq_lens on the host, for backends that size tensors there; not available in a CUDA graph.
         query_lens_host: tokens of each chunk, on the host; likewise.
-        single_split: whether each decode row's keys are read in a single split instead of several (split-KV).
-        cascade: which decode rows share a prefix; None without cascade attention.
+        variant: what `AttentionBackend.plan_host` returned.
         plan: what `AttentionBackend.plan` returned.
     """
 
@@ -45,8 +42,7 @@ class AttentionMetadata:
     sample_tiles: torch.Tensor
     seq_lens_host: list[int] = field(default_factory=list)
     query_lens_host: list[int] = field(default_factory=list)
-    single_split: bool = False
-    cascade: CascadeGroups | None = None
+    variant: Hashable = None
     plan: Any = None
 
     def for_samples(self) -> AttentionMetadata:

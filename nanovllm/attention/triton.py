@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.cascade_buffers import CascadeBuffers
+from nanovllm.attention.host_plan import CaptureVariant, DecodeContexts, DecodePlanner, DecodeVariant, HostPlan
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.cascade_attention import rows_per_item
@@ -55,9 +57,15 @@ class TritonBackend(AttentionBackend):
         block_size: tokens per cache block.
         num_heads, num_kv_heads: query heads and KV heads.
         head_dim: elements per head.
+        num_slots: most decode rows.
+        shares_prefixes: whether sequences share blocks, so that cascade attention may pay.
+        all_reduce_min: returns the least of all ranks' numbers.
     """
 
     supports_mixed_graph = True
+
+    kernel_rows = 1, 17, FEW_SEQS + 1
+    """With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do."""
 
     def __init__(
         self,
@@ -67,12 +75,14 @@ class TritonBackend(AttentionBackend):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        *,
+        num_slots: int,
+        shares_prefixes: bool = False,
+        all_reduce_min: Callable[[int], int] = int,
     ) -> None:
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
         self.heads = num_heads, num_kv_heads, head_dim
-        self.max_cascade_items = _CASCADE_PROGRAMS * self.num_processors // num_kv_heads
-        self.rows_per_cascade_item = rows_per_item(num_heads // num_kv_heads)
         self._hopper_decode: Any = None
         self._prefill: Callable[..., None] = prefill_attention
         if is_hopper(device):
@@ -81,11 +91,29 @@ class TritonBackend(AttentionBackend):
             if hopper_prefill.supports(dtype, head_dim, block_size):
                 self._prefill = partial(hopper_prefill.hopper_prefill_attention, num_programs=self.num_processors)
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
-                self._hopper_decode, self.supports_single_split = hopper_decode, True
+                self._hopper_decode = hopper_decode
+        # Variants decide a step's graph, which all ranks capture together, so they must agree.
+        max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
+        fewest_heads = all_reduce_min(num_kv_heads)
+        cascade = CascadeBuffers(num_slots, block_size, max_items, rows_per_item(num_heads // num_kv_heads), device)
 
-    def should_use_single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
+        def use_single_split(seq_lens: np.ndarray) -> bool:
+            return should_use_single_split(fewest_heads, seq_lens)
+
+        self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
+        self.max_plan_size = cascade.size
+
+    def variants(self) -> list[CaptureVariant]:
         """See the base class."""
-        return self.supports_single_split and should_use_single_split(num_kv_heads, seq_lens)
+        return self.planner.variants
+
+    def plan_host(self, contexts: DecodeContexts) -> HostPlan:
+        """See the base class."""
+        return self.planner.plan(contexts)
+
+    def receive(self, array: torch.Tensor) -> None:
+        """See the base class."""
+        self.planner.receive(array)
 
     def plan(self, metadata: AttentionMetadata) -> Any:
         """Divide the decode rows' contexts among programs."""
@@ -97,8 +125,10 @@ class TritonBackend(AttentionBackend):
             tile, programs = self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
         elif self.dtype == torch.float32:
             tile = _FLOAT32_TILE
-        shares = 1 if metadata.single_split else self._shares(n, programs)
-        return plan_decode(metadata.seq_lens[:n], *self.heads, tile, shares, metadata.cascade)
+        uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
+        shares = 1 if single_split else self._shares(n, programs)
+        groups = self.planner.cascade.groups if uses_cascade else None
+        return plan_decode(metadata.seq_lens[:n], *self.heads, tile, shares, groups)
 
     def forward(
         self,
@@ -134,7 +164,8 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor | None:
         """See the base class; supported by `hopper_decode`, for decode rows only, without cascade attention."""
-        if self._hopper_decode is None or metadata.cascade is not None or len(metadata.query_tiles):
+        uses_cascade, _ = cast(DecodeVariant, metadata.variant)
+        if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None
         out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
         self._hopper_decode.hopper_decode_attention(

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.messages import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.engine.decode_rows import DecodeRows
 
 
 class TokenSink(Protocol):
@@ -114,6 +111,18 @@ class SequenceStatus(Enum):
     """Its text is complete, or it was aborted."""
 
 
+class Rows(Protocol):
+    """What has the counts and the newest tokens of the sequences that decode; see `DecodeRows`."""
+
+    num_tokens: np.ndarray
+
+    def flush(self, seq: Sequence) -> None:
+        """Append to a sequence's own list the tokens that it has not got yet."""
+
+    def note_token(self, seq: Sequence) -> None:
+        """Take in that a sequence has been given a token."""
+
+
 class Sequence:
     """One request.
 
@@ -161,7 +170,7 @@ class Sequence:
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] = []
         self.num_admissions = 0
         self.metrics = RequestMetrics(time.monotonic())
-        self.rows: DecodeRows | None = None
+        self.rows: Rows | None = None
         self._num_tokens = self.num_prompt_tokens
         self._num_computed_tokens = 0
         # Tokens to compute before the first one can be sampled after (re-)admission.

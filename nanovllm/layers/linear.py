@@ -15,9 +15,13 @@ from torch import nn
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
+from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
 from nanovllm.kernels.qkv_rope_store import NormWeights, project_rope_store, should_use_fused_qkv
 from nanovllm.layers.layernorm import DeferredBranch, Normed
 from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
+
+KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, 33, 65, 129, 193)
+"""Numbers of rows at which the choice of kernels or of their tiles changes."""
 
 
 @dataclass(frozen=True)

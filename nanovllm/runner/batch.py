@@ -7,15 +7,16 @@ step with nothing new sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.host_plan import DecodeContexts
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.slot_state import gather_decode_rows
-from nanovllm.runner.cascade_buffers import CascadeBuffers
 from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
@@ -27,15 +28,13 @@ from nanovllm.sampling.sampler import SamplingInputs
 class StepShape:
     """Sizes of one step: decode rows, prompt tokens and prompt chunks; of a `PreparedStep`, padding included.
 
-    `uses_cascade` is whether decode rows may attend to a common prefix together; `single_split` as in
-    `AttentionMetadata`.
+    `variant` is the attention backend's, see `AttentionBackend.plan_host`.
     """
 
     num_decodes: int
     num_prompt_tokens: int = 0
     num_chunks: int = 0
-    uses_cascade: bool = False
-    single_split: bool = False
+    variant: Hashable = None
 
 
 @dataclass
@@ -88,8 +87,7 @@ class BatchBuilder:
         max_blocks: entries of a block table.
         block_size: tokens of a block.
         max_num_batched_tokens: most tokens of a step.
-        max_cascade_items, rows_per_cascade_item: see `CascadeBuffers`.
-        should_use_single_split: see `AttentionBackend`; takes the sequences' lengths, without what is shared.
+        backend: plans the steps' attention.
         device: where the tensors live.
     """
 
@@ -99,39 +97,36 @@ class BatchBuilder:
         max_blocks: int,
         block_size: int,
         max_num_batched_tokens: int,
-        max_cascade_items: int,
-        rows_per_cascade_item: int,
-        should_use_single_split: Callable[[np.ndarray], bool],
+        backend: AttentionBackend,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.slots = SlotState(num_slots, max_blocks, device)
-        self.cascade = CascadeBuffers(num_slots, block_size, max_cascade_items, rows_per_cascade_item, device)
-        self._should_use_single_split = should_use_single_split
+        self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = NO_SLOTS
-        # Prompt tokens and chunks, padded; decode slots and cascade groups; all slots anew, as indices and values.
+        # Prompt tokens and chunks, padded; decode slots and attention's plan; all slots anew, as indices and values.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
-        self._staging = Staging(prompts + 2 * self.slots.size + 8 * num_slots + 4 * max_cascade_items, device)
+        self._staging = Staging(prompts + 2 * self.slots.size + num_slots + backend.max_plan_size, device)
 
-    def plan_cascade(self, batch: ScheduledBatch) -> np.ndarray | None:
-        """Plan the cascade attention of a batch, for `send` to send.
+    def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
+        """Return the shape of a batch without padding, and what attention's plan has for the device."""
+        contexts = DecodeContexts(batch.decode_slots, self.slots.num_computed, self.slots.block_tables)
+        variant, array = self._backend.plan_host(contexts)
+        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), variant), array
 
-        Returns the tokens that each decode row shares with others, [num_decodes]; None if none shares enough.
-        """
-        return self.cascade.plan(batch.decode_slots, self.slots.num_computed, self.slots.block_tables)
-
-    def shape_of(self, batch: ScheduledBatch, shared_lens: np.ndarray | None) -> StepShape:
-        """Return the shape of a batch without padding; shared_lens: from `plan_cascade`."""
-        seq_lens = self.slots.num_computed[batch.decode_slots] + 1
-        single_split = self._should_use_single_split(seq_lens if shared_lens is None else seq_lens - shared_lens)
-        sizes = len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks)
-        return StepShape(*sizes, uses_cascade=shared_lens is not None, single_split=single_split)
-
-    def send(self, batch: ScheduledBatch, shape: StepShape, is_capture_size: bool = False) -> PreparedStep:
+    def send(
+        self, batch: ScheduledBatch, shape: StepShape, plan: np.ndarray = NO_SLOTS, *, is_capture_size: bool = False
+    ) -> PreparedStep:
         """Update the host's copy of the slots and send what changed to the device, padded to `shape`.
 
         Equal shapes find their tensors at equal addresses, as CUDA graphs need.
+
+        Args:
+            batch: the step.
+            shape: with padding, if it has any.
+            plan: from the method `plan`.
+            is_capture_size: whether a graph may be captured for the shape.
         """
         slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.decode_slots)
         index, values = slots.update_host(batch)
@@ -143,11 +138,10 @@ class BatchBuilder:
         if num_padding:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
         changed_slots = NO_SLOTS if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
-        groups = self.cascade.to_send() if shape.uses_cascade else changed_slots[:0]
         # The prompts' arrays come first, since their sizes follow from the shape.
-        sent = self._staging.send([*prompts, changed_slots, groups, index, values])
-        *prompt_tensors, new_slots, new_groups, index_tensor, value_tensor = sent
-        self.cascade.receive(new_groups)
+        sent = self._staging.send([*prompts, changed_slots, plan, index, values])
+        *prompt_tensors, new_slots, new_plan, index_tensor, value_tensor = sent
+        self._backend.receive(new_plan)
         slots.update_device(index_tensor, value_tensor)
         if len(new_slots):
             self._decode_slots[: len(new_slots)] = new_slots
@@ -161,10 +155,8 @@ class BatchBuilder:
         return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
 
     def send_empty(self, shape: StepShape) -> PreparedStep:
-        """Send a step of a capture size that is all padding; the plan of `plan_cascade` is lost."""
-        batch = ScheduledBatch()
-        self.plan_cascade(batch)
-        return self.send(batch, shape, is_capture_size=True)
+        """Send a step of a capture size that is all padding."""
+        return self.send(ScheduledBatch(), shape, is_capture_size=True)
 
     def gather(self, step: PreparedStep) -> DeviceBatch:
         """Make a step's inputs out of what is on the device; a CUDA graph may hold this."""
@@ -181,8 +173,7 @@ class BatchBuilder:
             sample_tiles=prompts.sample_tiles,
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
-            single_split=shape.single_split,
-            cascade=self.cascade.groups if shape.uses_cascade else None,
+            variant=shape.variant,
         )
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import product
 from typing import Any, TypeVar, cast
 
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.triton import FEW_SEQS
+from nanovllm.attention.host_plan import CaptureVariant
 from nanovllm.config import Config
-from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
+from nanovllm.layers.linear import KERNEL_ROWS
 from nanovllm.runner.batch import StepShape
 
 T = TypeVar("T")
@@ -26,40 +25,32 @@ _MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 """Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel. With half as many
 sizes, 18% of the rows of bench.py's `many` were padding, and with these 7%."""
 _MIXED_CHUNKS = 32
-_SHARING_DECODES = (32, 64, 96, 128)
-_SHARING_MIXED_DECODES = (64, 256)
-_SHARING_MIXED_TOKENS = (256, 2048)
-"""With shared prefixes fewer: they pay with many rows only, and by more than the padding costs."""
-_KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, 33, FEW_SEQS + 1, 129, 193)
+_COARSE_DECODES = (32, 64, 96, 128)
+_COARSE_MIXED_DECODES = (64, 256)
+_COARSE_MIXED_TOKENS = (256, 2048)
 _KERNEL_TOKENS = (1, 65)
-"""Decode rows, and prompt tokens, at which the choice of kernels or of their tiles changes."""
-_ATTENTION_ROWS = (1, 17, FEW_SEQS + 1)
-"""Decode rows at which the choice of attention kernels changes. With 8 KV heads, 17 rows launch more programs than an
-H200 has multiprocessors; with 2 KV heads, 65 do."""
+"""Prompt tokens at which the choice of kernels or of their tiles changes."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: streams that engines which have ended captured on."""
 
 
-def decode_sizes(max_num_seqs: int, uses_cascade: bool) -> list[StepShape]:
+def decode_sizes(max_num_seqs: int, variant: CaptureVariant) -> list[StepShape]:
     """Sizes of decode steps: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
-    sharing = [*_SHARING_DECODES, *range(192, max_num_seqs + 1, 64)]
-    shapes = [StepShape(size) for size in _up_to(sizes, max_num_seqs)]
-    if uses_cascade:
-        shapes += [StepShape(size, uses_cascade=True) for size in _up_to(sharing, max_num_seqs)]
-    return shapes
+    if variant.is_coarse:
+        sizes = [*_COARSE_DECODES, *range(192, max_num_seqs + 1, 64)]
+    return [StepShape(size, variant=variant.variant) for size in _up_to(sizes, max_num_seqs)]
 
 
-def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bool) -> list[StepShape]:
+def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, variant: CaptureVariant) -> list[StepShape]:
     """Sizes of steps with prompt tokens."""
     chunks = min(_MIXED_CHUNKS, max_num_seqs)
-    sizes = [*product(_MIXED_TOKENS, _up_to(_MIXED_DECODES, max_num_seqs), [False])]
-    if uses_cascade:
-        sizes += product(_SHARING_MIXED_TOKENS, _up_to(_SHARING_MIXED_DECODES, max_num_seqs), [True])
+    tokens = _COARSE_MIXED_TOKENS if variant.is_coarse else _MIXED_TOKENS
+    decodes = _COARSE_MIXED_DECODES if variant.is_coarse else _MIXED_DECODES
     return [
-        StepShape(num_decodes, num_tokens, chunks, sharing)
-        for num_tokens, num_decodes, sharing in sizes
+        StepShape(num_decodes, num_tokens, chunks, variant.variant)
+        for num_tokens, num_decodes in product(tokens, _up_to(decodes, max_num_seqs))
         if num_tokens < 2 * max_num_batched_tokens
     ]
 
@@ -69,35 +60,42 @@ def _up_to(sizes: Iterable[int], most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def _cost(shape: StepShape) -> tuple[int, bool, bool]:
-    """Return the key that orders shapes: tokens; then cascade attention and split-KV, which take more memory."""
-    return shape.num_prompt_tokens + shape.num_decodes, shape.uses_cascade, not shape.single_split
-
-
 class CaptureSizes:
     """Sizes that steps are padded to, with graphs and without, so that both run the same kernels on the same rows.
 
     Args:
         shapes: the sizes.
-        supports_single_split: whether the backend does; each size then serves both ways.
+        variants: those of the shapes, the ones that take less memory first.
+        kernel_rows: numbers of decode rows at which the choice of attention kernels changes.
+
+    Attributes:
+        shapes: in the order of what they take.
     """
 
-    def __init__(self, shapes: list[StepShape], supports_single_split: bool = False) -> None:
-        whole = [replace(shape, single_split=True) for shape in shapes if supports_single_split]
-        self.shapes = sorted([*shapes, *whole], key=_cost)
-        self._costs = [_cost(shape) for shape in self.shapes]
+    def __init__(
+        self, shapes: list[StepShape], variants: Sequence[CaptureVariant] = (), kernel_rows: Sequence[int] = ()
+    ) -> None:
+        self._variants = variants
+        self._kernel_rows = kernel_rows
+        self._ranks = {item.variant: rank for rank, item in enumerate(variants)}
+        self.shapes = sorted(shapes, key=self._cost)
+        self._costs = [self._cost(shape) for shape in self.shapes]
+
+    def _cost(self, shape: StepShape) -> tuple[int, int]:
+        return shape.num_prompt_tokens + shape.num_decodes, self._ranks[shape.variant]
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """The smallest shape that a step fits into; None if there is none."""
+        if shape.variant not in self._ranks:
+            return None
         # Smaller ones do not hold it.
-        for size in self.shapes[bisect_left(self._costs, _cost(shape)) :]:
+        for size in self.shapes[bisect_left(self._costs, self._cost(shape)) :]:
             if (
-                bool(size.num_chunks) == bool(shape.num_chunks)
+                size.variant == shape.variant
+                and bool(size.num_chunks) == bool(shape.num_chunks)
                 and size.num_decodes >= shape.num_decodes
                 and size.num_prompt_tokens >= shape.num_prompt_tokens
                 and size.num_chunks >= shape.num_chunks
-                and size.uses_cascade >= shape.uses_cascade
-                and size.single_split == shape.single_split
             ):
                 return size
         return None
@@ -105,23 +103,24 @@ class CaptureSizes:
     def representatives(self) -> list[StepShape]:
         """Return shapes that together launch every kernel variant: small ones, and the largest of each kind."""
         prompts = [(0, 0), *((num_tokens, 1) for num_tokens in _KERNEL_TOKENS)]
-        shapes = [StepShape(rows, *prompt) for prompt in prompts for rows in _KERNEL_ROWS]
-        # All but attention is the same whichever way its rows go.
-        ways = ((False, True), (True, False), (True, True))
-        shapes += [StepShape(rows, *prompt, *way) for way in ways for prompt in prompts for rows in _ATTENTION_ROWS]
-        fitting = [self.fit(shape) for shape in shapes]
-        largest = {(bool(shape.num_chunks), shape.uses_cascade, shape.single_split): shape for shape in self.shapes}
-        return list(dict.fromkeys(size for size in [*fitting, *largest.values()] if size is not None))
+        found: list[StepShape | None] = []
+        # All but attention is the same in each variant.
+        usual = [item for item in self._variants if not item.is_coarse][-1:]
+        for item in [*usual, *(item for item in self._variants if item not in usual)]:
+            rows = sorted({*KERNEL_ROWS, *self._kernel_rows}) if item in usual else self._kernel_rows
+            found += [self.fit(StepShape(n, *prompt, item.variant)) for prompt in prompts for n in rows]
+        largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes}
+        return list(dict.fromkeys(size for size in [*found, *largest.values()] if size is not None))
 
 
-def make_capture_sizes(config: Config, backend: AttentionBackend, is_cuda: bool, uses_cascade: bool) -> CaptureSizes:
+def make_capture_sizes(config: Config, backend: AttentionBackend, is_cuda: bool) -> CaptureSizes:
     """Return what the steps of an engine are padded to, also if `enforce_eager` captures none of them."""
-    shapes = []
-    if is_cuda and backend.supports_cuda_graph:
-        shapes += decode_sizes(config.max_num_running, uses_cascade)
+    shapes, variants = list[StepShape](), backend.variants()
+    for variant in variants if is_cuda and backend.supports_cuda_graph else ():
+        shapes += decode_sizes(config.max_num_running, variant)
         if backend.supports_mixed_graph:
-            shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, uses_cascade)
-    return CaptureSizes(shapes, backend.supports_single_split)
+            shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, variant)
+    return CaptureSizes(shapes, variants, backend.kernel_rows)
 
 
 class StepGraphs:

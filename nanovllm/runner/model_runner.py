@@ -99,8 +99,18 @@ class ModelRunner:
         self.pipeline_depth = 1 if self.is_cuda else 0
         self.model_shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
         self.num_kv_heads = self.model_shard.kv_heads.size
-        shape = config.kvcache_block_size, self.model_shard.heads.size, self.num_kv_heads, model_config.head_dim
-        self.backend = make_backend(config.attention_backend, self.device, self.dtype, *shape)
+        self.backend = make_backend(
+            config.attention_backend,
+            self.device,
+            self.dtype,
+            config.kvcache_block_size,
+            self.model_shard.heads.size,
+            self.num_kv_heads,
+            model_config.head_dim,
+            num_slots=config.max_num_running,
+            shares_prefixes=config.enable_prefix_caching,
+            all_reduce_min=self._all_reduce_min,
+        )
         with self._device_guard():
             self._set_up(folder, max_model_len, compilers)
 
@@ -111,14 +121,20 @@ class ModelRunner:
         self.model = load_model(self.model_config, self.communicator, config, folder, max_model_len, self.dtype, device)
         processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(self.model_shard.vocab, self.communicator, processed_logprobs)
-        self.batch_builder = self._make_batch_builder(max_blocks)
+        self.batch_builder = BatchBuilder(
+            config.max_num_running,
+            max_blocks,
+            config.kvcache_block_size,
+            config.max_num_batched_tokens,
+            self.backend,
+            device,
+        )
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
         self._results = StepResults(self._sampled)
         self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
         self.graphs: StepGraphs | None = None
-        uses_cascade = self.batch_builder.cascade.max_items > 0
-        self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda, uses_cascade)
+        self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda)
         # One block is enough to compile with, and to run a step whose results do not count.
         self.kv_cache = self._make_cache(1)
         self._compile_kernels(compilers)
@@ -135,22 +151,6 @@ class ModelRunner:
         self.kv_cache = self._make_cache(self.num_kvcache_blocks)
         if self.capture_sizes.shapes and not config.enforce_eager:
             self._capture_largest()
-
-    def _make_batch_builder(self, max_blocks: int) -> BatchBuilder:
-        config, communicator, backend = self.config, self.communicator, self.backend
-        # Cascade attention and split-KV decide a step's graph, which all ranks capture together, so they must agree.
-        max_cascade_items = communicator.all_reduce_min(backend.max_cascade_items)
-        num_kv_heads = communicator.all_reduce_min(self.num_kv_heads)
-        return BatchBuilder(
-            config.max_num_running,
-            max_blocks,
-            config.kvcache_block_size,
-            config.max_num_batched_tokens,
-            max_cascade_items if config.enable_prefix_caching else 0,
-            backend.rows_per_cascade_item,
-            partial(backend.should_use_single_split, num_kv_heads),
-            self.device,
-        )
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:
         """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
@@ -192,9 +192,9 @@ class ModelRunner:
             self.sampling.add(request.slot, request.extra)
         if batch.block_copies:
             self.kv_cache.copy_blocks(batch.block_copies)
-        exact = builder.shape_of(batch, builder.plan_cascade(batch))
+        exact, plan = builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
-        return builder.send(batch, padded or exact, is_capture_size=padded is not None)
+        return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
@@ -274,6 +274,10 @@ class ModelRunner:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
+    def _all_reduce_min(self, value: int) -> int:
+        with self._device_guard():
+            return self.communicator.all_reduce_min(value)
+
     def _device_guard(self) -> AbstractContextManager[Any]:
         """Make the device and one stream of it current: Triton launches there, whatever its arguments' device.
 
@@ -305,7 +309,8 @@ class ModelRunner:
         if not self.capture_sizes.shapes:
             return
         # Kernels for many rows take the longest, and so come first.
-        largest = StepShape(0, self.config.max_num_batched_tokens, 1)
+        variant = self.capture_sizes.shapes[0].variant
+        largest = StepShape(0, self.config.max_num_batched_tokens, 1, variant)
         shapes = [largest, *reversed(self.capture_sizes.representatives())]
         runs = [partial(self._run_without_kernels, shape) for shape in shapes]
         # Two layers launch what all of them do.

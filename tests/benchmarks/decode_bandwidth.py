@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import torch
 
 from bench import measure_ceilings
+from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.triton import TritonBackend, should_use_single_split
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
@@ -34,7 +35,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     num_layers = min(MOST_LAYERS, max(1, MOST_BYTES // num_bytes))
     max_blocks = -(-length // BLOCK_SIZE)
     num_blocks = rows * max_blocks
-    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM)
+    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM, num_slots=512)
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
     cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
     angles = torch.rand(length, HEAD_DIM, device=DEVICE)
@@ -54,7 +55,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
         cu_seqlens_q=none,
         query_tiles=none,
         sample_tiles=none,
-        single_split=backend.should_use_single_split(num_kv_heads, lens.cpu().numpy()),
+        variant=DecodeVariant(single_split=should_use_single_split(num_kv_heads, lens.cpu().numpy())),
     )
     metadata.plan = backend.plan(metadata)
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nanovllm.attention.cascade_plan import plan_cascade_groups
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-from nanovllm.runner.cascade_plan import plan_cascade_groups
-from nanovllm.runner.messages import NO_SLOTS
 
 
 class CascadeBuffers:
@@ -19,6 +18,10 @@ class CascadeBuffers:
         max_items: most items, see `CascadeGroups`; 0 if the attention backend has no use for them.
         rows_per_item: most decode rows of an item.
         device: where the attention is.
+
+    Attributes:
+        size: elements of a plan.
+        groups: the plan, on the device.
     """
 
     def __init__(
@@ -27,11 +30,12 @@ class CascadeBuffers:
         self.num_slots, self.block_size = num_slots, block_size
         self.max_items, self.rows_per_item = max_items, rows_per_item
         self._lengths = [4 * max_items, num_slots, 3 * num_slots]
-        self._none = np.zeros(sum(self._lengths), dtype=np.int32)
+        self.size = sum(self._lengths)
+        self._none = np.zeros(self.size, dtype=np.int32)
         self._planned = self._sent = self._none
         self._planned_lens: np.ndarray | None = None
-        self._planned_slots = NO_SLOTS
-        self._buffer = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
+        self._planned_slots = self._none[:0]
+        self._buffer = torch.zeros(self.size, dtype=torch.int32, device=device)
         items, members, rows = self._buffer.split(self._lengths)
         self.groups = CascadeGroups(items.view(-1, 4), members, rows.view(3, num_slots))
 

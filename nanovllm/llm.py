@@ -383,6 +383,29 @@ class LLM(Unpicklable):
         """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`."""
         plot_stats(self.stats_history(), file)
 
+    @contextmanager
+    def trace(self, file: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a timeline of what runs inside the `with` block, which https://ui.perfetto.dev opens.
+
+        It has the engine's steps (on the host, their launch and the wait for their results; on the device, from their
+        launch or the end of the step before to the end of that wait, with what is in their batches), and the life of
+        each request: queued, prefill, decode. Times are the host's. The format is Chrome's trace event format. What is
+        not traced costs nothing.
+
+        Args:
+            file: is written at the end of the block.
+
+        Raises:
+            ValueError: another trace of this engine has not ended.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> with llm.trace("run.json"):
+            ...     outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=4), use_tqdm=False)
+        """
+        with self.llm_engine.trace(file):
+            yield
+
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
         self.llm_engine.exit()

@@ -9,10 +9,12 @@ thread: they go into an inbox, which the next step empties. What a step finishes
 
 from __future__ import annotations
 
+import os
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -28,6 +30,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_request
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.token_masks import token_masks
+from nanovllm.engine.trace import Trace, TracedRunner
 from nanovllm.engine.unclaimed import Unclaimed
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
@@ -184,6 +187,22 @@ class LLMEngine(Unpicklable):
     def stats_history(self) -> list[StatsSample]:
         """Return the counters over time, oldest first; the last sample is of now."""
         return self._history.samples(self.stats())
+
+    @contextmanager
+    def trace(self, file: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a timeline of what runs inside the `with` block, as JSON; see `LLM.trace`."""
+        runner = self.require_open()
+        if isinstance(runner, TracedRunner):
+            raise ValueError("the engine is traced already, by a trace that has not ended")
+        trace = Trace(self.scheduler)
+        with open(file, "w", encoding="utf-8") as opened:
+            self._runner = TracedRunner(runner, trace)
+            try:
+                yield
+            finally:
+                if self._runner is not None:
+                    self._runner = runner
+                trace.write(opened)
 
     def exit(self) -> None:
         """Free the device; a second call, or one in a forked copy of the process, does nothing.

@@ -22,6 +22,7 @@ from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, s
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_linear
 
@@ -466,16 +467,23 @@ def paged(lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype:
     return cache, tables, torch.tensor(lens, dtype=torch.int32, device=DEVICE)
 
 
-def dense_attention(query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+def dense_attention(
+    query: torch.Tensor, cache: Any, table: torch.Tensor, length: int, options: AttentionOptions = PLAIN
+) -> torch.Tensor:
     """Causal attention of the last queries of one sequence, in the query's dtype. query: [n, heads, head_dim]."""
-    key, value = cache[:, table.long()].flatten(1, 2)[:, :length].to(query.dtype)
+    key, value = (part[table.long()].flatten(0, 1)[:length].to(query.dtype) for part in cache)
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[2] ** -0.5
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     first = length - len(query)
-    mask = torch.arange(length, device=DEVICE) <= first + torch.arange(len(query), device=DEVICE)[:, None]
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    distance = first + torch.arange(len(query), device=DEVICE)[:, None] - torch.arange(length, device=DEVICE)
+    scores = scores.masked_fill((distance < 0) | (distance >= (options.window or length)), float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(query.dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], value)
 
 
 SHAPES = [(16, 1, 16), (32, 2, 16), (64, 7, 48), (128, 8, 256)]
@@ -502,6 +510,61 @@ def test_decode_attention(
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
+
+
+SMALL, WIDE = (48, 80, 2, 48), (192, 128, 8, 16)
+"""Elements of a key and of a value, query heads per KV head, block size."""
+UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, 129, False), (WIDE, None, True)]
+"""With windows, and whether there are a softcap and sinks."""
+
+
+def uneven_case(
+    lens: list[int], sizes: tuple[int, int, int, int], capped: bool, window: int | None, dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, AttentionOptions]:
+    """Keys and values of different sizes, and options; as `paged`."""
+    key_dim, value_dim, group, block_size = sizes
+    cache, tables, seq_lens = paged(lens, block_size, 2, max(key_dim, value_dim), dtype)
+    caches = cache[0, ..., :key_dim].contiguous(), cache[1, ..., :value_dim].contiguous()
+    sinks = randn(2 * group, dtype=dtype) if capped else None
+    return caches, tables, seq_lens, AttentionOptions(window, 0.7 if capped else None, sinks)
+
+
+@pytest.mark.parametrize(("sizes", "window", "capped"), UNEVEN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shares", "tile"), [(1, 32), (20, 16)])
+def test_decode_attention_with_options(
+    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype, shares: int, tile: int
+) -> None:
+    lens = [1, 49, 50, 51, 200, *([1000, 4100] if GPU else [])]
+    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
+    query = randn(len(lens), 2 * sizes[2], sizes[0], dtype=dtype)
+    out = torch.full((*query.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(seq_lens, 2 * sizes[2], 2, sizes[1], tile, shares, window=window)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    decode_attention(query, *caches, out, tables, plan, sizes[0] ** -0.5, options)
+    rows = [(query[i : i + 1], tables[i], n) for i, n in enumerate(lens)]
+    exact = torch.cat([dense_attention(q.float(), caches, table, n, options) for q, table, n in rows])
+    check_error(out, torch.cat([dense_attention(q, caches, table, n, options) for q, table, n in rows]), exact)
+
+
+@pytest.mark.parametrize(("sizes", "window", "capped"), UNEVEN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_attention_with_options(
+    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype
+) -> None:
+    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(150, 300)])]
+    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
+    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
+    query = randn(sum(query_lens), 2 * sizes[2], sizes[0], dtype=dtype)
+    cu_seqlens_q = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))]
+    tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
+    out = torch.full((*query.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
+    prefill_attention(query, *caches, out, tables, seq_lens, cu_seqlens_q, tiles, sizes[0] ** -0.5, options)
+    rows = [(q, tables[i], lens[i]) for i, q in enumerate(query.split(query_lens))]
+    exact = torch.cat([dense_attention(q.float(), caches, table, n, options) for q, table, n in rows])
+    check_error(out, torch.cat([dense_attention(q, caches, table, n, options) for q, table, n in rows]), exact)
 
 
 def with_shared_prefixes(

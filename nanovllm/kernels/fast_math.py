@@ -1,4 +1,4 @@
-"""exp2, log2, rsqrt and rounding as single GPU instructions (accuracy: PTX ISA), for Triton and Gluon kernels.
+"""exp2, log2, rsqrt, tanh and rounding by single GPU instructions (accuracy: PTX ISA), for Triton and Gluon kernels.
 
 Triton's own versions are linked from CUDA's libdevice, which costs 40 ms per kernel compiled. Its `exp2` and `rsqrt`
 compile to the same instructions. Its `log2` is more accurate; sampling uses it, because its noise is the logarithm of
@@ -35,6 +35,12 @@ def rsqrt(x):
     if _INTERPRETED:
         return tl.rsqrt(x)
     return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def tanh(x):
+    """Return the hyperbolic tangent of x in float32; absolute error up to 2^-22."""
+    return 1 - 2 / (exp2(x * 2.8853900817779268) + 1)
 
 
 @jit

@@ -79,6 +79,7 @@ def _cascade_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     wait_for_previous(PDL)
     head, item = tl.program_id(0), tl.program_id(1)
     count = tl.load(items_ptr + item * 4 + 1)
@@ -102,13 +103,13 @@ def _cascade_kernel(
         for start in range(first_key, whole_end, TILE):
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, None, None,
-                scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
+                scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
             )  # fmt: skip
         for start in range(whole_end, end, TILE):
             seen = start + tl.arange(0, TILE) < end
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, seen,
-                seen[None, :], scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
+                seen[None, :], scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
             )  # fmt: skip
         places = ((item * ROWS + row) * KV_HEADS + head) * GROUP + group
         tl.store(partial_ptr + places.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None],

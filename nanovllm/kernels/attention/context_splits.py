@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.attention.online_softmax import merge_states
+from nanovllm.kernels.attention.online_softmax import load_heads, merge_states
 
 _BLOCK = 16
 """Sequences per program of the splitting kernel."""
@@ -121,15 +121,15 @@ def split_contexts(
 @jit(unaligned=["of_seqs_ptr"])
 def _merge_splits_kernel(
     out_ptr, partial_ptr, lse_ptr, of_seqs_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(of_seqs_ptr + 2 * seq)
     count = tl.load(of_seqs_ptr + 2 * seq + 1)
     wait_for_previous(PDL)
     if count > 1:
-        dims = tl.arange(0, HEAD_DIM)
-        acc = tl.zeros([HEAD_DIM], dtype=tl.float32)
+        dims = tl.arange(0, PADDED)
+        acc = tl.zeros([PADDED], dtype=tl.float32)
         top = -float("inf")
         total = 0.0
         for start in range(0, count, AT_ONCE):
@@ -137,9 +137,14 @@ def _merge_splits_kernel(
             mask = number < count
             rows = (first + number) * HEADS + head
             lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
-            partial = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None], other=0.0)
+            partial_ptrs = partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
+            partial = load_heads(partial_ptrs, mask[:, None], dims[None, :], HEAD_DIM, PADDED)
             acc, top, total = merge_states(lse, partial, acc, top, total)
-        tl.store(out_ptr + (seq * HEADS + head) * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
+        out_ptrs, out = out_ptr + (seq * HEADS + head) * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty)
+        if PADDED == HEAD_DIM:
+            tl.store(out_ptrs, out)
+        else:
+            tl.store(out_ptrs, out, mask=dims < HEAD_DIM)
 
 
 def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, of_seqs: torch.Tensor) -> None:
@@ -154,5 +159,6 @@ def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, of
     num_seqs, num_heads, head_dim = out.shape
     _merge_splits_kernel[(num_seqs, num_heads)](
         out, partial, lse, of_seqs,
-        HEADS=num_heads, HEAD_DIM=head_dim, AT_ONCE=_MERGED_AT_ONCE, num_warps=1, **pdl_options(out.device),
+        HEADS=num_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(head_dim), AT_ONCE=_MERGED_AT_ONCE,
+        num_warps=1, **pdl_options(out.device),
     )  # fmt: skip

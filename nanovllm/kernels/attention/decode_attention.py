@@ -13,7 +13,8 @@ import torch
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.context_splits import ContextSplits, merge_splits, split_contexts
-from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, load_heads
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import exp2, log2
 
 
@@ -27,48 +28,67 @@ class DecodePlan:
         partial: outputs of splits to be merged, [num_splits, num_heads, head_dim] float32, and their base-2
             log-sum-exp, [num_splits, num_heads] float32; None if every context has a single split.
         prefix: plan of the cascade attention over shared prefixes; None without.
+        first_keys: [num_seqs] int32; of a sliding window, the first key of each context's first tile; None without.
     """
 
     tile: int
     splits: ContextSplits
     partial: tuple[torch.Tensor, torch.Tensor] | None
     prefix: CascadePlan | None
+    first_keys: torch.Tensor | None = None
 
 
 def plan_decode(
     seq_lens: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    value_dim: int,
     tile: int,
     shares: int,
     shared: CascadeGroups | None = None,
+    window: int | None = None,
 ) -> DecodePlan:
-    """Plan the attention of one step for all its layers.
+    """Plan the attention of one step for all layers that attend alike.
 
     Args:
         seq_lens: [num_seqs] int32, at least 1 each.
         num_heads, num_kv_heads: query heads and KV heads.
-        head_dim: elements per head.
+        value_dim: elements of a value.
         tile: tokens per tile.
         shares: see `split_contexts`, which splits for each KV head; with 1 nothing has to be merged.
         shared: shared prefixes for cascade attention; every sequence has at least one token after its prefix.
+        window: see `AttentionOptions`; not with shared prefixes.
     """
-    splits = split_contexts(seq_lens, tile, shares, None if shared is None else shared.rows[0])
-    prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, head_dim)
-    if shares == 1:
-        return DecodePlan(tile, splits, None, prefix)
-    shape = len(splits.splits), num_heads
-    outputs = seq_lens.new_empty(*shape, head_dim, dtype=torch.float32)
-    return DecodePlan(tile, splits, (outputs, seq_lens.new_empty(shape, dtype=torch.float32)), prefix)
+    assert shared is None or window is None
+    first_keys = None if window is None else (seq_lens - window).clamp(min=0) // tile * tile
+    splits = split_contexts(seq_lens, tile, shares, first_keys if shared is None else shared.rows[0])
+    prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, value_dim)
+    partial = None
+    if shares > 1:
+        shape = len(splits.splits), num_heads
+        outputs = seq_lens.new_empty(*shape, value_dim, dtype=torch.float32)
+        partial = outputs, seq_lens.new_empty(shape, dtype=torch.float32)
+    return DecodePlan(tile, splits, partial, prefix, first_keys)
+
+
+@jit
+def _fold_rows(partial_ptr, lse_ptr, rows, mask, dims, acc, row_max, row_sum, VALUE_DIM: tl.constexpr):
+    """Fold one output of a shared prefix for each query head, at `rows`, into the softmax (acc, row_max, row_sum)."""
+    lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
+    output_ptrs = partial_ptr + rows[:, None] * VALUE_DIM + dims[None, :]
+    output = load_heads(output_ptrs, mask[:, None], dims[None, :], VALUE_DIM, acc.shape[1])
+    new_max = tl.maximum(row_max, lse)
+    weight, correction = exp2(lse - new_max), exp2(row_max - new_max)
+    return acc * correction[:, None] + output * weight[:, None], new_max, row_sum * correction + weight
 
 
 @jit(do_not_specialize=["table_size", "prefix_rows_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, splits_ptr,
-    prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, scale,
+    prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, sinks_ptr, cap_scale, scale, window,
     q_stride, table_stride, table_size, prefix_rows_stride, prefix_place_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
@@ -77,8 +97,9 @@ def _decode_kernel(
     if seq >= 0:
         first_tile, num_tiles, old_len = tl.load(split_ptr + 1), tl.load(split_ptr + 2), tl.load(split_ptr + 3)
         first_key = 0
-        if HAS_PREFIX:
+        if HAS_PREFIX or window is not None:
             first_key = tl.load(prefix_rows_ptr + seq)
+        if HAS_PREFIX:
             place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
             num_parts = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
         # The new token, which is in none of the tiles, is the last split's.
@@ -90,37 +111,44 @@ def _decode_kernel(
         group = tl.arange(0, GROUP_PADDED)
         mask = group < GROUP
         heads = head * GROUP + group
-        dims = tl.arange(0, HEAD_DIM)
-        places = heads[:, None] * HEAD_DIM + dims[None, :]
-        query = tl.load(q_ptr + seq * q_stride + places, mask=mask[:, None], other=0.0)
-        acc = tl.zeros([GROUP_PADDED, HEAD_DIM], dtype=tl.float32)
+        key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
+        query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
+        query = load_heads(query_ptrs, mask[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED)
+        acc = tl.zeros([GROUP_PADDED, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * LOG2E_IN_KERNEL
+            row_max = tl.where(first_tile == 0, sinks, row_max)
+            row_sum = tl.where(first_tile == 0, 1.0, row_sum)
         if HAS_PREFIX and first_tile == 0:
             for part in range(num_parts):
                 rows = (place + part * prefix_place_stride) * (KV_HEADS * GROUP) + heads
-                lse = tl.load(prefix_lse_ptr + rows, mask=mask, other=0.0)
-                output_ptrs = prefix_partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
-                output = tl.load(output_ptrs, mask=mask[:, None], other=0.0)
-                new_max = tl.maximum(row_max, lse)
-                weight, correction = exp2(lse - new_max), exp2(row_max - new_max)
-                acc = acc * correction[:, None] + output * weight[:, None]
-                row_sum = row_sum * correction + weight
-                row_max = new_max
+                acc, row_max, row_sum = _fold_rows(
+                    prefix_partial_ptr, prefix_lse_ptr, rows, mask, dims, acc, row_max, row_sum, VALUE_DIM
+                )
         table_ptr = block_tables_ptr + seq * table_stride
         for start in range(first_key + first_tile * TILE, end, TILE):
-            seen = start + tl.arange(0, TILE) < end
+            positions = start + tl.arange(0, TILE)
+            seen = positions < end
+            if window is not None:
+                seen = seen & (positions > first_key + old_len - window)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start,
-                seen, seen[None, :], scale, KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, TILE,
+                query, k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size, start, seen,
+                seen[None, :], scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale,
             )  # fmt: skip
         out = acc / row_sum[:, None]
+        places = heads[:, None] * VALUE_DIM + dims[None, :]
+        out_mask = mask[:, None]
+        if VALUE_DIM != VALUE_PADDED:
+            out_mask = out_mask & (dims < VALUE_DIM)[None, :]
         if WHOLE or (first_tile == 0 and is_last):
-            out_ptrs = out_ptr + seq * (KV_HEADS * GROUP * HEAD_DIM) + places
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+            out_ptrs = out_ptr + seq * (KV_HEADS * GROUP * VALUE_DIM) + places
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
         else:
             row = split.to(tl.int64) * (KV_HEADS * GROUP)
-            tl.store(partial_ptr + row * HEAD_DIM + places, out, mask=mask[:, None])
+            tl.store(partial_ptr + row * VALUE_DIM + places, out, mask=out_mask)
             tl.store(lse_ptr + row + heads, row_max + log2(row_sum), mask=mask)
 
 
@@ -132,33 +160,39 @@ def decode_attention(
     block_tables: torch.Tensor,
     plan: DecodePlan,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """Compute attention of one new token per sequence over its whole context, into `out`.
 
     Args:
-        query, out: [num_seqs, num_heads, head_dim]; query's rows and all of out contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        query: [num_seqs, num_heads, key_dim]; rows contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, key_dim or value_dim], contiguous.
+        out: [num_seqs, num_heads, value_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
-        plan: from the context lengths, each including the new token; written before the kernel queued last (see
-            `pdl_options`).
+        plan: from the context lengths, each including the new token, and the window; written before the kernel queued
+            last (see `pdl_options`).
         scale: factor of the scores.
+        options: of the layer.
     """
-    _, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    _, num_heads, key_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = v_cache.shape
     group = num_heads // num_kv_heads
     prefix, splits = plan.prefix, plan.splits.splits
     partial, lse = plan.partial or (None, None)
-    prefix_rows = prefix_partial = prefix_lse = None
+    prefix_rows, prefix_partial, prefix_lse = plan.first_keys, None, None
     if prefix is not None:
         cascade_attention(query, k_cache, v_cache, block_tables, prefix, scale)
         prefix_rows, prefix_partial, prefix_lse = prefix.shared.rows, prefix.partial, prefix.lse
+    cap_scale, scale = options.score_scales(scale)
+    key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _decode_kernel[(num_kv_heads, len(splits))](
-        query, k_cache, v_cache, out, partial, lse, block_tables, splits,
-        prefix_rows, prefix_partial, prefix_lse, scale * LOG2E,
+        query, k_cache, v_cache, out, partial, lse, block_tables, splits, prefix_rows, prefix_partial, prefix_lse,
+        options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         0 if prefix_rows is None else prefix_rows.stride(0), 0 if prefix is None else prefix.rows_per_item,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None,
+        KEY_DIM=key_dim, KEY_PADDED=key_padded, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
+        BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None,
         HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device),
     )  # fmt: skip
     if plan.partial is not None:

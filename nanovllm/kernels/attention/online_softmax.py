@@ -6,44 +6,53 @@ Products of float32 inputs are IEEE float32, never tf32.
 from __future__ import annotations
 
 from nanovllm.kernels._triton import jit, tl
-from nanovllm.kernels.fast_math import exp2
+from nanovllm.kernels.fast_math import exp2, tanh
 
 LOG2E = 1.4426950408889634
 """Factor of the scores, so that the softmax can use base 2."""
+LOG2E_IN_KERNEL = tl.constexpr(LOG2E)
 
 
 @jit
 def attend_tile(
-    query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, row_stride, acc, row_max, row_sum,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, key_stride, value_stride,
+    acc, row_max, row_sum, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILE: tl.constexpr, cap_scale=None,
 ):  # fmt: skip
     """Fold keys `start ... start + TILE - 1`, `start` a multiple of TILE, into the softmax (acc, row_max, row_sum).
 
-    query: [M, HEAD_DIM]. k_ptr, v_ptr: the KV head's first row in the caches. table_ptr: block table of table_size
-    entries. row_stride: elements between the rows of two tokens. key_mask: [TILE], which keys exist; score_mask:
-    broadcast to [M, TILE], which keys each row sees; both None for all. acc: [M, HEAD_DIM], row_max, row_sum: [M]
-    float32.
+    query: [M, KEY_DIM]. k_ptr, v_ptr: the KV head's first row in the caches. table_ptr: block table of table_size
+    entries. key_stride, value_stride: elements between the rows of two tokens. key_mask: [TILE], which keys exist;
+    score_mask: broadcast to [M, TILE], which keys each row sees; both None for all. acc: [M, VALUE_DIM], row_max,
+    row_sum: [M] float32. cap_scale: factor of the scores in front of their tanh; None for no tanh. Sizes of heads that
+    are no powers of two are padded to one, with zeros.
     """
-    dims = tl.arange(0, HEAD_DIM)
+    key_dims = tl.arange(0, query.shape[1])
+    value_dims = tl.arange(0, acc.shape[1])
     offsets = tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
         # The tile lies in one block, so one look-up suffices.
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        rows = (block * BLOCK_SIZE + start % BLOCK_SIZE + offsets) * row_stride
+        rows = block * BLOCK_SIZE + start % BLOCK_SIZE + offsets
     else:
         # Beyond the last key this reads later table entries, which are valid block ids, or zeros beyond the table.
         places = (start + offsets) // BLOCK_SIZE
         blocks = tl.load(table_ptr + places, mask=places < table_size, other=0).to(tl.int64)
-        rows = (blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE) * row_stride
+        rows = blocks * BLOCK_SIZE + (start + offsets) % BLOCK_SIZE
+    key_ptrs = k_ptr + (rows * key_stride)[None, :] + key_dims[:, None]
+    value_ptrs = v_ptr + (rows * value_stride)[:, None] + value_dims[None, :]
     # The scale is applied where the maximum is subtracted, so that both are one fused operation.
     if key_mask is None:
-        key = tl.load(k_ptr + rows[None, :] + dims[:, None])
-        scores = tl.dot(query, key, input_precision="ieee")
+        key = load_heads(key_ptrs, None, key_dims[:, None], KEY_DIM, query.shape[1])
+    else:
+        key = load_heads(key_ptrs, key_mask[None, :], key_dims[:, None], KEY_DIM, query.shape[1])
+    scores = tl.dot(query, key, input_precision="ieee")
+    if cap_scale is not None:
+        scores = tanh(scores * cap_scale)
+    if key_mask is None:
         new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
         safe_max = new_max
     else:
-        key = tl.load(k_ptr + rows[None, :] + dims[:, None], mask=key_mask[None, :], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee")
         scores = tl.where(score_mask, scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
         # A row that has seen no key has maximum -inf; -inf - -inf would be NaN.
@@ -51,11 +60,24 @@ def attend_tile(
     weights = exp2(scores * scale - safe_max[:, None])
     correction = exp2(row_max - safe_max)
     if key_mask is None:
-        value = tl.load(v_ptr + rows[:, None] + dims[None, :])
+        value = load_heads(value_ptrs, None, value_dims[None, :], VALUE_DIM, acc.shape[1])
     else:
-        value = tl.load(v_ptr + rows[:, None] + dims[None, :], mask=key_mask[:, None], other=0.0)
+        value = load_heads(value_ptrs, key_mask[:, None], value_dims[None, :], VALUE_DIM, acc.shape[1])
     acc = tl.dot(weights.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
     return acc, new_max, row_sum * correction + tl.sum(weights, axis=1)
+
+
+@jit
+def load_heads(ptrs, mask, dims, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Load heads of DIM elements: zeros from there up to PADDED, and where `mask`, if it is not None, is false."""
+    # One return: what follows one in a branch is compiled, too.
+    if mask is None:
+        heads = tl.load(ptrs) if PADDED == DIM else tl.load(ptrs, mask=dims < DIM, other=0.0)
+    elif PADDED == DIM:
+        heads = tl.load(ptrs, mask=mask, other=0.0)
+    else:
+        heads = tl.load(ptrs, mask=mask & (dims < DIM), other=0.0)
+    return heads
 
 
 @jit

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, wait_for_previous
-from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, load_heads
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 
 QUERY_TILE = 128
 """Tokens per query tile."""
@@ -33,9 +34,10 @@ def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
 
 @jit(do_not_specialize=["table_size", "num_tiles"], unaligned=UNALIGNED)
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, tiles_ptr, scale,
-    q_stride, table_stride, table_size, num_tiles,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, tiles_ptr,
+    sinks_ptr, cap_scale, scale, window, q_stride, table_stride, table_size, num_tiles,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -50,38 +52,64 @@ def _prefill_kernel(
     if seq >= 0 and tile * BLOCK_M < q_len:
         q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         first_position = seq_len - q_len
-        dims = tl.arange(0, HEAD_DIM)
+        key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         q_rows = (q_start + q_index).to(tl.int64)
-        q_mask = (q_index < q_len)[:, None]
-        query = tl.load(q_ptr + q_rows[:, None] * q_stride + head * HEAD_DIM + dims[None, :], mask=q_mask, other=0.0)
-        kv_offset = (head // GROUP) * HEAD_DIM
+        q_ptrs = q_ptr + q_rows[:, None] * q_stride + head * KEY_DIM + key_dims[None, :]
+        query = load_heads(q_ptrs, (q_index < q_len)[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED)
+        kv_head = head // GROUP
+        k_ptr += kv_head * KEY_DIM
+        v_ptr += kv_head * VALUE_DIM
         table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
-        acc = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+        acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        if sinks_ptr is not None:
+            row_max = tl.full([BLOCK_M], 0.0, tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E_IN_KERNEL
+            row_sum += 1
         end = tl.minimum(seq_len, first_position + (tile + 1) * BLOCK_M)
         # All queries of the tile see the keys before its first query, so these need no mask.
         unmasked_end = (first_position + tile * BLOCK_M) // BLOCK_N * BLOCK_N
-        for start in range(0, unmasked_end, BLOCK_N):
+        unmasked_start = 0
+        if window is not None:
+            # Keys in the window of the tile's last query are in those of all its queries.
+            first_key = tl.maximum(0, first_position + tile * BLOCK_M + 1 - window) // BLOCK_N * BLOCK_N
+            unmasked_start = tl.cdiv(tl.maximum(0, first_position + (tile + 1) * BLOCK_M - window), BLOCK_N) * BLOCK_N
+            unmasked_start = tl.minimum(unmasked_start, unmasked_end)
+            for start in range(first_key, unmasked_start, BLOCK_N):
+                positions = start + tl.arange(0, BLOCK_N)
+                distance = (first_position + q_index)[:, None] - positions[None, :]
+                acc, row_max, row_sum = attend_tile(
+                    query, k_ptr, v_ptr, table_ptr, table_size, start, positions < end,
+                    (distance >= 0) & (distance < window), scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM,
+                    acc, row_max, row_sum, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
+                )  # fmt: skip
+        for start in range(unmasked_start, unmasked_end, BLOCK_N):
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, table_size, start, None, None, scale,
-                KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+                query, k_ptr, v_ptr, table_ptr, table_size, start, None, None, scale,
+                KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
             )  # fmt: skip
         for start in range(unmasked_end, end, BLOCK_N):
             positions = start + tl.arange(0, BLOCK_N)
+            sees = positions[None, :] <= (first_position + q_index)[:, None]
+            if window is not None:
+                sees = sees & (positions[None, :] > (first_position + q_index)[:, None] - window)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, table_size, start, positions < end,
-                positions[None, :] <= (first_position + q_index)[:, None], scale,
-                KV_HEADS * HEAD_DIM, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+                query, k_ptr, v_ptr, table_ptr, table_size, start, positions < end, sees, scale,
+                KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
             )  # fmt: skip
         out = acc / row_sum[:, None]
         # Computed again instead of kept, because the products above need all registers.
         q_index = _own_tile(tiles_ptr, num_tiles, PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_rows = (q_start + q_index).to(tl.int64)
+        out_mask = (q_index < q_len)[:, None]
+        if VALUE_DIM != VALUE_PADDED:
+            out_mask = out_mask & (dims < VALUE_DIM)[None, :]
         tl.store(
-            out_ptr + q_rows[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + dims[None, :],
+            out_ptr + q_rows[:, None] * (KV_HEADS * GROUP * VALUE_DIM) + head * VALUE_DIM + dims[None, :],
             out.to(out_ptr.dtype.element_ty),
-            mask=(q_index < q_len)[:, None],
+            mask=out_mask,
         )
 
 
@@ -95,32 +123,39 @@ def prefill_attention(
     cu_seqlens_q: torch.Tensor,
     tiles: torch.Tensor,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """Compute causal attention of the last tokens of each sequence over its whole context, into `out`.
 
     seq_lens, cu_seqlens_q and tiles must be written before the kernel queued last (see `pdl_options`).
 
     Args:
-        query, out: [num_tokens, num_heads, head_dim]; query's rows and all of out contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        query: [num_tokens, num_heads, key_dim]; rows contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, key_dim or value_dim], contiguous.
+        out: [num_tokens, num_heads, value_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
         seq_lens: [num_seqs] int32, including the sequence's query tokens.
         cu_seqlens_q: [num_seqs + 1] int32; first query token of each sequence.
         tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then the
             tile's index within its sequence. Programs start in this order.
         scale: factor of the scores.
+        options: of the layer.
     """
-    _, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    _, num_heads, key_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = v_cache.shape
+    key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     num_tiles = len(tiles) // 2
     wide = query.element_size() == 4
     block_m = _FLOAT32_ROWS if wide else QUERY_TILE
     num_warps = _HOPPER_WARPS if is_hopper(query.device) and not wide else _NUM_WARPS
     parts = QUERY_TILE // block_m
+    cap_scale, scale = options.score_scales(scale)
     _prefill_kernel[(num_heads, num_tiles * parts)](
-        query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles, scale * LOG2E,
+        query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles,
+        options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
-        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, KEY_DIM=key_dim, KEY_PADDED=key_padded,
+        VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size,
         PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,
         **pdl_options(query.device),
     )  # fmt: skip

@@ -1,0 +1,32 @@
+"""How a layer's attention differs from plain causal attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.attention.online_softmax import LOG2E
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer's scores go through besides their scale.
+
+    Attributes:
+        window: tokens that a query sees, its own included (sliding window attention); None for all.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118); None for none.
+        sinks: [num_heads]; the score of a key without a value that every query of a head sees (gpt-oss,
+            arXiv:2508.10925); None for none.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def score_scales(self, scale: float) -> tuple[float | None, float]:
+        """Return the factor of the scores in front of the tanh, None without one, and that of a softmax of base 2."""
+        return (None, scale * LOG2E) if self.softcap is None else (scale / self.softcap, self.softcap * LOG2E)
+
+
+PLAIN = AttentionOptions()

@@ -19,7 +19,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.sequence import RequestGroup
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.runner.messages import BlockTransfer, ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -109,13 +109,13 @@ class MockRunner:
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
                 self.num_logprobs[request.slot] = request.extra.params.logprobs
-        contents = [list(self.cache[source]) for source, _ in batch.block_copies]
-        for (_, copy), content in zip(batch.block_copies, contents, strict=True):
-            self.cache[copy] = content
+        contents = [list(self.cache[transfer.source]) for transfer in batch.transfers]
+        for transfer, content in zip(batch.transfers, contents, strict=True):
+            self.cache[transfer.destination] = content
         for new in batch.new_blocks:
             table = self.tables[new.slot]
             if new.index < len(table):
-                assert (table[new.index], new.block_id) in batch.block_copies
+                assert BlockTransfer("copy", table[new.index], new.block_id) in batch.transfers
                 table[new.index] = new.block_id
             else:
                 assert new.index == len(table)

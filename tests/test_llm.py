@@ -24,7 +24,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
-from nanovllm.runner.messages import NewRequest, ScheduledBatch
+from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -105,7 +105,8 @@ def test_a_block_is_copied_before_it_is_the_copy_of_another(checkpoint: Path) ->
     with make_llm(checkpoint) as fresh:
         runner: Any = fresh.llm_engine._runner
         runner.kv_cache.tensor.copy_(torch.arange(runner.num_kvcache_blocks).view(1, 1, -1, 1, 1, 1))
-        runner.prepare(ScheduledBatch(block_copies=[(1, 2), (3, 1)], new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
+        transfers = [BlockTransfer("copy", 1, 2), BlockTransfer("copy", 3, 1)]
+        runner.prepare(ScheduledBatch(transfers=transfers, new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
         assert runner.kv_cache.tensor[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
         assert torch.equal(runner.kv_cache.tensor[1, -1, 2], runner.kv_cache.tensor[0, 0, 2])
 

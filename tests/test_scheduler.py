@@ -443,7 +443,7 @@ def test_a_prompt_of_several_outputs_is_computed_once_and_copied_only_where_it_i
         (0, 20, True), (19, 1, False), (19, 1, False),
     ]  # fmt: skip
     # The last one to write keeps the block.
-    assert [len(batch.block_copies) for batch in runner.batches] == [0, 2, 0]
+    assert [len(batch.transfers) for batch in runner.batches] == [0, 2, 0]
 
 
 def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
@@ -460,8 +460,9 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     # Nobody else uses the block now, but others may find it.
     second.num_computed_tokens = 2
     assert manager.must_copy(second)
-    source, copy = manager.copy_block(second)
-    assert source != copy and second.block_table == [copy] and manager.blocks[source].ref_count == 0
+    copied = manager.copy_block(second)
+    assert copied.source != copied.destination and second.block_table == [copied.destination]
+    assert manager.blocks[copied.source].ref_count == 0
 
 
 def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:

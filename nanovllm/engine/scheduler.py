@@ -244,7 +244,7 @@ class Scheduler:
                 if last is seq:
                     return
             elif manager.must_copy(seq):
-                batch.block_copies.append(manager.copy_block(seq))
+                batch.transfers.append(manager.copy_block(seq))
                 index = seq.num_computed_tokens // manager.block_size
                 batch.new_blocks.append(NewBlock(seq.slot, index, seq.block_table[index]))
             else:

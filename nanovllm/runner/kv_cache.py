@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.layers.attention import Attention
+from nanovllm.runner.messages import BlockTransfer
 
 
 class KVCache:
@@ -39,14 +40,11 @@ class KVCache:
         for layer, k_cache, v_cache in zip(layers, *self.tensor, strict=True):
             layer.bind(k_cache, v_cache, backend)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks, of which one may be copied and then be the copy of another.
-
-        copies: each block and its copy.
-        """
-        pairs = torch.tensor(copies)
+    def transfer(self, transfers: list[BlockTransfer]) -> None:
+        """Copy blocks, of which one may be the source of one copy and the destination of another."""
+        pairs = torch.tensor([(transfer.source, transfer.destination) for transfer in transfers])
         on_device = (pairs.pin_memory() if self.tensor.is_cuda else pairs).to(self.tensor.device, non_blocking=True)
-        sources, targets = on_device.unbind(1)
+        sources, destinations = on_device.unbind(1)
         # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
         for layer in self.tensor.flatten(0, 1):
-            layer[targets] = layer[sources]
+            layer[destinations] = layer[sources]

@@ -190,8 +190,8 @@ class ModelRunner:
         builder = self.batch_builder
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
-        if batch.block_copies:
-            self.kv_cache.copy_blocks(batch.block_copies)
+        if batch.transfers:
+            self.kv_cache.transfer(batch.transfers)
         exact, plan = builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)

@@ -158,7 +158,7 @@ class LLM(Unpicklable):
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
-        self.llm_engine.require_open()
+        self.engine_client.engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         with self.engine_client.driving():
@@ -220,7 +220,7 @@ class LLM(Unpicklable):
             1 False
             1 True
         """
-        self.llm_engine.require_open()
+        self.engine_client.engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
@@ -367,7 +367,7 @@ class LLM(Unpicklable):
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests; see `LLMEngine.abort`."""
-        self.llm_engine.abort(request_ids)
+        self.engine_client.engine.abort(request_ids)
 
     def is_finished(self) -> bool:
         """Whether no request is left, and every result has been returned."""
@@ -375,7 +375,7 @@ class LLM(Unpicklable):
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
-        return self.llm_engine.stats()
+        return self.engine_client.engine.stats()
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
         """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`."""

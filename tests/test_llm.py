@@ -472,7 +472,7 @@ def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM,
             signal.raise_signal(signal.SIGINT)
             return "text"
 
-    processor: Any = llm.llm_engine._unclaimed._make_output.__self__  # type: ignore[attr-defined]
+    processor = llm.output_processor
     before, processor.tokenizer = processor.tokenizer, Interrupted()
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -253,5 +253,5 @@ class BlockManager:
 
 
 def _root(seq: Sequence) -> Identity:
-    salt = seq.features.cache_salt
+    salt = seq.request.cache_salt
     return _ROOT_IDENTITY if salt is None else salt

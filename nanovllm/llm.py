@@ -393,10 +393,11 @@ class LLM(Unpicklable):
     def trace(self, file: str | os.PathLike[str]) -> Iterator[None]:
         """Write a timeline of what runs inside the `with` block, which https://ui.perfetto.dev opens.
 
-        It has the engine's steps (on the host, their launch and the wait for their results; on the device, from their
-        launch or the end of the step before to the end of that wait, with what is in their batches), and the life of
-        each request: queued, prefill, decode. Times are the host's. The format is Chrome's trace event format. What is
-        not traced costs nothing.
+        It has the engine's steps with what is in their batches (on the host, their launch and the wait for their
+        results; on the device, from their launch or the end of the step before to the end of that wait; a CPU does the
+        work in the launch), and the life of each request: queued, prefill, decode. Times are the host's; what was
+        before the block is cut off, and a step whose launch failed is left out. The format is Chrome's trace event
+        format. What is not traced costs nothing.
 
         Args:
             file: is written at the end of the block.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Reversible
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
@@ -94,8 +94,8 @@ class Scheduler:
         self._num_extra = 0
 
     @property
-    def sequences(self) -> Iterable[Sequence]:
-        """Every unfinished sequence."""
+    def sequences(self) -> Reversible[Sequence]:
+        """Every unfinished sequence, in the order of `add`."""
         return self._sequences.values()
 
     def counters(self) -> dict[str, int]:

@@ -17,16 +17,9 @@ import numpy as np
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-<<<<<<< HEAD
-from nanovllm.engine.request_output import request_output
-from nanovllm.engine.sequence import RequestGroup
-from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import BlockTransfer, ScheduledBatch, StepOutput, TokenLogprobs
-=======
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
->>>>>>> wt-30b
+from nanovllm.runner.messages import BlockTransfer, ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1

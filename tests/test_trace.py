@@ -47,7 +47,7 @@ def run(engine: LLMEngine) -> None:
 
 
 def end(event: Event) -> float:
-    return event["ts"] + event["dur"]
+    return round(event["ts"] + event["dur"], 3)
 
 
 def phases(events: list[Event]) -> list[str]:

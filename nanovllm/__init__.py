@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM, QueueFullError
-    from nanovllm.async_llm_engine import AsyncLLMEngine
+    from nanovllm.integrations.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
     from nanovllm.logprobs import Logprob, Logprobs
     from nanovllm.outputs import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "llm": ("LLM",),
     "async_llm": ("AsyncLLM", "QueueFullError"),
-    "async_llm_engine": ("AsyncLLMEngine",),
+    "integrations.async_llm_engine": ("AsyncLLMEngine",),
     "logprobs": ("Logprob", "Logprobs"),
     "outputs": (
         "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RequestMetrics", "RequestOutput", "ScoreOutput",

@@ -19,9 +19,8 @@ from nanovllm.utils.flags import CommandParser, add_flags, flag_dest
 
 # What imports torch is imported by the command that needs it, so that help and errors come at once.
 _WITH_OWN_PARSER = {
-    ("bench", "serve"): "nanovllm.bench.serve",
-    ("bench",): "nanovllm.bench.main",
-    ("eval",): "nanovllm.integrations.lm_eval",
+    "bench": "nanovllm.bench.main",
+    "eval": "nanovllm.integrations.lm_eval",
 }
 _COMMANDS = {
     "generate": "nanovllm.commands.generate",
@@ -42,15 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; the process's if None.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    for words, module in _WITH_OWN_PARSER.items():
-        if tuple(arguments[: len(words)]) == words:
-            try:
-                command = _load(module).main
-            except ImportError as error:
-                # An extra that is not installed; the message says how to install it.
-                print(f"nanovllm {' '.join(words)}: error: {error}", file=sys.stderr)
-                return 1
-            return command(arguments[len(words) :]) or 0
+    if arguments and arguments[0] in _WITH_OWN_PARSER:
+        own, *rest = arguments
+        try:
+            command = _load(_WITH_OWN_PARSER[own]).main
+        except ImportError as error:
+            # An extra that is not installed; the message says how to install it.
+            print(f"nanovllm {own}: error: {error}", file=sys.stderr)
+            return 1
+        return command(rest) or 0
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by the shell that `register-python-argcomplete` has told of this command.
@@ -142,6 +141,6 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     # Last, so that it follows the model.
     generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
     # They have parsers of their own, which need torch; these entries are for the help.
-    commands.add_parser("bench", help="measure throughput; bench serve: that of a server under load", add_help=False)
+    commands.add_parser("bench", help="measure throughput", add_help=False)
     commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
     return named, parser

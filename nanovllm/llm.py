@@ -13,8 +13,8 @@ import torch
 
 from nanovllm.config import Config, EngineSettings
 from nanovllm.engine.block_usage import BlockUsage
-from nanovllm.engine.call_guard import Call
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
 from nanovllm.engine.stats_history import StatsSample
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
@@ -33,7 +33,8 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommend
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
 from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
-from nanovllm.text.input_processor import InputProcessor, Request
+from nanovllm.text.engine_client import EngineClient
+from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.run_requests import (
@@ -45,10 +46,12 @@ from nanovllm.text.run_requests import (
     stream_requests,
 )
 from nanovllm.text.scoring import score_output, score_params, split_pairs
+from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.text.tool_calls import parse_tool_calls, tool_call_format
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.units import format_count
 from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
@@ -103,17 +106,19 @@ class LLM(Unpicklable):
         self.num_parameters = count_parameters(model_config)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
         self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
-        self.output_processor = OutputProcessor(self.tokenizer)
+        constraints = ConstraintFactory(self.tokenizer, model_config.vocab_size, self.eos_token_ids)
         self.llm_engine = LLMEngine(
             config,
             runner,
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=self.eos_token_ids,
-            make_output=self.output_processor.make_output,
+            make_constraint=constraints,
         )
         self._folder = folder
-        self.input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, self.eos_token_ids)
+        self.input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, constraints)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.engine_client = EngineClient(self.llm_engine, self.output_processor)
 
     def generate(
         self,
@@ -153,15 +158,15 @@ class LLM(Unpicklable):
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
-        self.llm_engine.require_open()
+        self.engine_client.engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
-        with self._driving():
+        with self.engine_client.driving():
             if on_error == "raise":
                 processed = self.input_processor.process(requests, params, priorities)
-                return run_requests(self.llm_engine, processed, use_tqdm, on_output)
+                return run_requests(self.engine_client, processed, use_tqdm, on_output)
             each = self.input_processor.process_each(requests, params, priorities)
-            return run_good_requests(self.llm_engine, each, requests, use_tqdm, on_output)
+            return run_good_requests(self.engine_client, each, requests, use_tqdm, on_output)
 
     def chat(
         self,
@@ -215,7 +220,7 @@ class LLM(Unpicklable):
             1 False
             1 True
         """
-        self.llm_engine.require_open()
+        self.engine_client.engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
@@ -244,8 +249,8 @@ class LLM(Unpicklable):
         return [render_chat(self.tokenizer, talk, **options) for talk in talks]
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
-        with self._driving():
-            yield from stream_requests(self.llm_engine, requests, self.output_processor.decode_token)
+        with self.engine_client.driving():
+            yield from stream_requests(self.engine_client, requests)
 
     def score(
         self, prompts: list[str] | list[list[int]], continuations: list[str] | list[list[int]], use_tqdm: bool = True
@@ -290,9 +295,9 @@ class LLM(Unpicklable):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
-        with self._driving():
+        with self.engine_client.driving():
             requests = self.input_processor.process_pooling(prompt_list(prompts), pooling)
-            outputs = run_requests(self.llm_engine, requests, use_tqdm)
+            outputs = run_requests(self.engine_client, requests, use_tqdm)
         return embeddings(outputs, self.model_config.hidden_size)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
@@ -312,7 +317,7 @@ class LLM(Unpicklable):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
         requests = prompt_list(prompts)
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
-        with self._driving():
+        with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
             searches = [
                 BeamSearch(
@@ -320,7 +325,7 @@ class LLM(Unpicklable):
                 )
                 for r in processed
             ]
-            run_beam_searches(self.llm_engine, searches, use_tqdm)
+            run_beam_searches(self.engine_client, searches, use_tqdm)
         return [beam_search_output(search, self.tokenizer) for search in searches]
 
     def get_tokenizer(self) -> Any:
@@ -353,23 +358,24 @@ class LLM(Unpicklable):
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         (request,) = self.input_processor.process([prompt], [params], [priority])
-        return self.llm_engine.enqueue(request.token_ids, request.params, request.features)
+        with deferred_signals():
+            return self.engine_client.enqueue(request).request_id
 
     def step(self) -> StepResult:
         """Do one step of the engine; see `LLMEngine.step`."""
-        return self.llm_engine.step()
+        return self.engine_client.step()
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests; see `LLMEngine.abort`."""
-        self.llm_engine.abort(request_ids)
+        self.engine_client.engine.abort(request_ids)
 
     def is_finished(self) -> bool:
         """Whether no request is left, and every result has been returned."""
-        return self.llm_engine.is_finished()
+        return self.engine_client.is_finished()
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
-        return self.llm_engine.stats()
+        return self.engine_client.engine.stats()
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
         """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`."""
@@ -387,10 +393,11 @@ class LLM(Unpicklable):
     def trace(self, file: str | os.PathLike[str]) -> Iterator[None]:
         """Write a timeline of what runs inside the `with` block, which https://ui.perfetto.dev opens.
 
-        It has the engine's steps (on the host, their launch and the wait for their results; on the device, from their
-        launch or the end of the step before to the end of that wait, with what is in their batches), and the life of
-        each request: queued, prefill, decode. Times are the host's. The format is Chrome's trace event format. What is
-        not traced costs nothing.
+        It has the engine's steps with what is in their batches (on the host, their launch and the wait for their
+        results; on the device, from their launch or the end of the step before to the end of that wait; a CPU does the
+        work in the launch), and the life of each request: queued, prefill, decode. Times are the host's; what was
+        before the block is cut off, and a step whose launch failed is left out. The format is Chrome's trace event
+        format. What is not traced costs nothing.
 
         Args:
             file: is written at the end of the block.
@@ -409,16 +416,6 @@ class LLM(Unpicklable):
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
         self.llm_engine.exit()
-
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        """Drive the engine inside the `with` block, alone."""
-        call = Call()
-        try:
-            self.llm_engine.begin(call)
-            yield
-        finally:
-            self.llm_engine.end(call)
 
     def __repr__(self) -> str:
         config, limits = self.config, self.llm_engine.limits

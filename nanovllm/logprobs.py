@@ -47,12 +47,12 @@ class Logprobs(Sequence[At_co]):
 
     A dict has the position's own token and the most likely ones, fewer if fewer are possible. It is made when its
     position is looked at: 256 rows with five each are 1,536 objects a step, which take longer than the step. It
-    compares, prints and pickles as the list does.
+    compares and prints as the list does, and pickles as the list unless its tokens have no text.
 
     Args:
         records: as `pack_records` makes them, or their bytes.
         width: tokens in a record.
-        decode_token: returns the text of a token.
+        decode_token: returns the text of a token; None: they have none.
         num_missing: positions before the first record that have no log-probabilities, and so are None.
 
     Attributes:
@@ -64,7 +64,7 @@ class Logprobs(Sequence[At_co]):
         self,
         records: np.ndarray | bytes | bytearray,
         width: int,
-        decode_token: Callable[[int], str | None],
+        decode_token: Callable[[int], str | None] | None = None,
         num_missing: int = 0,
     ) -> None:
         found = records if isinstance(records, np.ndarray) else np.frombuffer(records, dtype=np.int32)
@@ -125,9 +125,23 @@ class Logprobs(Sequence[At_co]):
     def __repr__(self) -> str:
         return repr(list(self))
 
-    def __reduce__(self) -> tuple[type[list[At_co]], tuple[list[At_co]]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A tokenizer, which decodes the tokens, does not belong in a pickle.
-        return list, (list(self),)
+        if self._decode_token is not None:
+            return list, (list(self),)
+        return Logprobs, (self._records, self._width, None, self._num_missing)
+
+    def with_texts(self, decode_token: Callable[[int], str | None]) -> Logprobs[At_co]:
+        """Return the same with the texts of tokens."""
+        return Logprobs(self._records, self._width, decode_token, self._num_missing)
+
+    def first(self, count: int) -> Logprobs[At_co]:
+        """Return those of so many first positions."""
+        return self._stretch(0, count)
+
+    def sum(self) -> float:
+        """Return the sum of the positions' own tokens."""
+        return float(self.token_logprobs.sum(dtype=np.float64))
 
     @property
     def _width(self) -> int:
@@ -144,7 +158,7 @@ class Logprobs(Sequence[At_co]):
         return Logprobs(records, self._width, self._decode_token, missing)
 
     def _dict(self, values: list[float], token_ids: list[int], rank: int) -> dict[int, Logprob]:
-        own, decode = token_ids[0], self._decode_token
+        own, decode = token_ids[0], self._decode_token or _no_text
         at = {own: Logprob(values[0], rank, decode(own))}
         # The most likely tokens are in order; the position's own may be one of them.
         for place in range(1, len(token_ids)):
@@ -153,3 +167,7 @@ class Logprobs(Sequence[At_co]):
             if token_id not in at and value > -math.inf:
                 at[token_id] = Logprob(value, place, decode(token_id))
         return at
+
+
+def _no_text(token_id: int) -> None:
+    return None

@@ -16,15 +16,25 @@ from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 @dataclass(frozen=True)
 class Architecture:
-    """A supported architecture: its name in config.json's `architectures`, and how its attention differs."""
+    """A supported architecture.
+
+    Attributes:
+        name: in config.json's `architectures`.
+        model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
+        qkv_bias, qk_norm: how its attention differs.
+    """
 
     name: str
+    model: str
     qkv_bias: bool = False
     qk_norm: bool = False
 
 
-_ROWS = (Architecture("Qwen3ForCausalLM", qk_norm=True), Architecture("Qwen2ForCausalLM", qkv_bias=True))
-ARCHITECTURES = {row.name: row for row in _ROWS}
+_ROWS = (
+    Architecture("Qwen3ForCausalLM", "qwen3.Qwen3ForCausalLM", qk_norm=True),
+    Architecture("Qwen2ForCausalLM", "qwen3.Qwen3ForCausalLM", qkv_bias=True),
+)
+MODELS = {row.name: row for row in _ROWS}
 _HEAD_DIMS = (16, 32, 64, 128)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
@@ -121,9 +131,9 @@ class ModelConfig:
 
 def _architecture(hf: Any) -> Architecture:
     name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
-    if name not in ARCHITECTURES:
-        raise ValueError(f"architecture {name!r} is not supported: only {' and '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    if name not in MODELS:
+        raise ValueError(f"architecture {name!r} is not supported: only {' and '.join(MODELS)}")
+    return MODELS[name]
 
 
 def _check_supported(hf: Any, architecture: Architecture) -> None:

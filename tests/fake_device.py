@@ -118,7 +118,7 @@ def load_model(
     torch.set_default_dtype(dtype)
     with torch.device(device):
         model = make_model(model_config, communicator)
-    model.init_rope(max_model_len, device)
+    model.tabulate_rope(max_model_len, device)
     return model
 
 

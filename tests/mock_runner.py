@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_output import request_output
-from nanovllm.engine.sequence import RequestGroup
-from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.engine.request import MakeConstraint, Request, no_constraint
+from nanovllm.engine.sequence import Sequence as EngineSequence
+from nanovllm.runner.messages import BlockTransfer, ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -109,13 +109,13 @@ class MockRunner:
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
                 self.num_logprobs[request.slot] = request.extra.params.logprobs
-        contents = [list(self.cache[source]) for source, _ in batch.block_copies]
-        for (_, copy), content in zip(batch.block_copies, contents, strict=True):
-            self.cache[copy] = content
+        contents = [list(self.cache[transfer.source]) for transfer in batch.transfers]
+        for transfer, content in zip(batch.transfers, contents, strict=True):
+            self.cache[transfer.destination] = content
         for new in batch.new_blocks:
             table = self.tables[new.slot]
             if new.index < len(table):
-                assert (table[new.index], new.block_id) in batch.block_copies
+                assert BlockTransfer("copy", table[new.index], new.block_id) in batch.transfers
                 table[new.index] = new.block_id
             else:
                 assert new.index == len(table)
@@ -199,7 +199,7 @@ def make_engine(
     max_model_len: int = 128,
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
-    make_output: Callable[[RequestGroup], RequestOutput] = request_output,
+    make_constraint: MakeConstraint = no_constraint,
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -213,9 +213,24 @@ def make_engine(
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth)
     engine = LLMEngine(
-        config, runner, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=eos, make_output=make_output
+        config,
+        runner,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+        make_constraint=make_constraint,
     )
     return engine, runner
+
+
+def make_request(token_ids: Sequence[int], params: SamplingParams | None = None, **fields: Any) -> Request:
+    """A request as the gate would make it."""
+    return Request(array("i", token_ids), params or SamplingParams(), **fields)
+
+
+def make_sequence(seq_id: int, token_ids: Sequence[int], params: SamplingParams | None = None) -> EngineSequence:
+    """The only output of a request."""
+    return EngineSequence(seq_id, make_request(token_ids, params), 0)
 
 
 def greedy(max_tokens: int) -> SamplingParams:

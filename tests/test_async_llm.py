@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,11 +16,14 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.sequence import RequestFeatures
+from nanovllm.async_llm.request_stream import Mailbox, RequestStream
+from nanovllm.engine.request import Request
+from nanovllm.engine.results import NewToken
 from nanovllm.runner.messages import ScheduledBatch
-from nanovllm.text.input_processor import LONG_TEXT, Request
-from nanovllm.text.output_processor import OutputState
-from nanovllm.text.request_stream import Mailbox, RequestStream
+from nanovllm.text.input_processor import LONG_TEXT
+from nanovllm.text.output_processor import OutputProcessor
+from nanovllm.text.request_state import RequestState
+from tests.mock_runner import make_request
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
 PROMPTS: list[Any] = ["introduce yourself", "The sea", "a", [5, 6, 7]]
@@ -208,11 +210,13 @@ def test_an_engine_that_is_dropped_frees_its_device(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("streams", [False, True])
 def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, streams: bool) -> None:
     alive: list[weakref.ref[Any]] = []
-    enqueue = llm.llm.llm_engine.enqueue
+    client = llm.llm.engine_client
+    enqueue = client.enqueue
 
-    def watched(token_ids: Any, params: Any, features: Any) -> int:
-        alive.extend(weakref.ref(item.sink) for item in features)
-        return enqueue(token_ids, params, features)
+    def watched(request: Request) -> RequestState:
+        state = enqueue(request)
+        alive.append(weakref.ref(state))
+        return state
 
     async def run() -> None:
         params = SamplingParams(1.0, 5, n=2)
@@ -220,16 +224,16 @@ def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, 
         # The engine's thread still holds what it delivered last.
         while any(reference() for reference in alive):
             await llm.generate("b", SamplingParams(0, 1))
-            del alive[2:]
+            del alive[1:]
 
-    llm.llm.llm_engine.enqueue = watched  # type: ignore[method-assign]
+    client.enqueue = watched  # type: ignore[method-assign]
     gc.collect()
     gc.disable()
     try:
         asyncio.run(asyncio.wait_for(run(), 10))
     finally:
         gc.enable()
-        llm.llm.llm_engine.enqueue = enqueue  # type: ignore[method-assign]
+        client.enqueue = enqueue  # type: ignore[method-assign]
 
 
 def test_a_stream_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
@@ -300,14 +304,14 @@ def test_chat(llm: AsyncLLM) -> None:
 def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
     async def run() -> None:
         params = SamplingParams(detokenize=False)
-        sink = OutputState(None, params)
-        request = Request(array("i", [1]), params, [RequestFeatures(sink=sink)])
-        stream = RequestStream(request, "x", lambda token_id: None, Mailbox(asyncio.get_running_loop()))
+        request = make_request([1], params, is_streamed=True)
+        stream = RequestStream(request, "x", Mailbox(asyncio.get_running_loop()), lambda stream: None)
+        stream.state = RequestState(0, request, OutputProcessor(None))
         for token_id in (5, 6):
-            sink.append(token_id, False, b"")
+            stream.state.append(NewToken(0, 0, token_id, False, b""))
             # The news arrive, and nobody waits for them.
             stream.wake()
-            output = await asyncio.wait_for(stream.next_output(), 10)
+            output = await asyncio.wait_for(anext(stream), 10)
             assert output.outputs[0].token_ids == [token_id]
 
     asyncio.run(run())

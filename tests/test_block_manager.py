@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
-from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.block_usage import block_usage
-from nanovllm.engine.sequence import RequestFeatures, Sequence
-from tests.mock_runner import check_engine, complete, greedy, make_engine
+from nanovllm.engine.sequence import Sequence
+from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence
 
 
 def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
     """Admit a prompt, as if it were then computed in whole."""
-    seq = Sequence(0, tokens, SamplingParams(), 0)
+    seq = make_sequence(0, tokens)
     assert manager.allocate(seq)
     seq.num_computed_tokens = len(tokens)
     manager.begin_step()
@@ -26,7 +23,7 @@ def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
 
 def cached(manager: BlockManager, tokens: list[int]) -> int:
     """Blocks of a prompt that would be found."""
-    return len(manager._match_prefix(Sequence(0, tokens, SamplingParams(), 0)))
+    return len(manager._match_prefix(make_sequence(0, tokens)))
 
 
 def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
@@ -102,7 +99,7 @@ def test_a_block_is_its_tokens_behind_its_parent() -> None:
     # Equal blocks of one prompt follow different prefixes.
     assert [cached(manager, [7] * n) for n in (1, 2, 4, 8)] == [0, 1, 2, 4]
     # Both sequences compute [9, 9] themselves; what one computes behind it is found behind the other's.
-    seqs = [Sequence(i, [9, 9, 8, 8][: 2 * i + 2], SamplingParams(), 0) for i in range(2)]
+    seqs = [make_sequence(i, [9, 9, 8, 8][: 2 * i + 2]) for i in range(2)]
     for seq in seqs:
         assert manager.allocate(seq)
     manager.begin_step()
@@ -133,7 +130,7 @@ def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypa
         return match(self, seq)
 
     monkeypatch.setattr(BlockManager, "_match_prefix", counted_match)
-    waiting = Sequence(9, [9] * 8, SamplingParams(), 0)
+    waiting = make_sequence(9, [9] * 8)
     for _ in range(10):
         assert not manager.allocate(waiting)
     assert len(matches) == 1
@@ -147,9 +144,9 @@ def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypa
 
 def test_a_block_that_another_registers_lets_a_sequence_fit() -> None:
     manager = BlockManager(4, 2)
-    seq = Sequence(0, [1, 1, 2, 2, 3, 3], SamplingParams(), 0)
+    seq = make_sequence(0, [1, 1, 2, 2, 3, 3])
     assert manager.allocate(seq)
-    waiting = Sequence(1, [1, 1, 2, 2, 3, 4], SamplingParams(), 0)
+    waiting = make_sequence(1, [1, 1, 2, 2, 3, 4])
     for num_computed in (2, 4):
         assert not manager.allocate(waiting)
         seq.num_computed_tokens = num_computed
@@ -161,7 +158,7 @@ def test_a_block_that_another_registers_lets_a_sequence_fit() -> None:
 def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() -> None:
     manager = BlockManager(4, 2)
     good = hold(manager, [1, 1])
-    bad = Sequence(1, [2, 2, 3, 3], SamplingParams(), 0)
+    bad = make_sequence(1, [2, 2, 3, 3])
     assert manager.allocate(bad)
     bad.num_computed_tokens = 4
     manager.begin_step()
@@ -176,7 +173,7 @@ def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() 
 
 def test_blocks_of_a_step_stand_or_fall_with_it() -> None:
     manager = BlockManager(4, 2)
-    first, second = (Sequence(i, [i, i], SamplingParams(), 0) for i in (1, 2))
+    first, second = (make_sequence(i, [i, i]) for i in (1, 2))
     for seq in (first, second):
         assert manager.allocate(seq)
         seq.num_computed_tokens = 2
@@ -195,13 +192,13 @@ def test_blocks_of_a_step_stand_or_fall_with_it() -> None:
 
 def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
     engine, _ = make_engine(pipeline_depth=1, num_blocks=32, block_size=4)
-    prompt = array("i", range(10, 42))
+    prompt = list(range(10, 42))
     counts = []
     for salt in (None, "a", "b", "a", None, "b"):
-        engine.enqueue(prompt, greedy(6), [RequestFeatures(cache_salt=salt)])
+        engine.enqueue(make_request(prompt, greedy(6), cache_salt=salt))
         while not engine.is_finished():
             for _, output in engine.step().finished:
                 counts.append(output.num_cached_tokens)
-                assert output.outputs[0].token_ids == complete([*prompt], 6, frozenset(), 128)
+                assert output.outputs[0].token_ids == complete(prompt, 6, frozenset(), 128)
         check_engine(engine)
     assert counts == [0, 0, 0, 31, 31, 31]

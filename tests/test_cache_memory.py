@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ import pytest
 import torch
 
 from nanovllm import LLM
+from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.runner import memory
+from nanovllm.runner.kv_cache import KVCache
+from nanovllm.runner.messages import BlockTransfer
 from nanovllm.runner.slot_state import SlotState
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -43,6 +49,31 @@ def test_ranks_on_the_cpu_share_what_one_would_take(monkeypatch: pytest.MonkeyPa
     three = Communicator()
     three.size = 3
     assert num_blocks(Communicator(), block_bytes=100) == 30 and num_blocks(three, block_bytes=100) == 10
+
+
+def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache() -> None:
+    rotary = RotaryEmbedding(8, 1e4, None)
+    layers = [Attention(heads, 8, 1e-6, rotary) for heads in (2, 1, 2)]
+    specs = [layer.kv_cache_spec(torch.float32) for layer in layers]
+    # Keys of another size than values, in another dtype.
+    specs[1] = replace(specs[1], key_size=24, dtype=torch.float16)
+    cache = KVCache(layers, specs, SdpaBackend(16), num_blocks=3, block_size=16, device=CPU)
+    assert [(*group.keys.shape, *group.values.shape[-2:]) for group in cache.groups.values()] == [
+        (2, 3, 16, 2, 8, 2, 8), (1, 3, 16, 1, 24, 1, 8),
+    ]  # fmt: skip
+    for group in cache.groups.values():
+        assert group.keys.is_contiguous() and group.values.is_contiguous()
+        assert group.values.data_ptr() == group.keys.data_ptr() + group.keys.nbytes
+    assert cache.block_bytes == 16 * (2 * 2 * 2 * 8 * 4 + (24 + 8) * 2) and cache.most_copied_bytes == 16 * 2 * 8 * 4
+    for i, layer in enumerate(layers):
+        layer.pages.k_cache[1], layer.pages.v_cache[1] = 2 * i + 1, 2 * i + 2
+    cache.transfer([BlockTransfer("copy", 1, 2)])
+    for i, layer in enumerate(layers):
+        assert (layer.pages.k_cache[2] == 2 * i + 1).all() and (layer.pages.v_cache[2] == 2 * i + 2).all()
+        assert not layer.pages.k_cache[0].any() and not layer.pages.v_cache[0].any()
+    assert torch.equal(cache.groups[specs[0]].keys[1], layers[2].pages.k_cache)
+    cache.unbind()
+    assert not any(hasattr(layer, "pages") for layer in layers)
 
 
 def test_block_tables_whose_offsets_are_no_int32_are_refused(checkpoint: Path) -> None:

@@ -105,6 +105,7 @@ PROGRAM = """
     from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
     from nanovllm.kernels.attention.cascade_attention import CascadeGroups
     from nanovllm.kernels import rms_norm, silu_and_mul
+    from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
     rms_norm.uses_triton = silu_and_mul.uses_triton = lambda device: True
     x, device = torch.zeros(4, 64), torch.device("cpu")
@@ -113,6 +114,7 @@ PROGRAM = """
     whole = plan_decode(ints[0] + 1, 4, 2, 64, 64, 1)
     shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
     behind = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared)
+    wide = cache.view(1, 256, 1, 128)
     runs = [
         partial(hopper_gated_linear, half, half, 132),
         partial(batch_linear, half, half, True),
@@ -120,12 +122,12 @@ PROGRAM = """
         partial(hopper_decode_attention, heads, cache, cache, heads, ints, ints[0], whole, 1.0),
         partial(
             hopper_decode_attention, half.view(64, 8, 64), cache, cache, heads[:64], ints, ints[0], whole, 1.0,
-            ((half[0], half[0]), 1e-6, x),
+            NormRope((half[0], half[0]), 1e-6, x),
         ),
         partial(hopper_decode_attention, heads, cache, cache, heads, ints, ints[0], behind, 1.0),
         partial(
-            hopper_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16), (half[0], half[0]), 1e-6, x,
-            ints[0], cache.view(1, 256, 1, 128), cache.view(1, 256, 1, 128), ints[0], 132,
+            hopper_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16),
+            NormRope((half[0], half[0]), 1e-6, x), ints[0], KVPages(wide, wide), ints[0], 132,
         ),
         partial(rms_norm.rms_norm, x, x[0], 1e-6, x),
         partial(silu_and_mul.silu_and_mul, x),

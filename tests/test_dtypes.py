@@ -40,7 +40,11 @@ def test_logits_are_as_near_to_float32_as_transformers_are(folder: Path, name: A
     batch = prompts((1, 17, 40))
     with LLM(folder, device="cpu", dtype=name, max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20) as llm:
         runner: Any = llm.llm_engine._runner
-        assert {param.dtype for param in runner.model.parameters()} == {runner.kv_cache.tensor.dtype} == {dtype}
+        assert (
+            {param.dtype for param in runner.model.parameters()}
+            == {spec.dtype for spec in runner.kv_cache.groups}
+            == {dtype}
+        )
         sample = runner.sampler.sample
 
         def recorder(x: torch.Tensor, *args: Any) -> Sampled:

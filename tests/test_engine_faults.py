@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 import weakref
-from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import RequestFeatures, Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
+from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
-from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine
+from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence
 from tests.test_scheduler import run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -167,12 +168,17 @@ class Tokenizer:
 
 
 @DEPTHS
-def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_a_text_that_cannot_be_decoded_fails_alone(depth: int, stop: str | None) -> None:
     prompts = [[1, 2], [3, 4], [5, 6]]
     want = [complete(prompt, 4, frozenset(), 128) for prompt in prompts]
     llm = LLM.__new__(LLM)
-    llm.llm_engine, _ = make_engine(pipeline_depth=depth, make_output=OutputProcessor(Tokenizer(want[1])).make_output)
-    ids = [llm.llm_engine.add_request(prompt, greedy(4)) for prompt in prompts]
+    llm.llm_engine, _ = make_engine(pipeline_depth=depth)
+    # With a stop string it is decoded as the tokens come.
+    bad = want[1] if stop is None else want[1][:2]
+    llm.engine_client = EngineClient(llm.llm_engine, OutputProcessor(Tokenizer(bad)))
+    params = replace(greedy(4), stop=stop)
+    ids = [llm.engine_client.enqueue(make_request(prompt, params)).request_id for prompt in prompts]
     outputs: dict[int, RequestOutput] = {}
     failures: list[StepError] = []
     while not llm.is_finished():
@@ -180,7 +186,10 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int) -> None:
             outputs.update(llm.step().finished)
         except StepError as error:
             failures.append(error)
-    assert {i: output["text"] for i, output in outputs.items()} == {ids[0]: str(want[0]), ids[2]: str(want[2])}
+    assert {i: output["token_ids"] for i, output in outputs.items()} == {ids[0]: want[0], ids[2]: want[2]}
+    if stop is None:
+        assert {i: output["text"] for i, output in outputs.items()} == {ids[0]: str(want[0]), ids[2]: str(want[2])}
+    assert llm.stats()["num_used_blocks"] == 0
     assert [failure.request_ids for failure in failures] == [[ids[1]]]
     assert isinstance(failures[0].__cause__, Panic)
 
@@ -266,7 +275,7 @@ def test_a_preempted_request_whose_token_is_in_flight_fails_with_that_step() -> 
 def test_an_empty_step_leaves_the_books_of_the_steps_under_way_alone() -> None:
     manager = BlockManager(4, 2)
     scheduler = Scheduler(manager, max_num_running=2, max_num_batched_tokens=8, max_model_len=16)
-    scheduler.add(Sequence(0, [1, 2, 3], greedy(9), 0))
+    scheduler.add(make_sequence(0, [1, 2, 3], greedy(9)))
     batch = scheduler.schedule()
     assert batch is not None
     # Its token is in flight, so it cannot come back yet, and nothing can run.
@@ -289,14 +298,20 @@ def test_aborting_many_waiting_requests_takes_no_time_each() -> None:
     assert engine.is_finished()
 
 
-class Constraint:
-    """Allows everything, and knows what it has seen."""
+GRAMMAR = Grammar("any", is_choice=False)
 
-    def __init__(self) -> None:
+
+class Constraint:
+    """Allows everything, and knows what it has seen; takes so many tokens."""
+
+    def __init__(self, most: int = 99) -> None:
         self.seen: list[int] = []
+        self.most = most
 
     def accept(self, token_id: int) -> None:
         self.seen.append(token_id)
+        if len(self.seen) > self.most:
+            raise Panic("no such token")
 
     def fill(self, constraints: list[tuple[Any, int]], words: Any) -> None:
         assert len(words) == len(constraints)
@@ -304,9 +319,14 @@ class Constraint:
 
 @DEPTHS
 def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth)
-    features = [RequestFeatures(constraint=Constraint())]
-    failing = engine.enqueue(array("i", [1, 2]), greedy(6), features)
+    made: list[Constraint] = []
+
+    def make_constraint(request: Request) -> Constraint:
+        made.append(Constraint())
+        return made[-1]
+
+    engine, runner = make_engine(pipeline_depth=depth, make_constraint=make_constraint)
+    failing = engine.enqueue(make_request([1, 2], greedy(6), grammar=GRAMMAR))
     engine.step()
     launch = runner.sample
 
@@ -323,35 +343,22 @@ def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) 
     assert caught.value.request_ids == [failing]
     check_engine(engine)
     assert engine.is_finished() and engine.block_manager.num_used_blocks == 0
-    constraint = Constraint()
-    again = engine.enqueue(array("i", [1, 2]), greedy(6), [RequestFeatures(constraint=constraint)])
+    again = engine.enqueue(make_request([1, 2], greedy(6), grammar=GRAMMAR))
     finished: dict[int, RequestOutput] = {}
     while not engine.is_finished():
         finished.update(engine.step().finished)
         check_engine(engine)
     want = complete([1, 2], 6, frozenset(), 128)
-    assert finished[again]["token_ids"] == want == constraint.seen
-
-
-class Sink:
-    """Takes so many tokens."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> None:
-        self.most -= 1
-        if self.most < 0:
-            raise Panic("no such text")
+    assert finished[again]["token_ids"] == want == made[-1].seen
 
 
 @DEPTHS
-def test_a_sink_that_raises_fails_its_request_alone(depth: int) -> None:
-    engine, _ = make_engine(pipeline_depth=depth)
-    good = [engine.add_request([i, i + 1], greedy(6)) for i in (1, 3)]
+def test_a_constraint_that_raises_fails_its_request_alone(depth: int) -> None:
     # Of two outputs one fails, and the other ends with it.
-    features = [RequestFeatures(sink=Sink(most)) for most in (9, 2)]
-    bad = engine.enqueue(array("i", [5, 6]), SamplingParams(0.5, 6, ignore_eos=True, n=2), features)
+    constraints = [Constraint(most) for most in (2, 9)]
+    engine, _ = make_engine(pipeline_depth=depth, make_constraint=lambda request: constraints.pop())
+    good = [engine.add_request([i, i + 1], greedy(6)) for i in (1, 3)]
+    bad = engine.enqueue(make_request([5, 6], SamplingParams(0.5, 6, ignore_eos=True, n=2), grammar=GRAMMAR))
     reported: dict[int, list[int]] = {}
     finished: dict[int, RequestOutput] = {}
     failures = []
@@ -382,7 +389,7 @@ def test_the_id_of_any_output_aborts_its_request(depth: int) -> None:
     while first + 1 not in engine.step().new_token_ids:
         pass
     engine.abort([first + 1])
-    assert set(run(engine)) == {second} and not engine._requests
+    assert set(run(engine)) == {second} and not engine._groups
     # Before it has run, and with outputs kept.
     third = engine.add_request([3], params)
     engine.abort([third + 2], keep_outputs=True)

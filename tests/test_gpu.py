@@ -26,7 +26,7 @@ from nanovllm.kernels.slot_state import SlotTensors, scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.batch import PreparedStep
 from nanovllm.runner.cuda_graph import CaptureSizes
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.utils.device import resolve_device
@@ -247,8 +247,8 @@ def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path
 def test_blocks_are_copied_layer_by_layer(folder: Path) -> None:
     with make_llm(folder) as llm:
         runner = runner_of(llm)
-        copies = ScheduledBatch(block_copies=[(i, 300 + i) for i in range(200)])
-        one_layer = 200 * runner.kv_cache.tensor[0, 0, 0].nbytes
+        copies = ScheduledBatch(transfers=[BlockTransfer("copy", i, 300 + i) for i in range(200)])
+        one_layer = 200 * runner.kv_cache.most_copied_bytes
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.inference_mode():

@@ -22,7 +22,7 @@ from nanovllm.attention.triton import should_use_single_split
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
 from nanovllm.kernels.attention.decode_attention import plan_decode
-from nanovllm.kernels.qkv_rope_store import qkv_rope_store_ref
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
 from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
 from tests.conftest import MakeCheckpoint
@@ -59,7 +59,7 @@ def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.T
 
 def attend(
     shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
-    seq_lens: torch.Tensor, slots: torch.Tensor, rope: Any = None, shared: CascadeGroups | None = None,
+    seq_lens: torch.Tensor, slots: torch.Tensor, rope: NormRope | None = None, shared: CascadeGroups | None = None,
 ) -> None:  # fmt: skip
     """By as many shares; with 1 contexts are whole. Fills `out` with NaN, after the plan, which must be older."""
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
@@ -148,12 +148,13 @@ def test_projected_tokens(
     got = cache.clone()
     out = torch.empty(len(lens), group * kv_heads, head_dim, dtype=dtype, device=DEVICE)
     qkv = randn(len(lens), (group + 2) * kv_heads, head_dim, dtype=dtype)
-    attend(shares, qkv, got, out, tables, seq_lens, stored, (norms, 1e-6, cos_sin))
+    attend(shares, qkv, got, out, tables, seq_lens, stored, NormRope(norms, 1e-6, cos_sin))
 
-    rope = (1e-6, cos_sin, seq_lens - 1)
+    rope, wide_rope, positions = NormRope(norms, 1e-6, cos_sin), NormRope(wide, 1e-6, cos_sin), seq_lens - 1
     same_cache, exact_cache = cache.clone(), cache.float()
-    same_query = qkv_rope_store_ref(qkv, norms, *rope, same_cache[0], same_cache[1], slots)
-    exact_query = qkv_rope_store_ref(qkv.float(), wide, *rope, exact_cache[0], exact_cache[1], slots)
+    same_pages, exact_pages = KVPages(same_cache[0], same_cache[1]), KVPages(exact_cache[0], exact_cache[1])
+    same_query = qkv_rope_store_ref(qkv, rope, positions, same_pages, slots)
+    exact_query = qkv_rope_store_ref(qkv.float(), wide_rope, positions, exact_pages, slots)
     rows = range(len(lens))
     exact = [dense_attention(exact_query[i : i + 1], exact_cache, tables[i], lens[i]) for i in rows]
     same = [dense_attention(same_query[i : i + 1], same_cache, tables[i], lens[i]) for i in rows]

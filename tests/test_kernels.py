@@ -25,6 +25,7 @@ from nanovllm.kernels.attention.decode_attention import decode_attention, plan_d
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_linear
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -106,10 +107,11 @@ def test_qkv_rope_store(tokens: int, dtype: torch.dtype, head_dim: int, with_nor
     slots[::5] = -1
     before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
     out, same, exact = before.clone(), before.clone(), before.float()
-    rope = (1e-6, cos_sin, positions)
-    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv, weights, *rope, out[0], out[1], slots)
-    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, weights, *rope, same[0], same[1], slots)
-    exact_query = qkv_rope_store.qkv_rope_store_ref(qkv.float(), wide, *rope, exact[0], exact[1], slots)
+    rope, wide_rope = NormRope(weights, 1e-6, cos_sin), NormRope(wide, 1e-6, cos_sin)
+    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv, rope, positions, KVPages(out[0], out[1]), slots)
+    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, KVPages(same[0], same[1]), slots)
+    exact_pages = KVPages(exact[0], exact[1])
+    exact_query = qkv_rope_store.qkv_rope_store_ref(qkv.float(), wide_rope, positions, exact_pages, slots)
     check_error(query, same_query, exact_query)
     check_error(out[0], same[0], exact[0])
     torch.testing.assert_close(out[1], same[1], rtol=0, atol=0)
@@ -270,14 +272,15 @@ def test_hopper_qkv_rope_store(
     slots[3::5] = -1
     before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
     out, same, exact = before.clone(), before.clone(), before.float()
-    rope = (0.1, cos_sin, positions)
+    rope, wide_rope = NormRope(norms, 0.1, cos_sin), NormRope(wide, 0.1, cos_sin)
+    pages, same_pages, exact_pages = (KVPages(cache[0], cache[1]) for cache in (out, same, exact))
     x = randn(tokens, hidden_size, dtype=dtype)
     with empty_is_nan():
-        query = hopper_qkv_rope_store(x, weight, norms, *rope, out[0], out[1], slots, num_programs)
+        query = hopper_qkv_rope_store(x, weight, rope, positions, pages, slots, num_programs)
     qkv = (x @ weight.T).view(tokens, -1, head_dim)
     exact_qkv = (x.float() @ weight.float().T).view(tokens, -1, head_dim)
-    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, norms, *rope, same[0], same[1], slots)
-    exact_query = qkv_rope_store.qkv_rope_store_ref(exact_qkv, wide, *rope, exact[0], exact[1], slots)
+    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, same_pages, slots)
+    exact_query = qkv_rope_store.qkv_rope_store_ref(exact_qkv, wide_rope, positions, exact_pages, slots)
     check_error(query, same_query, exact_query)
     check_error(out, same, exact)
     untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)

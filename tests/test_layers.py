@@ -9,10 +9,12 @@ from torch.nn import functional
 
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ResidualStream
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 ROWS, SIZE = 5, 8
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class TwoRanks(Communicator):
@@ -39,9 +41,9 @@ def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch
     gate_up = filled(MergedColumnParallelLinear(SIZE, {"gate": Shard.whole(6), "up": Shard.whole(6)}, bias=False))
     down = filled(RowParallelLinear(Shard.whole(6), SIZE))
     x = torch.randn(ROWS, SIZE)
-    gate, up = (normalised(norm, x) @ gate_up.get_parameter("weight").T).chunk(2, dim=-1)
+    gate, up = (normalised(norm, x) @ gate_up.get_parameter("weight.values").T).chunk(2, dim=-1)
     kept = slice(None) if rows is None else rows
-    branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight").T
+    branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight.values").T
 
     stream = ResidualStream(x.clone())
     inner = gate_up(norm(stream)).silu_and_mul()
@@ -49,6 +51,19 @@ def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch
     stream += down(inner[kept], rows)
     torch.testing.assert_close(norm(stream).compute(), normalised(norm, x[kept] + branch))
     torch.testing.assert_close(stream.residual, x[kept] + branch)
+
+
+def test_a_tied_head_is_the_embedding_transposed_wherever_the_weights_are() -> None:
+    with META:
+        embedding = VocabParallelEmbedding(Shard.whole(7), SIZE)
+        head = ParallelLMHead(Shard.whole(7), SIZE, tied_to=embedding)
+        model = nn.ModuleList([embedding, head])
+    assert len(list(model.parameters())) == 1
+    embedding.weight.allocate(torch.bfloat16, CPU)
+    assert next(head.parameters()).dtype == torch.bfloat16
+    filled(model.to_empty(device=CPU).float())
+    rows = embedding(torch.arange(7))
+    torch.testing.assert_close(head.multiply(torch.eye(SIZE)), rows.T)
 
 
 def test_a_norm_adds_up_the_stream_once() -> None:

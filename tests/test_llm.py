@@ -24,7 +24,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
-from nanovllm.runner.messages import NewRequest, ScheduledBatch
+from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -104,10 +104,13 @@ def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Pa
 def test_a_block_is_copied_before_it_is_the_copy_of_another(checkpoint: Path) -> None:
     with make_llm(checkpoint) as fresh:
         runner: Any = fresh.llm_engine._runner
-        runner.kv_cache.tensor.copy_(torch.arange(runner.num_kvcache_blocks).view(1, 1, -1, 1, 1, 1))
-        runner.prepare(ScheduledBatch(block_copies=[(1, 2), (3, 1)], new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
-        assert runner.kv_cache.tensor[0, 0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
-        assert torch.equal(runner.kv_cache.tensor[1, -1, 2], runner.kv_cache.tensor[0, 0, 2])
+        (group,) = runner.kv_cache.groups.values()
+        for pages in (group.keys, group.values):
+            pages.copy_(torch.arange(runner.num_kvcache_blocks).view(1, -1, 1, 1, 1))
+        transfers = [BlockTransfer("copy", 1, 2), BlockTransfer("copy", 3, 1)]
+        runner.prepare(ScheduledBatch(transfers=transfers, new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
+        assert group.keys[0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
+        assert torch.equal(group.values[-1, 2], group.keys[0, 2])
 
 
 def test_what_holds_a_device_stays_in_its_process(bundled: LLM) -> None:
@@ -355,7 +358,8 @@ def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path, llm: LLM) -> No
         # All four at their longest fit into the blocks that the device has.
         assert small.stats()["num_preemptions"] == 0
         runner: Any = small.llm_engine._runner
-        assert runner.kv_cache.tensor.shape[2:4] == (32, 16)
+        (group,) = runner.kv_cache.groups.values()
+        assert group.keys.shape[1:3] == group.values.shape[1:3] == (32, 16)
     assert got == want
 
 
@@ -468,7 +472,7 @@ def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM,
             signal.raise_signal(signal.SIGINT)
             return "text"
 
-    processor: Any = llm.llm_engine._unclaimed._make_output.__self__  # type: ignore[attr-defined]
+    processor = llm.output_processor
     before, processor.tokenizer = processor.tokenizer, Interrupted()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -589,7 +593,7 @@ def test_del_frees_the_model(checkpoint: Path) -> None:
     llm = make_llm(checkpoint)
     llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     runner: Any = llm.llm_engine._runner
-    freed = weakref.ref(runner.model.model.embed_tokens.weight)
+    freed = weakref.ref(runner.model.model.embed_tokens.weight.values)
     del runner, llm
     assert freed() is None
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.models import loader
+from nanovllm.quantization.loading import WeightSlice
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.loading_bar import loading_bar
 
@@ -77,7 +78,7 @@ def test_a_tied_checkpoint_may_store_its_head(make_checkpoint: Any, tmp_path: Pa
 
 def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
-    fill = loader._fill
+    fill = WeightSlice.fill
 
     class CountingSlice:
         def __init__(self, inner: Any) -> None:
@@ -91,7 +92,7 @@ def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytes
             alive.append(weakref.ref(tensor))
             return tensor
 
-    monkeypatch.setattr(loader, "_fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
+    monkeypatch.setattr(WeightSlice, "fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
     load(checkpoint).exit()
     assert len(alive) == 1
 
@@ -144,6 +145,28 @@ def test_wrong_shapes(copy: Path) -> None:
     change_weights(copy, **{"model.layers.0.self_attn.v_proj.weight": torch.zeros(32, 64)})
     with pytest.raises(ValueError, match=r"v_proj.weight' has shape \[32, 64\]; the config asks for \[64, 64\]"):
         load(copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn, torch.float64])
+def test_a_stored_dtype_that_is_no_plain_float_is_refused(copy: Path, dtype: torch.dtype) -> None:
+    change_weights(copy, **{"model.layers.0.self_attn.v_proj.weight": torch.ones(64, 64).to(dtype)})
+    with pytest.raises(ValueError, match=rf"'model.layers.0.self_attn.v_proj.weight' is stored as {dtype};"):
+        load(copy)
+
+
+def test_floats_are_converted_and_a_warning_says_so_where_the_config_has_others(
+    copy: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(copy, **{name: weights[name].bfloat16()})
+    with pytest.warns(UserWarning, match=rf"^1 tensors in .*, such as '{name}', are stored as torch.bfloat16, though"):
+        converted = tokens(copy)
+    change_weights(copy, **{name: weights[name].bfloat16().float()})
+    assert tokens(copy) == converted
+    # The user's choice.
+    load(copy, dtype="float16").exit()
+    assert not [warning for warning in recwarn if "stored as" in str(warning.message)]
 
 
 def test_truncated_weights(copy: Path) -> None:

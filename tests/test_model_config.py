@@ -15,8 +15,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.layers.rotary_embedding import cos_sin_table
-from nanovllm.model_config import ARCHITECTURES, Architecture, ModelConfig, YarnConfig
-from nanovllm.models import MODELS
+from nanovllm.model_config import MODELS, Architecture, ModelConfig, YarnConfig
+from nanovllm.models import model_class
+from nanovllm.models.base import CausalLM
 
 # As transformers 4.x wrote them.
 QWEN3_06B: dict[str, Any] = {
@@ -45,12 +46,14 @@ def read(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> Mo
 
 
 def test_every_architecture_has_a_model() -> None:
-    assert set(MODELS) == set(ARCHITECTURES)
+    for name, row in MODELS.items():
+        assert row.name == name and issubclass(model_class(row), CausalLM)
 
 
 def test_qwen3_06b(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3_06B, {"eos_token_id": [151645, 151643]}) == ModelConfig(
-        architecture=Architecture("Qwen3ForCausalLM", qk_norm=True), vocab_size=151936, hidden_size=1024,
+        architecture=Architecture("Qwen3ForCausalLM", "qwen3.Qwen3ForCausalLM", qk_norm=True),
+        vocab_size=151936, hidden_size=1024,
         intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6,
         rope_theta=1e6, yarn=None, tie_word_embeddings=True, max_position=40960, initializer_range=0.02,
         dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
@@ -61,7 +64,8 @@ def test_qwen25_7b_instruct_1m(tmp_path: Path) -> None:
     """It names a sliding window and does not use it; its head size is the quotient of two others."""
     # Neither file's EOS is in the other one, and each ends a text.
     assert read(tmp_path, QWEN25_7B_1M, {"eos_token_id": 151643}) == ModelConfig(
-        architecture=Architecture("Qwen2ForCausalLM", qkv_bias=True), vocab_size=152064, hidden_size=3584,
+        architecture=Architecture("Qwen2ForCausalLM", "qwen3.Qwen3ForCausalLM", qkv_bias=True),
+        vocab_size=152064, hidden_size=3584,
         intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, head_dim=128, rms_norm_eps=1e-5,
         rope_theta=1e7, yarn=None, tie_word_embeddings=False, max_position=1010000, initializer_range=0.02,
         dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),

@@ -12,9 +12,12 @@ from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.sequence import RequestFeatures, RequestGroup, Sequence
+from nanovllm.engine.results import NewToken
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
+from nanovllm.text.request_state import RequestState
+from tests.mock_runner import make_request
 
 TEXTS = [
     "plain words, and more",
@@ -111,8 +114,8 @@ def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str
 
     reader = Thread(target=take)
     state._lock = WatchedLock(reached.set)  # type: ignore[assignment]
-    state._new = NewTokens("", Held(), bytearray())
-    state.append(token_id, False, b"a record")
+    state._token_ids = Held()
+    state.append(NewToken(0, 0, token_id, False, b"a record"))
     reader.join(10)
     assert [(new.text, new.token_ids, new.logprobs) for new in taken] == [("a", [token_id], b"a record")]
 
@@ -143,11 +146,9 @@ class ByteTokenizer:
 
 def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() -> None:
     params = SamplingParams(stop="stop", max_tokens=2)
-    sink = OutputState(ByteTokenizer(), params)
-    seq = Sequence(0, [7], params, 0, RequestFeatures(sink=sink))
+    state = RequestState(0, make_request([7], params.checked()), OutputProcessor(ByteTokenizer()))
     for token_id in (1, 2):
-        seq.token_ids.append(token_id)
-        assert sink.append(token_id, False, b"") is None
-    seq.finish_reason = "length"
-    (output,) = OutputProcessor(ByteTokenizer()).make_output(RequestGroup([seq])).outputs
+        assert not state.append(NewToken(0, 0, token_id, False, b""))
+    output = CompletionOutput(0, "", [1, 2], finish_reason="length")
+    state.finish(RequestOutput(0, None, [7], [output], True))
     assert (output.text, output.finish_reason, output.stop_reason) == ("x", "stop", "stop")

@@ -75,7 +75,7 @@ def test_several_outputs_fail_together(llm: LLM, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", len(TOKENIZER(PROMPT)["input_ids"]))
     with pytest.raises(StepError, match="no room"):
         llm.generate(PROMPT, SamplingParams(1.0, 5, n=3), use_tqdm=False)
-    assert not llm.llm_engine._requests
+    assert not llm.llm_engine._groups
 
 
 def test_priorities_order_requests_and_choose_the_victim() -> None:

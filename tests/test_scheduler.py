@@ -17,11 +17,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import decode_rows
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_messages import take_in_logprobs
-from nanovllm.engine.sequence import RequestFeatures, Sequence
+from nanovllm.engine.sequence import Sequence
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
-from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine
+from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine, make_request, make_sequence
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -119,7 +119,7 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
         elif kind == "abort":
             with failing():
                 engine.abort(arguments)
-            unclaimed = dict(engine._unclaimed.finished), *(error.request_ids for error in engine._unclaimed.failures)
+            unclaimed = dict(engine._results.finished), *(error.request_ids for error in engine._results.failures)
             if not any(arguments[0] in ids for ids in (outputs, *unclaimed)):
                 wanted.pop(arguments[0], None)
         else:
@@ -318,29 +318,22 @@ def test_stats_count_what_happened() -> None:
     }
 
 
-class StopsAfter:
-    """A sink that ends its output after so many tokens."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_left = num_tokens
-
-    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> str | None:
-        self.num_left -= 1
-        return None if self.num_left else "stop"
-
-
 def test_times_are_those_of_the_first_token_and_of_the_last_outputs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     engine, _ = make_engine(pipeline_depth=0)
     # The output that takes longest is neither the first nor the last.
-    features = [RequestFeatures(sink=StopsAfter(count)) for count in (2, 3, 1)]
-    engine.enqueue(array("i", [1, 2]), SamplingParams(n=3), features)
-    finished: list[tuple[int, RequestOutput]] = []
-    while not finished:
+    num_left = [2, 3, 1]
+    request = engine.enqueue(make_request([1, 2], SamplingParams(n=3), is_streamed=True))
+    while any(num_left):
         now[0] += 1
-        finished = engine.step().finished
-    ((_, output),) = finished
+        engine.run_step()
+        new = [token.output_index for token in engine.take_results().new_tokens]
+        assert new == [index for index in range(3) if num_left[index]]
+        num_left = [max(0, left - 1) for left in num_left]
+        engine.stop([(request, index) for index in new if not num_left[index]])
+    ((_, output),) = engine.take_results().finished
+    assert engine.is_finished()
     assert [len(item.token_ids) for item in output.outputs] == [2, 3, 1]
     assert output.metrics == RequestMetrics(0.0, queue_time=1.0, time_to_first_token=1.0, total_time=3.0)
 
@@ -443,7 +436,7 @@ def test_a_prompt_of_several_outputs_is_computed_once_and_copied_only_where_it_i
         (0, 20, True), (19, 1, False), (19, 1, False),
     ]  # fmt: skip
     # The last one to write keeps the block.
-    assert [len(batch.block_copies) for batch in runner.batches] == [0, 2, 0]
+    assert [len(batch.transfers) for batch in runner.batches] == [0, 2, 0]
 
 
 def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
@@ -460,12 +453,13 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     # Nobody else uses the block now, but others may find it.
     second.num_computed_tokens = 2
     assert manager.must_copy(second)
-    source, copy = manager.copy_block(second)
-    assert source != copy and second.block_table == [copy] and manager.blocks[source].ref_count == 0
+    copied = manager.copy_block(second)
+    assert copied.source != copied.destination and second.block_table == [copied.destination]
+    assert manager.blocks[copied.source].ref_count == 0
 
 
 def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
-    seq = Sequence(3, [1, 2, 3], SamplingParams(prompt_logprobs=0), 0)
+    seq = make_sequence(3, [1, 2, 3], SamplingParams(prompt_logprobs=0))
     seq.num_admissions = 2
     old, new = np.zeros(1), np.ones(1)
     batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])

@@ -8,6 +8,7 @@ import torch
 from nanovllm.attention import sdpa
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.kernels.qkv_rope_store import KVPages
 from tests.test_kernels import DEVICE, DTYPES, check_error, dense_attention, paged, randn
 
 
@@ -32,7 +33,7 @@ def test_decode_rows_and_chunks(
     backend = SdpaBackend(16)
     metadata.plan = backend.plan(metadata)
     assert len(metadata.plan) == most_pieces
-    out = backend.forward(query, cache[0], cache[1], metadata, 32**-0.5)
+    out = backend.forward(query, KVPages(cache[0], cache[1]), metadata, 32**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

@@ -14,10 +14,10 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels import sampling
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
-from nanovllm.layers.weights import WeightTarget
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader, make_model
 from nanovllm.models.base import CausalLM
+from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from tests.conftest import MakeCheckpoint
 from tests.test_kernels import by_triton
 
@@ -53,7 +53,7 @@ def test_the_ranks_parts_are_the_checkpoint(
     folder = make_checkpoint(architecture, hidden_size=96, tie_word_embeddings=tied, **SHAPE)
     models = shards(ModelConfig.from_folder(str(folder)), size)
     read = []
-    fill = loader._fill
+    fill = WeightSlice.fill
 
     class CountingSlice:
         def __init__(self, inner: Any) -> None:
@@ -63,7 +63,7 @@ def test_the_ranks_parts_are_the_checkpoint(
             read.append(self.inner[index].numel())
             return self.inner[index]
 
-    monkeypatch.setattr(loader, "_fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
+    monkeypatch.setattr(WeightSlice, "fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
     sizes = []
     for model in models:
         read.clear()
@@ -79,6 +79,19 @@ def test_the_ranks_parts_are_the_checkpoint(
     assert checked == len(names) > 20
     # The norms are everybody's; of the rest each rank has read about its shard and no more.
     assert sum(sizes) < 1.02 * whole and max(sizes) < (1 / size + 0.2) * whole
+
+
+def test_kernels_are_compiled_with_one_layer_of_each_kind(make_checkpoint: MakeCheckpoint) -> None:
+    (model,) = shards(ModelConfig.from_folder(os.fspath(make_checkpoint(num_hidden_layers=6))), 1)
+    layers: Any = model.get_submodule("model.layers")
+    with model.one_layer_of_each_kind():
+        assert list(model.get_submodule("model.layers").children()) == [layers[0], layers[5]]
+    layers[2].self_attn.attn.num_kv_heads += 1
+    layers[3].mlp.to(torch.bfloat16)
+    with pytest.raises(KeyError), model.one_layer_of_each_kind():
+        assert list(model.get_submodule("model.layers").children()) == [layers[0], layers[2], layers[3], layers[5]]
+        raise KeyError
+    assert model.get_submodule("model.layers") is layers
 
 
 def test_dummy_weights_are_one_model_however_it_is_split(checkpoint: Path) -> None:

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine.results import NewToken
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
-from nanovllm.text.stream_output import StreamedRequest
+from nanovllm.text.request_state import RequestState
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -136,13 +137,13 @@ def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[li
     token_ids, params = case
     state, shown = OutputState(TOKENIZER, params), ""
     count, want, stop = first_stop(token_ids, params)
-    taken, found = list[int](), None
-    while len(taken) < len(token_ids) and found is None:
+    taken, found = list[int](), False
+    while len(taken) < len(token_ids) and not found:
         taken.append(token_ids[len(taken)])
-        found = state.append(taken[-1], False, b"")
+        found = state.append(NewToken(0, 0, taken[-1], False, b""))
         shown += state.take(False).text
         assert want.startswith(shown)
-    assert state.finish() == want and shown + state.take(True).text == want
+    assert shown + state.take(True).text == want
     assert (len(taken), state.stop_string) == (count, stop)
 
 
@@ -207,13 +208,13 @@ def test_special_tokens_show_on_request(llm: LLM, script: Script) -> None:
 
 
 def test_a_step_of_a_stream_looks_at_requests_with_new_tokens_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, looked_at = StreamedRequest.take, []
+    take, looked_at = RequestState.take, []
 
-    def counted(self: StreamedRequest, request_id: int, final: RequestOutput | None = None) -> Any:
-        looked_at.append(request_id)
-        return take(self, request_id, final)
+    def counted(self: RequestState, final: RequestOutput | None = None) -> Any:
+        looked_at.append(self.request_id)
+        return take(self, final)
 
-    monkeypatch.setattr(StreamedRequest, "take", counted)
+    monkeypatch.setattr(RequestState, "take", counted)
     # A budget of one prompt: the others wait.
     monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", 3)
     outputs = list(llm.stream([[1, 2, 3]] * 40, SamplingParams(0, 2, ignore_eos=True)))

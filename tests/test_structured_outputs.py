@@ -17,8 +17,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.structured_output import GrammarCompiler
+from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.thinking import AfterThinkingConstraint
+from tests.mock_runner import make_request
 
 pytest.importorskip("llguidance")
 pytest.importorskip("pydantic")
@@ -237,16 +238,16 @@ def test_white_space_and_other_properties(
     llm: LLM, fields: dict[str, Any], text: str, fits: bool, as_class: bool
 ) -> None:
     schema: Any = Person if as_class else json.dumps(Person.model_json_schema())
-    constraint = llm.input_processor._grammars.make(StructuredOutputsParams(json=schema, **fields))
+    matcher = llm.input_processor._grammars.compile(StructuredOutputsParams(json=schema, **fields)).compiled.deep_copy()
     token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
-    accepted = constraint._matcher.try_consume_tokens(token_ids)
-    assert (accepted == len(token_ids) and constraint._matcher.is_accepting()) == fits
+    accepted = matcher.try_consume_tokens(token_ids)
+    assert (accepted == len(token_ids) and matcher.is_accepting()) == fits
 
 
 def test_a_schema_may_ask_for_white_space_of_its_own(llm: LLM) -> None:
     schema = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
     for params, fits in (({"json": schema}, True), ({"json_object": True}, False)):
-        matcher = llm.input_processor._grammars.make(StructuredOutputsParams(**params))._matcher
+        matcher = llm.input_processor._grammars.compile(StructuredOutputsParams(**params)).compiled.deep_copy()
         token_ids = llm.tokenizer.encode("{\n\n}", add_special_tokens=False)
         assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits
 
@@ -336,15 +337,20 @@ def test_a_grammar_binds_after_the_thoughts(has_token: bool) -> None:
     if has_token:
         tokenizer.add_tokens(["<think>", "</think>"])
     count = len(tokenizer)
-    inner = GrammarCompiler(tokenizer, count, frozenset({2})).make(StructuredOutputsParams(regex="q"))
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="q", after_thinking=True))
+    factory = ConstraintFactory(tokenizer, count, frozenset({2}))
+    assert params.structured_outputs is not None
+    grammar = factory.compile(params.structured_outputs)
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    def begin(prompt: str) -> AfterThinkingConstraint:
-        return AfterThinkingConstraint(tokenizer, inner.copy(), ids(prompt))
+    def begin(prompt: str) -> Any:
+        constraint = factory(make_request(ids(prompt), params, grammar=grammar))
+        assert isinstance(constraint, AfterThinkingConstraint)
+        return constraint
 
-    def take(constraint: AfterThinkingConstraint, text: str) -> set[int]:
+    def take(constraint: Any, text: str) -> set[int]:
         for token_id in ids(text):
             constraint.accept(token_id)
         return allowed(constraint, count)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.chat import plain_messages
-from nanovllm.text.structured_output import GrammarCompiler
+from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tool_calls import (
     HERMES,
     LLAMA3_JSON,
@@ -117,11 +117,11 @@ FUNCTIONS: list[dict[str, Any]] = [
 def test_grammars_force_calls(form: ToolCallFormat) -> None:
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({2}))
+    factory = ConstraintFactory(tokenizer, len(tokenizer), frozenset({2}))
 
     def fits(text: str, several: bool, answer: Any = None) -> bool:
         grammar = tool_call_grammar(FUNCTIONS, form, several=several, answer=answer)
-        matcher = compiler.make(StructuredOutputsParams(grammar=grammar))._matcher
+        matcher = factory.compile(StructuredOutputsParams(grammar=grammar)).compiled.deep_copy()
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 

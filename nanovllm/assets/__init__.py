@@ -1,4 +1,4 @@
-"""The bundled checkpoint, and the scripts that made it: `train.py` repeats it on one GPU."""
+"""The bundled checkpoint; `tests/training` made it."""
 
 from __future__ import annotations
 

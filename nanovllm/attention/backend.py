@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.attention.host_plan import NOTHING, CaptureVariant, DecodeContexts, HostPlan
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.qkv_rope_store import NormWeights
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 
 class AttentionBackend(ABC):
@@ -48,8 +48,7 @@ class AttentionBackend(ABC):
     def forward(
         self,
         query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
@@ -57,7 +56,7 @@ class AttentionBackend(ABC):
 
         Args:
             query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
-            k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+            pages: the layer's keys and values.
             metadata: describes the step.
             scale: factor of the scores before the softmax.
 
@@ -69,11 +68,8 @@ class AttentionBackend(ABC):
     def forward_projected(
         self,
         qkv: torch.Tensor,
-        norm_weights: NormWeights | None,
-        eps: float,
-        cos_sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        rope: NormRope,
+        pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor | None:

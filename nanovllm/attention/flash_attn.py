@@ -7,6 +7,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.qkv_rope_store import KVPages
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -15,8 +16,7 @@ class FlashAttnBackend(AttentionBackend):
     def forward(
         self,
         query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
@@ -26,8 +26,8 @@ class FlashAttnBackend(AttentionBackend):
         if n:
             decoded = flash_attn_with_kvcache(
                 query[:n].unsqueeze(1),
-                k_cache,
-                v_cache,
+                pages.k_cache,
+                pages.v_cache,
                 cache_seqlens=metadata.seq_lens[:n],
                 block_table=metadata.block_tables[:n],
                 softmax_scale=scale,
@@ -37,8 +37,8 @@ class FlashAttnBackend(AttentionBackend):
         if metadata.query_lens_host:
             out[n:] = flash_attn_varlen_func(
                 query[n:],
-                k_cache,
-                v_cache,
+                pages.k_cache,
+                pages.v_cache,
                 cu_seqlens_q=metadata.cu_seqlens_q,
                 cu_seqlens_k=_offsets(metadata.seq_lens[n:]),
                 max_seqlen_q=max(metadata.query_lens_host),

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
 """Maximum padded context tokens of one segment; bounds the memory of the gathered keys and values."""
@@ -88,30 +89,27 @@ class SdpaBackend(AttentionBackend):
     def forward(
         self,
         query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
         """See the base class."""
         out = torch.empty_like(query)
         for segment in metadata.plan:
-            out[segment.rows] = _attend(query.index_select(0, segment.rows), k_cache, v_cache, segment, scale)
+            out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale)
         return out
 
 
-def _attend(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, segment: Segment, scale: float
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, pages: KVPages, segment: Segment, scale: float) -> torch.Tensor:
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = pages.k_cache.shape[2]
     # Query heads of a group become further queries of their KV head: [seqs, kv_heads, group, queries, dim].
     q = query.view(segment.num_seqs, -1, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     group, num_queries = q.shape[2:4]
     # On the CPU index_select takes a quarter of the time of indexing.
     key, value = (
         cache.flatten(0, 1).index_select(0, segment.kv_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
-        for cache in (k_cache, v_cache)
+        for cache in (pages.k_cache, pages.v_cache)
     )
     mask = segment.mask.repeat(1, 1, group, 1)
     out = functional.scaled_dot_product_attention(q.flatten(2, 3), key, value, attn_mask=mask, scale=scale)

@@ -17,7 +17,7 @@ from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.cascade_attention import rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.prefill_attention import prefill_attention
-from nanovllm.kernels.qkv_rope_store import NormWeights
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 FEW_SEQS = 64
 """Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
@@ -82,7 +82,7 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
-        self.heads = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self._hopper_decode: Any = None
         self._prefill: Callable[..., None] = prefill_attention
         if is_hopper(device):
@@ -128,25 +128,26 @@ class TritonBackend(AttentionBackend):
         uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
         shares = 1 if single_split else self._shares(n, programs)
         groups = self.planner.cascade.groups if uses_cascade else None
-        return plan_decode(metadata.seq_lens[:n], *self.heads, tile, shares, groups)
+        lens = metadata.seq_lens[:n]
+        return plan_decode(lens, self.num_heads, self.num_kv_heads, self.head_dim, tile, shares, groups)
 
     def forward(
         self,
         query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
         """See the base class."""
-        n = metadata.num_decodes
+        n, k_cache, v_cache = metadata.num_decodes, pages.k_cache, pages.v_cache
         out = torch.empty_like(query)
-        tables, lens = metadata.block_tables, metadata.seq_lens
-        decodes = query[:n], k_cache, v_cache, out[:n], tables[:n]
+        tables, lens, plan = metadata.block_tables, metadata.seq_lens, metadata.plan
         if n and self._hopper_decode is not None:
-            self._hopper_decode.hopper_decode_attention(*decodes, metadata.slot_mapping[:n], metadata.plan, scale)
+            self._hopper_decode.hopper_decode_attention(
+                query[:n], k_cache, v_cache, out[:n], tables[:n], metadata.slot_mapping[:n], plan, scale
+            )
         elif n:
-            decode_attention(*decodes, metadata.plan, scale)
+            decode_attention(query[:n], k_cache, v_cache, out[:n], tables[:n], plan, scale)
         if len(metadata.query_tiles):
             cu_seqlens_q, tiles = metadata.cu_seqlens_q, metadata.query_tiles
             self._prefill(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
@@ -155,11 +156,8 @@ class TritonBackend(AttentionBackend):
     def forward_projected(
         self,
         qkv: torch.Tensor,
-        norm_weights: NormWeights | None,
-        eps: float,
-        cos_sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        rope: NormRope,
+        pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor | None:
@@ -167,16 +165,15 @@ class TritonBackend(AttentionBackend):
         uses_cascade, _ = cast(DecodeVariant, metadata.variant)
         if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None
-        out = qkv.new_empty(len(qkv), self.heads[0], qkv.shape[2])
+        out = qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2])
         self._hopper_decode.hopper_decode_attention(
-            qkv, k_cache, v_cache, out, metadata.block_tables, metadata.slot_mapping, metadata.plan, scale,
-            (norm_weights, eps, cos_sin),
+            qkv, pages.k_cache, pages.v_cache, out, metadata.block_tables, metadata.slot_mapping, metadata.plan, scale,
+            rope,
         )  # fmt: skip
         return out
 
     def _shares(self, num_seqs: int, programs: int) -> int:
         """Return the `shares` argument of `split_contexts` for `programs` programs per multiprocessor."""
-        _, num_kv_heads, _ = self.heads
-        at_once = max(1, programs * self.num_processors // num_kv_heads)
+        at_once = max(1, programs * self.num_processors // self.num_kv_heads)
         # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
         return at_once - num_seqs if 2 * num_seqs <= at_once else at_once

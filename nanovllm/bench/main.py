@@ -5,8 +5,6 @@ runs twice with fresh prompts, after one round that does not count, and the bett
 that the machine, at the read bandwidth and matmul rate measured in the same run, cannot beat: for each decode step the
 longer of reading the weights and doing the products' arithmetic, plus reading the live keys and values; then the
 arithmetic of the prefill. The last line is JSON.
-
-`nanovllm bench serve` measures a server instead; it has options of its own.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.runner.messages import BlockTransfer
 
 Identity = int | str
 BlockKey = tuple[Identity, bytes]
@@ -122,16 +123,13 @@ class BlockManager:
         block = self.blocks[seq.block_table[index]]
         return block.ref_count > 1 or block.key is not None
 
-    def copy_block(self, seq: Sequence) -> tuple[int, int]:
-        """Give the sequence its own copy, in a free block, of the block that it is about to write to.
-
-        Returns the ids of the block and of the copy.
-        """
+    def copy_block(self, seq: Sequence) -> BlockTransfer:
+        """Give the sequence its own copy, in a free block, of the block that it is about to write to."""
         index = seq.num_computed_tokens // self.block_size
         source, copy = seq.block_table[index], self._take_free_block()
         self._release(source)
         seq.block_table[index] = copy
-        return source, copy
+        return BlockTransfer("copy", source, copy)
 
     def needs_block(self, seq: Sequence) -> bool:
         """Whether the sequence's next token to compute lies past its last block."""
@@ -255,5 +253,5 @@ class BlockManager:
 
 
 def _root(seq: Sequence) -> Identity:
-    salt = seq.features.cache_salt
+    salt = seq.request.cache_salt
     return _ROOT_IDENTITY if salt is None else salt

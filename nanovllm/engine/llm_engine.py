@@ -1,10 +1,12 @@
 """The engine: token ids in, token ids out, one step at a time. It knows neither tokenizers nor devices.
 
+It is an `Engine`, and can be driven alone, with requests of token ids (`add_request`, `step`).
+
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
 (depth 0, on the CPU). What needs token values, such as EOS, waits for the step's result; see `Scheduler`.
 
 One thread at a time drives the engine; another that tries to gets an error. Requests and aborts may come from any
-thread: they go into an inbox, which the next step empties. What a step finishes or fails is kept until a caller has it.
+thread: they go into an inbox, which the next step empties. What a step brings is kept until a caller has it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -24,15 +26,16 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
+from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.request_output import new_token_ids, request_output
+from nanovllm.engine.request_output import request_output
+from nanovllm.engine.results import Results, StepTokens
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import GOLDEN_RATIO_64, RequestFeatures, RequestGroup, Sequence, make_request
+from nanovllm.engine.sequence import GOLDEN_RATIO_64, Sequence, SequenceGroup, SequenceStatus, make_sequences
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.token_masks import token_masks
 from nanovllm.engine.trace import Trace, TracedRunner
-from nanovllm.engine.unclaimed import Unclaimed
-from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
@@ -55,7 +58,7 @@ class LLMEngine(Unpicklable):
         config, runner: the engine's settings, and what runs its batches.
         vocab_size, max_model_len: token ids of prompts are below it; most tokens of one request.
         eos_token_ids: tokens that end a request.
-        make_output: makes a finished request's output; called with signals deferred.
+        make_constraint: makes the constraints of requests as they are queued.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class LLMEngine(Unpicklable):
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        make_output: Callable[[RequestGroup], RequestOutput] = request_output,
+        make_constraint: MakeConstraint = no_constraint,
     ) -> None:
         self.config = config
         self._runner: Runner | None = runner
@@ -90,14 +93,12 @@ class LLMEngine(Unpicklable):
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
         # Unfinished ones, by the id of each of their sequences.
-        self._requests: dict[int, RequestGroup] = {}
+        self._groups: dict[int, SequenceGroup] = {}
         self._inbox: deque[Sequence | Abort] = deque()
-        # See `new_token_ids`: of the steps that the last `run_step` took in.
-        self._new_tokens: list[tuple[list[int], np.ndarray, set[int]]] = []
-        # The same, and the prefilled tokens, of calls of `step` that have not returned them: they have raised.
-        self._unreported: list[tuple[list[int], np.ndarray, set[int]]] = []
-        self._num_unreported_prefill_tokens = 0
-        self._unclaimed = Unclaimed(make_output)
+        self._make_constraint = make_constraint
+        # Of the steps that the last `run_step` took in.
+        self._step_tokens = StepTokens()
+        self._results = Results()
         self._history = StatsHistory()
         self._guard = CallGuard()
         exit_with_interpreter(self)
@@ -111,19 +112,23 @@ class LLMEngine(Unpicklable):
             ValueError: the prompt, a parameter or the request's size is out of bounds.
         """
         params = self.limits.check_without_text(SamplingParams() if sampling_params is None else sampling_params)
-        features = RequestFeatures(priority=check_int("priority", priority))
-        return self.enqueue(self.limits.check_prompt(prompt, params), params, [features] * params.n)
+        token_ids = self.limits.check_prompt(prompt, params)
+        return self.enqueue(Request(token_ids, params, priority=check_int("priority", priority)))
 
-    def enqueue(self, token_ids: array[int], params: SamplingParams, features: list[RequestFeatures]) -> int:
-        """Queue a request that `limits` has passed, with features for each of its outputs, and return its id."""
+    def enqueue(self, request: Request) -> int:
+        """Queue a request that `limits` has passed, and return its id; its constraints are made in this thread."""
         self.require_open()
-        seq_ids = [next(self._request_ids) for _ in features]
+        params, num_outputs = request.params, request.params.n
+        constraints: list[TokenConstraint | None] = [None] * num_outputs
+        if request.grammar is not None or request.bad_words:
+            constraints = [self._make_constraint(request) for _ in range(num_outputs)]
+        seq_ids = [next(self._request_ids) for _ in range(num_outputs)]
         seed = (self._seed + (seq_ids[0] + 1) * GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
-        max_tokens = self.limits.max_tokens(len(token_ids), params)
-        request = make_request(seq_ids, token_ids, params, features, seed, max_tokens)
-        self._requests.update(dict.fromkeys(seq_ids, request))
-        self._inbox.extend(request.seqs)
-        return request.request_id
+        max_tokens = self.limits.max_tokens(len(request.token_ids), params)
+        group = make_sequences(request, seq_ids, seed, max_tokens, constraints)
+        self._groups.update(dict.fromkeys(seq_ids, group))
+        self._inbox.extend(group.seqs)
+        return seq_ids[0]
 
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
@@ -137,13 +142,8 @@ class LLMEngine(Unpicklable):
         try:
             self.begin(call)
             # The device may have been lost with the step after the one that finished what nobody has had.
-            if self._runner is not None or not self._unclaimed:
-                self._num_unreported_prefill_tokens += self.run_step()
-                self._unreported += self._new_tokens
-            finished, new = self._unclaimed.take(), new_token_ids(self._unreported)
-            num_prefill_tokens, self._num_unreported_prefill_tokens = self._num_unreported_prefill_tokens, 0
-            self._unreported.clear()
-            return StepResult(finished, new, num_prefill_tokens, sum(map(len, new.values())))
+            tokens = self.run_step() if self._runner is not None or not self._results else None
+            return self._results.take_step(tokens)
         finally:
             self.end(call)
 
@@ -174,7 +174,7 @@ class LLMEngine(Unpicklable):
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
-        return self._is_idle() and not self._unclaimed
+        return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._results)
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
@@ -224,15 +224,15 @@ class LLMEngine(Unpicklable):
         """End a call, which may never have begun; closes the engine if somebody has asked for it meanwhile."""
         self._guard.end(call, self._close)
 
-    def run_step(self) -> int:
-        """Do a step for the call that drives the engine; results and failures are kept. Returns the prefilled tokens.
+    def run_step(self) -> StepTokens:
+        """Do a step for the call that drives the engine, and return its tokens; its results are kept.
 
         Signals are deferred until the step ends, so that the scheduler's state stays consistent.
         """
         with deferred_signals():
             runner = self.require_open()
             self._empty_inbox()
-            self._new_tokens.clear()
+            tokens = self._step_tokens = StepTokens()
             self._history.sample_if_due(self.stats)
             try:
                 batch = self.scheduler.schedule()
@@ -243,28 +243,39 @@ class LLMEngine(Unpicklable):
                 # The steps before the one that failed are good.
                 self._collect(0)
                 self._fail(error)
-                return 0
+                return tokens
             # With nothing launched the pipeline drains: an empty plan still collects the last result.
             self._collect(runner.pipeline_depth if batch is not None else 0)
-            if self.scheduler.is_finished():
-                # What is still under way computes tokens past an EOS.
-                self._collect(0)
-            return batch.num_prompt_tokens if batch is not None else 0
+            self._collect_last()
+            tokens.num_prefill_tokens = batch.num_prompt_tokens if batch is not None else 0
+            return tokens
 
-    def take_results(self) -> tuple[list[tuple[int, RequestOutput]], list[StepError]]:
-        """Return, once, all finished requests by id and all failures, for a caller who owns every request."""
-        return self._unclaimed.take_all()
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine takes requests and steps."""
+        return self._runner is not None and not self._guard.closing
 
-    def claim(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
-        """Return, once, those of these requests that have finished.
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` has anything."""
+        results = self._results
+        return bool(results.new_tokens or results.finished or results.failures or results.dropped)
 
-        Raises:
-            RuntimeError: none of them is left, since somebody else has aborted them; a `StepError` if one has failed.
-        """
-        done = self._unclaimed.claim(request_ids)
-        if not done and self._is_idle():
-            raise RuntimeError("requests of this generate were aborted by somebody else")
-        return done
+    def take_results(self) -> Results:
+        """Return, once, what steps have brought, for a caller who owns every request."""
+        results, self._results = self._results, Results()
+        return results
+
+    def stop(self, outputs: list[tuple[int, int]]) -> None:
+        """End outputs, by request and index, for the call that drives the engine; see `Engine`."""
+        with deferred_signals():
+            self._empty_inbox()
+            for request_id, index in outputs:
+                group = self._groups.get(request_id)
+                if group is not None and group.seqs[index].status is not SequenceStatus.FINISHED:
+                    self.scheduler.stop(group.seqs[index])
+                    self._finish(group)
+            self._collect_last()
 
     def drop(self, request_ids: set[int]) -> None:
         """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
@@ -274,19 +285,22 @@ class LLMEngine(Unpicklable):
             try:
                 self._collect(0)
             finally:
-                self._unclaimed.drop(request_ids)
+                self._results.drop(request_ids)
 
-    def _is_idle(self) -> bool:
-        return self.scheduler.is_finished() and not (self._in_flight or self._inbox)
-
-    def _abort(self, request: RequestGroup) -> None:
+    def _abort(self, group: SequenceGroup) -> None:
         """Drop what is left of a request."""
-        self._forget(request)
-        self.scheduler.abort(seq.seq_id for seq in request.seqs)
+        self._forget(group)
+        self.scheduler.abort(seq.seq_id for seq in group.seqs)
 
-    def _forget(self, request: RequestGroup) -> None:
-        for seq in request.seqs:
-            del self._requests[seq.seq_id]
+    def _forget(self, group: SequenceGroup) -> None:
+        for seq in group.seqs:
+            del self._groups[seq.seq_id]
+
+    def _finish(self, group: SequenceGroup) -> None:
+        """Keep the output of a request if the last of its sequences has ended."""
+        if group.is_finished:
+            self._forget(group)
+            self._results.finished.append((group.request_id, request_output(group)))
 
     def _make_masks(self, batch: ScheduledBatch) -> np.ndarray | None:
         """Return the masks of a batch whose forward pass is running, if it has any; see `Runner.sample`."""
@@ -317,11 +331,13 @@ class LLMEngine(Unpicklable):
                 self.scheduler.add(message)
                 continue
             for request_id in message.request_ids:
-                request = self._requests.get(request_id)
-                if request is not None:
-                    self._abort(request)
+                group = self._groups.get(request_id)
+                if group is not None:
+                    self._abort(group)
                     if message.keep_outputs:
-                        self._unclaimed.add(request)
+                        self._results.finished.append((group.request_id, request_output(group)))
+                    else:
+                        self._results.dropped.append(group.request_id)
 
     def require_open(self) -> Runner:
         """Return the runner; raises a RuntimeError if the engine is closed."""
@@ -339,19 +355,23 @@ class LLMEngine(Unpicklable):
                 self._fail(error)
                 return False
             changes = self.scheduler.postprocess(batch, output)
-            self._new_tokens.append((batch.sampled_seq_ids, output.token_ids, changes.dropped))
+            self._step_tokens.sampled.append((batch.sampled_seq_ids, output.token_ids, changes.dropped))
+            self._results.new_tokens += changes.new_tokens
             for seq, cause in changes.failed:
                 # A request with several outputs fails with any of them, and only once.
-                if (request := self._requests.get(seq.seq_id)) is not None:
-                    self._abort(request)
-                    message = f"request {request.request_id} failed: {cause}"
-                    self._unclaimed.fail(StepError(message, [request.request_id], cause))
+                if (group := self._groups.get(seq.seq_id)) is not None:
+                    self._abort(group)
+                    message = f"request {group.request_id} failed: {cause}"
+                    self._results.fail(StepError(message, [group.request_id], cause))
             for seq in changes.finished:
-                request = self._requests.get(seq.seq_id)
-                if request is not None and request.is_finished:
-                    self._forget(request)
-                    self._unclaimed.add(request)
+                if (group := self._groups.get(seq.seq_id)) is not None:
+                    self._finish(group)
         return True
+
+    def _collect_last(self) -> None:
+        """Take in the step under way if nobody waits for its tokens: they are past an EOS or a stop string."""
+        if self.scheduler.is_finished():
+            self._collect(0)
 
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
@@ -360,10 +380,10 @@ class LLMEngine(Unpicklable):
         """
         self._in_flight.clear()
         # A request with several outputs fails with any of them.
-        requests = {id(r): r for r in (self._requests[seq.seq_id] for seq in self.scheduler.fail_in_flight())}
-        failed = [request.request_id for request in requests.values()]
-        for request in requests.values():
-            self._abort(request)
+        groups = {id(group): group for group in (self._groups[s.seq_id] for s in self.scheduler.fail_in_flight())}
+        failed = [group.request_id for group in groups.values()]
+        for group in groups.values():
+            self._abort(group)
         message = f"a step failed, and with it the requests {failed}: {error}"
         try:
             if self._runner is not None:
@@ -371,6 +391,6 @@ class LLMEngine(Unpicklable):
         except Exception as lost:
             self._runner = None
             message += f"; the engine is closed: {lost}"
-        self._unclaimed.fail(StepError(message, failed, error))
+        self._results.fail(StepError(message, failed, error))
         if not isinstance(error, Exception):
             raise error

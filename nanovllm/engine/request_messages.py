@@ -30,8 +30,8 @@ def _sampling_extra(seq: Sequence) -> SamplingExtra:
         seq.token_ids[:] if params.uses_penalties else array("i"),
         seq.num_prompt_tokens,
         tuple(seq.end_token_ids) if params.min_tokens else (),
-        seq.features.bad_token_ids,
-        seq.features.constraint is not None,
+        seq.request.bad_token_ids,
+        seq.constraint is not None,
     )
 
 
@@ -49,7 +49,7 @@ def prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
 
 def pooling_of(seq: Sequence, end: int) -> str | None:
     """Return which hidden states are asked for of a chunk that ends at `end`: "last", or "mean" of all."""
-    pooling = seq.features.pooling
+    pooling = seq.request.pooling
     return pooling if pooling == "mean" or end == seq.num_prompt_tokens else None
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Reversible
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_rows import DecodeRows
 from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
+from nanovllm.engine.results import NewToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.runner.messages import (
@@ -39,13 +40,15 @@ class StepChanges:
 
     Attributes:
         finished: sequences that are complete.
-        failed: sequences whose constraint or sink has raised, and what; they are gone.
+        failed: sequences whose constraint has raised, and what; they are gone.
         dropped: ids of those that had ended before their token came.
+        new_tokens: of requests that report them.
     """
 
     finished: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
+    new_tokens: list[NewToken] = field(default_factory=list)
 
 
 @dataclass
@@ -91,8 +94,8 @@ class Scheduler:
         self._num_extra = 0
 
     @property
-    def sequences(self) -> Iterable[Sequence]:
-        """Every unfinished sequence."""
+    def sequences(self) -> Reversible[Sequence]:
+        """Every unfinished sequence, in the order of `add`."""
         return self._sequences.values()
 
     def counters(self) -> dict[str, int]:
@@ -138,7 +141,7 @@ class Scheduler:
         if self._num_extra:
             planned = [*self.decoding.seqs, *prefilled]
             batch.has_extra = any(seq.has_extra for seq in planned)
-            batch.masked = [i for i, seq in enumerate(planned) if seq.features.constraint is not None]
+            batch.masked = [i for i, seq in enumerate(planned) if seq.constraint is not None]
         for seq in ending:
             self._end_by_count(seq)
         for seq in prefilled:
@@ -166,9 +169,9 @@ class Scheduler:
             return
         seq.append(token_id)
         try:
-            # Most sequences have nobody to tell, and need not pay for a call.
-            ends = self._tell(seq, token_id) if seq.watches_tokens else token_id in seq.end_token_ids
-        # Of this sequence alone. A panic of the tokenizers library derives from BaseException.
+            # Most sequences are not watched, and need not pay for a call.
+            ends = self._watch(seq, token_id, changes) if seq.watches_tokens else token_id in seq.end_token_ids
+        # Of this sequence alone. A panic of a native library derives from BaseException.
         except BaseException as error:
             self._finish(seq, "abort")
             changes.failed.append((seq, error))
@@ -190,19 +193,21 @@ class Scheduler:
             if seq is not None and seq.metrics.time_to_first_token is None:
                 seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
 
-    def _tell(self, seq: Sequence, token_id: int) -> bool:
-        """Pass a token to the request's constraint and sink; returns whether the output ends with it."""
-        features, is_end = seq.features, token_id in seq.end_token_ids
+    def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
+        """Pass a token to the sequence's constraint, and report it; returns whether the output ends with it."""
+        is_end = token_id in seq.end_token_ids
         if is_end and token_id in (seq.params.stop_token_ids or ()):
             seq.stop_reason = token_id
-        if features.constraint is not None:
-            features.constraint.accept(token_id)
-        if features.sink is not None:
+        if seq.constraint is not None:
+            seq.constraint.accept(token_id)
+        if seq.request.reports_tokens:
             record = bytes(seq.logprobs[-seq.record_bytes :]) if seq.record_bytes else b""
-            stop_string = features.sink.append(token_id, is_end, record)
-            if stop_string is not None and not is_end:
-                is_end, seq.stop_reason = True, stop_string
+            changes.new_tokens.append(NewToken(seq.request_id, seq.index, token_id, is_end, record))
         return is_end
+
+    def stop(self, seq: Sequence) -> None:
+        """End an unfinished sequence whose text is complete."""
+        self._finish(seq, "stop")
 
     def abort(self, seq_ids: Iterable[int]) -> None:
         """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
@@ -244,7 +249,7 @@ class Scheduler:
                 if last is seq:
                     return
             elif manager.must_copy(seq):
-                batch.block_copies.append(manager.copy_block(seq))
+                batch.transfers.append(manager.copy_block(seq))
                 index = seq.num_computed_tokens // manager.block_size
                 batch.new_blocks.append(NewBlock(seq.slot, index, seq.block_table[index]))
             else:

@@ -1,90 +1,29 @@
-"""One request's state: plain data that the scheduler and the block manager write."""
+"""The state of one output of a request: plain data that the scheduler and the block manager write."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from nanovllm.engine.request import Request, TokenConstraint
 from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.messages import TokenLogprobs
-from nanovllm.sampling_params import SamplingParams
 
-
-class TokenSink(Protocol):
-    """Sees an output's tokens as they come."""
-
-    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> str | None:
-        """Take a token; returns the stop string that it completes.
-
-        Args:
-            token_id: the token.
-            is_end: whether it is EOS or a stop token.
-            logprobs: its record of log-probabilities, see `nanovllm.logprobs`; empty unless asked for.
-        """
-
-
-class TokenConstraint(Protocol):
-    """Says which token may come next."""
-
-    def accept(self, token_id: int) -> None:
-        """Take a token of the output, that which ends it too; what it raises fails the request alone."""
-
-    def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
-        """Write the masks of constraints of this kind.
-
-        Args:
-            constraints: each with its row of words.
-            words: [_, ceil(vocab_size / 32)] int32; a bit for each token. The rows' content is undefined before.
-        """
-
-
-@dataclass(frozen=True)
-class RequestFeatures:
-    """What a request brings besides its prompt and its sampling parameters.
-
-    Attributes:
-        priority: lower ones run first.
-        sink: sees the tokens as they come.
-        constraint: masks the tokens.
-        bad_token_ids: tokens that are never generated.
-        pooling: "last" or "mean" asks for the hidden states of the prompt.
-        cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
-        prompt: its text, if it came as one.
-        prompt_token_ids: the prompt as the list that it came as, for the output: a new one of a thousand integers takes
-            as long as the rest of an output.
-    """
-
-    priority: int = 0
-    sink: TokenSink | None = None
-    constraint: TokenConstraint | None = None
-    bad_token_ids: tuple[int, ...] = ()
-    pooling: str | None = None
-    cache_salt: str | None = None
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
-
-    @property
-    def has_extra(self) -> bool:
-        """Whether steps must know of it."""
-        return self.constraint is not None or bool(self.bad_token_ids)
-
-
-_NO_FEATURES = RequestFeatures()
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 """Multiples of it, modulo 2**64, are far apart."""
 
 
-@dataclass(frozen=True)
-class RequestGroup:
-    """A request: the sequences of its outputs, in order."""
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """The sequences of a request's outputs, in order."""
 
+    request: Request
     seqs: list[Sequence]
 
     @property
@@ -124,7 +63,7 @@ class Rows(Protocol):
 
 
 class Sequence:
-    """One request.
+    """One output of a request.
 
     Three counts tell where it is, and the difference between them is what makes overlapped steps possible:
     `len(token_ids)` tokens whose values are known here, `num_tokens` that exist (the newest may so far exist on the
@@ -135,34 +74,37 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        token_ids: Iterable[int],
-        params: SamplingParams,
+        request: Request,
         seed: int,
-        features: RequestFeatures | None = None,
         index: int = 0,
+        constraint: TokenConstraint | None = None,
     ) -> None:
+        params = request.params
         self.seq_id = seq_id
+        # That of the first of its request.
+        self.request_id = seq_id
+        self.request = request
         # Its slices go as they are to hashes, to numpy and to other processes.
-        self._token_ids = array("i", token_ids)
+        self._token_ids = request.token_ids[:]
         self.num_prompt_tokens = len(self._token_ids)
         self.params = params
         self.seed = seed
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.features = features or _NO_FEATURES
-        # Which output of its request it is.
+        # Which output of its request it is, and what masks its tokens.
         self.index = index
+        self.constraint = constraint
         # All sequences of a request with several outputs, until this one has finished.
         self.siblings: list[Sequence] = []
         # The most tokens of its output; None has no limit but the model's length.
         self.max_tokens = params.max_tokens
         # Whether steps must know more of it than its temperature.
-        self.has_extra = self.features.has_extra or params.has_extra
+        self.has_extra = constraint is not None or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
         self.end_token_ids: frozenset[int] = frozenset()
         # Whether more than those may end it, or somebody sees its tokens as they come.
-        self.watches_tokens = bool(self.features.sink or self.features.constraint or params.stop_token_ids)
+        self.watches_tokens = bool(constraint or params.stop_token_ids or request.reports_tokens)
         # A record for each token of the output, see `nanovllm.logprobs`, and the size of one.
         self.logprobs = bytearray()
         self.record_bytes = record_bytes(params.logprobs)
@@ -188,7 +130,7 @@ class Sequence:
         # The block manager's count of freed and registered blocks below which this sequence does not fit.
         self.fits_from = 0
         # Sequences run in the order of this key: by priority, then by arrival.
-        self.sort_key = (self.features.priority, seq_id)
+        self.sort_key = (request.priority, seq_id)
 
     @property
     def token_ids(self) -> array[int]:
@@ -236,16 +178,16 @@ class Sequence:
     @property
     def wants_prompt(self) -> bool:
         """Whether chunks of the prompt are asked for more than a token, and have not all been computed."""
-        asked = self.params.prompt_logprobs is not None or self.features.pooling is not None
+        asked = self.params.prompt_logprobs is not None or self.request.pooling is not None
         return asked and self.index == 0 and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def max_cached_tokens(self) -> int:
         """Leading tokens that the prefix cache may serve."""
-        if not self.wants_prompt or self.features.pooling == "last":
+        if not self.wants_prompt or self.request.pooling == "last":
             return len(self.token_ids)
         # The first token that is scored follows from the one before it.
-        return 0 if self.features.pooling else max(0, self.params.prompt_logprobs_start - 1)
+        return 0 if self.request.pooling else max(0, self.params.prompt_logprobs_start - 1)
 
     @property
     def fork_source(self) -> Sequence | None:
@@ -272,21 +214,16 @@ class Sequence:
         )
 
 
-def make_request(
-    seq_ids: list[int],
-    token_ids: array[int],
-    params: SamplingParams,
-    features: list[RequestFeatures],
-    seed: int,
-    max_tokens: int,
-) -> RequestGroup:
-    """Return a request with a sequence for each of its outputs; their seeds follow from the request's."""
+def make_sequences(
+    request: Request, seq_ids: list[int], seed: int, max_tokens: int, constraints: list[TokenConstraint | None]
+) -> SequenceGroup:
+    """Return a request's sequences, one for each of its outputs; their seeds follow from the request's."""
     seqs = []
-    for i, (seq_id, item) in enumerate(zip(seq_ids, features, strict=True)):
-        seq = Sequence(seq_id, token_ids, params, (seed + i * GOLDEN_RATIO_64) % 2**64, item, i)
-        seq.max_tokens = max_tokens
+    for i, (seq_id, constraint) in enumerate(zip(seq_ids, constraints, strict=True)):
+        seq = Sequence(seq_id, request, (seed + i * GOLDEN_RATIO_64) % 2**64, i, constraint)
+        seq.max_tokens, seq.request_id = max_tokens, seq_ids[0]
         seqs.append(seq)
     if len(seqs) > 1:
         for seq in seqs:
             seq.siblings = seqs
-    return RequestGroup(seqs)
+    return SequenceGroup(request, seqs)

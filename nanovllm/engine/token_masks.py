@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nanovllm.engine.sequence import Sequence, TokenConstraint
+from nanovllm.engine.request import TokenConstraint
+from nanovllm.engine.sequence import Sequence
 
 
 def token_masks(seqs: list[Sequence | None], vocab_size: int) -> np.ndarray:
@@ -17,10 +18,10 @@ def token_masks(seqs: list[Sequence | None], vocab_size: int) -> np.ndarray:
     words = np.empty((len(seqs), -(-vocab_size // 32)), dtype=np.int32)
     constrained: list[tuple[TokenConstraint, int]] = []
     for row, seq in enumerate(seqs):
-        if seq is None or seq.features.constraint is None:
+        if seq is None or seq.constraint is None:
             words[row] = -1
         else:
-            constrained.append((seq.features.constraint, row))
+            constrained.append((seq.constraint, row))
     fill_rows(constrained, words)
     return words
 

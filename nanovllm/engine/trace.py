@@ -16,6 +16,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import Handle, Runner, ScheduledBatch, StepOutput
 
+# Of Chrome's format: processes, and threads of the first.
 _ENGINE, _REQUESTS = 1, 2
 _HOST, _DEVICE = 1, 2
 
@@ -43,11 +44,11 @@ class Trace:
         self._scheduler = scheduler
         self._num_preemptions = scheduler.stats.num_preemptions
         self._steps: list[_Step] = []
-        self._seqs: dict[int, Sequence] = {}
+        self._seqs = {seq.seq_id: seq for seq in list(scheduler.sequences)}
         self._began = time.monotonic()
 
     def begin_step(self, batch: ScheduledBatch) -> _Step:
-        """Note a step that is being launched, and the requests whose prompts end in it."""
+        """Note a step that is being launched, and the requests that have come since the one before."""
         preempted, self._num_preemptions = self._num_preemptions, self._scheduler.stats.num_preemptions
         what = {
             "decodes": len(batch.decode_slots),
@@ -56,23 +57,26 @@ class Trace:
             "new requests": len(batch.new_requests),
             "preempted": self._num_preemptions - preempted,
         }
-        for seq_id in batch.sampled_seq_ids[len(batch.decode_slots) :]:
-            if (seq := self._scheduler.find(seq_id)) is not None:
-                self._seqs[seq_id] = seq
+        # The newest are last.
+        for seq in reversed(self._scheduler.sequences):
+            if seq.seq_id in self._seqs:
+                break
+            self._seqs[seq.seq_id] = seq
         step = _Step(what, batch.number, time.monotonic())
         self._steps.append(step)
         return step
 
     def write(self, file: IO[str]) -> None:
         """Write what was recorded as JSON."""
-        names = [(_ENGINE, None, "engine"), (_ENGINE, _HOST, "host"), (_ENGINE, _DEVICE, "device")]
-        events = [_name(pid, tid, name) for pid, tid, name in [*names, (_REQUESTS, None, "requests")]]
+        events = [_name(_ENGINE, 0, "engine"), _name(_ENGINE, _HOST, "host"), _name(_ENGINE, _DEVICE, "device")]
         before: _Step | None = None
         for step in (step for step in self._steps if step.ended):
             events += self._step_events(step, before)
             before = step
-        for seq in self._seqs.values():
-            events += self._request_events(seq)
+        events.append(_name(_REQUESTS, 0, "requests"))
+        # Another thread may still drive the engine.
+        for seq_id in sorted(self._seqs):
+            events += self._request_events(self._seqs[seq_id])
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def _step_events(self, step: _Step, before: _Step | None) -> list[dict[str, Any]]:
@@ -80,35 +84,44 @@ class Trace:
         # The device does one step after the other. If nobody waits for the end of one, it was a little earlier.
         starts = step.launched if before is None else max(step.launched, before.ended)
         return [
-            self._slice("launch " + name, _HOST, step.began, step.launched),
-            self._slice("wait for " + name, _HOST, step.asked, step.ended),
-            self._slice(name, _DEVICE, starts, step.ended) | {"args": step.batch},
+            self._slice(_HOST, "launch " + name, step.began, step.launched) | {"args": step.batch},
+            self._slice(_HOST, "wait for " + name, step.asked, step.ended),
+            self._slice(_DEVICE, name, starts, step.ended) | {"args": step.batch},
         ]
 
     def _request_events(self, seq: Sequence) -> list[dict[str, Any]]:
+        """Return the events of a request's life, which are nested: the whole of it, and its phases."""
         times = seq.metrics
-        now = time.monotonic() - times.arrival_time
-        ends = [now if end is None else end for end in (times.queue_time, times.time_to_first_token, times.total_time)]
-        events, start = [], 0.0
-        for name, end in zip(("queued", "prefill", "decode"), ends, strict=True):
-            for phase, at in (("b", start), ("e", end)):
-                event = {"name": name, "cat": "request", "ph": phase, "id": seq.seq_id, "pid": _REQUESTS, "tid": 1}
-                events.append(event | {"ts": self._micros(times.arrival_time + at)})
-            start = end
-        events[-2]["args"] = {"request": seq.seq_id, "tokens": len(seq.token_ids), "ended by": seq.finish_reason}
-        return events
+        total = time.monotonic() - times.arrival_time if times.total_time is None else times.total_time
+        # An output that ends early, in the queue for example, has no more phases.
+        ends = [end for end in (times.queue_time, times.time_to_first_token) if end is not None] + [total]
+        starts = [times.arrival_time + start for start in (0.0, *ends)]
+        name = f"request {seq.seq_id}" + (f", output {seq.index} of it" if seq.index else "")
+        args = {"prompt tokens": seq.num_prompt_tokens, "tokens": len(seq.token_ids), "ended by": seq.finish_reason}
+        begin, finish = self._nested(seq.seq_id, name, starts[0], starts[-1])
+        events = [begin | {"args": args}]
+        for phase, start, end in zip(("queued", "prefill", "decode"), starts, starts[1:], strict=False):
+            if end > self._began:
+                events += self._nested(seq.seq_id, phase, start, end)
+        return [*events, finish]
 
-    def _slice(self, name: str, tid: int, start: float, end: float) -> dict[str, Any]:
-        duration = (end - start) * 1e6
-        return {"name": name, "ph": "X", "pid": _ENGINE, "tid": tid, "ts": self._micros(start), "dur": duration}
+    def _nested(self, row: int, name: str, start: float, end: float) -> list[dict[str, Any]]:
+        event = {"name": name, "cat": "request", "id2": {"local": row}, "pid": _REQUESTS, "tid": 0}
+        return [event | {"ph": phase, "ts": self._micros(at)} for phase, at in (("b", start), ("e", end))]
+
+    def _slice(self, row: int, name: str, start: float, end: float) -> dict[str, Any]:
+        ts, end_ts = self._micros(start), self._micros(end)
+        return {"name": name, "ph": "X", "pid": _ENGINE, "tid": row, "ts": ts, "dur": round(end_ts - ts, 3)}
 
     def _micros(self, seconds: float) -> float:
-        return (seconds - self._began) * 1e6
+        """Return a time as microseconds since the trace began; what was before it is cut off."""
+        return round(max(0.0, seconds - self._began) * 1e6, 3)
 
 
-def _name(pid: int, tid: int | None, name: str) -> dict[str, Any]:
-    kind = "process_name" if tid is None else "thread_name"
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid or 0, "args": {"name": name}}
+def _name(process: int, row: int, name: str) -> dict[str, Any]:
+    """Return the event that names a row, or the process if it is 0."""
+    kind = "thread_name" if row else "process_name"
+    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
 
 
 class TracedRunner:
@@ -148,6 +161,10 @@ class _TracedHandle:
 
     def result(self) -> StepOutput:
         self.times.asked = time.monotonic()
-        output = self.handle.result()
-        self.times.ended = time.monotonic()
-        return output
+        try:
+            return self.handle.result()
+        except BaseException:
+            self.times.batch["failed"] = 1
+            raise
+        finally:
+            self.times.ended = time.monotonic()

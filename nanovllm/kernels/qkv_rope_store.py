@@ -6,11 +6,11 @@ pass over memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from nanovllm.kernels._triton import (
-    device_limits,
-    is_hopper,
     jit,
     pdl_options,
     tl,
@@ -23,31 +23,55 @@ from nanovllm.kernels.fast_math import rsqrt
 NormWeights = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(slots=True)
+class NormRope:
+    """What is done to the heads of queries and keys of one layer: an RMS norm, if there is one, then RoPE.
+
+    Attributes:
+        norm_weights: of the query norm and of the key norm, [head_dim] each; None for no norm.
+        eps: added to the mean square.
+        cos_sin: [max_position, head_dim] float32; head_dim / 2 cosines, then as many sines.
+    """
+
+    norm_weights: NormWeights | None
+    eps: float
+    cos_sin: torch.Tensor
+
+
+@dataclass(slots=True)
+class KVPages:
+    """The KV cache of one layer.
+
+    Attributes:
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
 def qkv_rope_store_ref(
     qkv: torch.Tensor,
-    norm_weights: NormWeights | None,
-    eps: float,
-    cos_sin: torch.Tensor,
+    rope: NormRope,
     positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Plain torch form of `qkv_rope_store`."""
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = pages.k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     x = qkv[:, : num_heads + num_kv_heads].float()
-    if norm_weights is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        q_weight, k_weight = norm_weights
+    if rope.norm_weights is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + rope.eps)
+        q_weight, k_weight = rope.norm_weights
         x = x * torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1))).float()
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = rope.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
     stored = slot_mapping >= 0
     slots = slot_mapping[stored]
-    k_cache.flatten(0, 1)[slots] = x[stored, num_heads:]
-    v_cache.flatten(0, 1)[slots] = qkv[stored, num_heads + num_kv_heads :]
+    pages.k_cache.flatten(0, 1)[slots] = x[stored, num_heads:]
+    pages.v_cache.flatten(0, 1)[slots] = qkv[stored, num_heads + num_kv_heads :]
     return x[:, :num_heads].contiguous()
 
 
@@ -101,82 +125,39 @@ def _qkv_rope_store_kernel(
 
 def qkv_rope_store(
     qkv: torch.Tensor,
-    norm_weights: NormWeights | None,
-    eps: float,
-    cos_sin: torch.Tensor,
+    rope: NormRope,
     positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply QK norm (if weights are given) and RoPE, and store keys and values in the cache in place.
+    """Apply QK norm (if there are weights) and RoPE, and store keys and values in the cache in place.
 
     All inputs but qkv must be written before the kernel queued last (see `pdl_options`).
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads; rows contiguous.
-        norm_weights: weights of the query norm and of the key norm, [head_dim] each.
-        eps: added to the mean square.
-        cos_sin: [max_position, head_dim] float32; head_dim / 2 cosines, then as many sines.
+        rope: the layer's norms and table.
         positions: [num_tokens] int32.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        pages: where keys and values are stored.
         slot_mapping: [num_tokens] int32; KV slots, `block * block_size + offset`; -1 stores nothing.
 
     Returns:
         The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
     """
     if not uses_triton(qkv.device):
-        return qkv_rope_store_ref(qkv, norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping)
+        return qkv_rope_store_ref(qkv, rope, positions, pages, slot_mapping)
     num_tokens, all_heads, head_dim = qkv.shape
+    cos_sin, k_cache, v_cache = rope.cos_sin, pages.k_cache, pages.v_cache
     num_kv_heads = k_cache.shape[2]
     num_heads = all_heads - 2 * num_kv_heads
     assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight = norm_weights if norm_weights is not None else (cos_sin, cos_sin)
+    q_weight, k_weight = rope.norm_weights if rope.norm_weights is not None else (cos_sin, cos_sin)
     heads = 8
     _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
-        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, eps, qkv.stride(0),
-        NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads, HAS_NORM=norm_weights is not None,
-        num_warps=2, **pdl_options(qkv.device),
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, rope.eps,
+        qkv.stride(0), NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads,
+        HAS_NORM=rope.norm_weights is not None, num_warps=2, **pdl_options(qkv.device),
     )  # fmt: skip
     return query
-
-
-def should_use_fused_qkv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head_dim: int) -> bool:
-    """Return whether `project_rope_store` supports device and shapes, and is faster than a product and this op."""
-    if bias is not None or x.dim() != 2 or not is_hopper(x.device):
-        return False
-    from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
-
-    pays = hopper_linear.should_use(x, weight, device_limits(x.device)[0])
-    return pays and head_dim == hopper_linear.HEAD_DIM.value
-
-
-def project_rope_store(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weights: NormWeights,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
-    """Compute `qkv_rope_store` of `x @ weight.T` in one kernel; requires `should_use_fused_qkv`.
-
-    Args:
-        x: [num_tokens, hidden_size], contiguous.
-        weight: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size].
-        norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping: see `qkv_rope_store`.
-
-    Returns:
-        The queries, [num_tokens, num_heads, head_dim], contiguous.
-    """
-    from nanovllm.kernels.linear.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
-
-    num_programs = device_limits(x.device)[0]
-    return hopper_qkv_rope_store(
-        x, weight, norm_weights, eps, cos_sin, positions, k_cache, v_cache, slot_mapping, num_programs
-    )

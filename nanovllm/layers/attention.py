@@ -6,34 +6,49 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import get_attention_metadata
-from nanovllm.kernels.qkv_rope_store import qkv_rope_store
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Projection
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class Attention(nn.Module):
     """Causal attention of one layer over its share of the cache.
 
+    Args:
+        num_kv_heads: of this rank.
+        head_dim: elements per head.
+        eps: of the norms of heads, if there are any.
+        rotary: what positions do to queries and keys; other layers may have the same.
+
     Attributes:
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]; bound by the runner, as is the backend.
-        cos_sin: the rotary embedding's table, [max_position, head_dim]; set by the model.
+        pages: the layer's cache; bound by the runner, as is the backend.
     """
 
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    pages: KVPages
     backend: AttentionBackend
-    cos_sin: torch.Tensor
 
-    def __init__(self, head_dim: int, eps: float) -> None:
+    def __init__(self, num_kv_heads: int, head_dim: int, eps: float, rotary: RotaryEmbedding) -> None:
         super().__init__()
+        self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.eps = eps
+        self.rotary = rotary
 
-    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, backend: AttentionBackend) -> None:
+    def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Return what the layer caches, in the dtype of its keys and values."""
+        return KVCacheSpec("full_attention", self.num_kv_heads, self.head_dim, self.head_dim, None, dtype)
+
+    def bind(self, pages: KVPages, backend: AttentionBackend) -> None:
         """Give the layer its cache and its backend."""
-        self.k_cache, self.v_cache, self.backend = k_cache, v_cache, backend
+        self.pages, self.backend = pages, backend
+
+    def unbind(self) -> None:
+        """Take from the layer what `bind` gave it."""
+        del self.pages, self.backend
 
     def forward(
         self,
@@ -55,17 +70,17 @@ class Attention(nn.Module):
             [num_tokens or len(rows), num_heads * head_dim].
         """
         norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        metadata, cache = get_attention_metadata(), (self.k_cache, self.v_cache)
-        rope, stored = (norm_weights, self.eps, self.cos_sin), (positions, *cache, metadata.slot_mapping)
-        query = qkv.rope_store(self.head_dim, *rope, *stored)
+        rope = NormRope(norm_weights, self.eps, self.rotary.cos_sin)
+        metadata, pages = get_attention_metadata(), self.pages
+        query = qkv.rope_store(rope, positions, pages, metadata.slot_mapping)
         if query is None:
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
             heads = qkv.compute().view(len(positions), -1, self.head_dim)
             if rows is None:
-                out = self.backend.forward_projected(heads, *rope, *cache, metadata, self.scale)
+                out = self.backend.forward_projected(heads, rope, pages, metadata, self.scale)
                 if out is not None:
                     return out.flatten(1)
-            query = qkv_rope_store(heads, *rope, *stored)
+            query = qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping)
         if rows is None:
-            return self.backend.forward(query, *cache, metadata, self.scale).flatten(1)
-        return self.backend.forward(query, *cache, metadata.for_samples(), self.scale)[rows].flatten(1)
+            return self.backend.forward(query, pages, metadata, self.scale).flatten(1)
+        return self.backend.forward(query, pages, metadata.for_samples(), self.scale)[rows].flatten(1)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.layers.weights import LoadableLayer
+from nanovllm.quantization.loading import LoadableModule
 
 DeferredBranch = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Computes the last product of a branch. Takes the residual, which it may overwrite; returns the stream's `branch` and
@@ -24,7 +24,7 @@ class ResidualStream:
 
     Attributes:
         branch: the newest branch: this rank's part of it, or on one rank alone perhaps parts of a sum (see
-            `linear_into`). None once it is in the residual.
+            `Weight.multiply_into`). None once it is in the residual.
         residual: the sum of the branches before, the same on every rank. None for zero.
     """
 
@@ -43,7 +43,7 @@ class ResidualStream:
         return self
 
 
-class RMSNorm(LoadableLayer):
+class RMSNorm(LoadableModule):
     """Parameters of an RMS norm: weight [size] and epsilon. The attention kernels apply it to heads."""
 
     def __init__(self, size: int, eps: float) -> None:

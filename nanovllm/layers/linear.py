@@ -1,34 +1,29 @@
 """Linear layers split over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
-How a weight is stored, and which kernel multiplies by it, is known here alone. A layer computes nothing by itself: it
-returns its product as an object, and what takes that may have one kernel for both.
+A layer knows which part of the product is this rank's, and its weight how to compute it. A layer computes nothing by
+itself: it returns its product as an object, and what takes that may have one kernel for both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
-from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
-from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
-from nanovllm.kernels.qkv_rope_store import NormWeights, project_rope_store, should_use_fused_qkv
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.layers.layernorm import DeferredBranch, Normed
-from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
-
-KERNEL_ROWS = (1, 2, MAX_SKINNY_ROWS + 1, 33, 65, 129, 193)
-"""Numbers of rows at which the choice of kernels or of their tiles changes."""
+from nanovllm.quantization.dense import DenseWeight
+from nanovllm.quantization.weight import MatrixShard, Weight
 
 
 @dataclass(frozen=True)
 class Projection:
     """A column-parallel layer's product, not computed yet."""
 
-    layer: MergedColumnParallelLinear
+    layer: ColumnParallelLinear
     x: Normed
 
     def compute(self) -> torch.Tensor:
@@ -39,19 +34,46 @@ class Projection:
         """Return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
         return self.layer.project(self.x, gated=True)
 
-    def rope_store(self, head_dim: int, norm_weights: NormWeights | None, *args: Any) -> torch.Tensor | None:
-        """Project, norm heads, rotate and store in one kernel; None if it is not supported or not faster.
+    def rope_store(
+        self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Compute `qkv_rope_store` of the product in one kernel; None if that is not supported or not faster.
 
-        args: of `qkv_rope_store`, from eps on. Returns the query, [num_tokens, num_heads, head_dim].
+        The arguments are those of `qkv_rope_store`. Returns the queries, [num_tokens, num_heads, head_dim].
         """
-        weight, bias = self.layer.weight, self.layer.bias
-        if norm_weights is None or not should_use_fused_qkv(self.x.branch, weight, bias, head_dim):
+        weight = self.layer.weight
+        if not weight.should_use_rope_store(self.x.branch, rope):
             return None
-        return project_rope_store(self.x.compute(), weight, norm_weights, *args)
+        return weight.multiply_rope_store(self.x.compute(), rope, positions, pages, slot_mapping)
 
 
-class MergedColumnParallelLinear(LoadableLayer):
-    """Several projections of one input as one product; weight [outputs of this rank, in_features].
+class ColumnParallelLinear(nn.Module):
+    """A product of which each rank has some outputs, not computed until it is taken."""
+
+    def __init__(self, weight: Weight) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Normed) -> Projection:
+        """Return the product with x, not computed yet."""
+        return Projection(self, x)
+
+    def project(self, x: Normed, gated: bool = False) -> torch.Tensor:
+        """Compute a `Projection`; `gated`: followed by `silu_and_mul`."""
+        norm = x.norm
+        if norm.communicator.size > 1:
+            return self.weight.multiply(x.compute(), gated)
+        out, total = self.weight.multiply_normed(x.branch, (norm.weight, norm.eps), x.stream.residual, gated)
+        x.stream.settle(total)
+        return out
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with x, [num_rows, in_features]."""
+        return self.weight.multiply(x)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several projections of one input as one product.
 
     Args:
         in_features: size of the input.
@@ -60,36 +82,7 @@ class MergedColumnParallelLinear(LoadableLayer):
     """
 
     def __init__(self, in_features: int, outputs: dict[str | None, Shard], bias: bool = False) -> None:
-        super().__init__()
-        out_features = sum(shard.size for shard in outputs.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.outputs = outputs
-
-    def weight_slices(self, name: str, param: nn.Parameter) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's rows of each projection."""
-        regions = param.data.split([shard.size for shard in self.outputs.values()])
-        parts = zip(self.outputs.items(), regions, strict=True)
-        return {WeightTarget(name, part): WeightSlice.along(0, shard, region) for (part, shard), region in parts}
-
-    def forward(self, x: Normed) -> Projection:
-        """Return the projections of x, not computed yet."""
-        return Projection(self, x)
-
-    def project(self, x: Normed, gated: bool = False) -> torch.Tensor:
-        """Compute a `Projection`; `gated`: followed by `silu_and_mul`."""
-        norm = x.norm
-        if norm.communicator.size > 1:
-            return self.multiply(x.compute(), gated)
-        # One kernel for small batches.
-        norm_args, residual = (norm.weight, norm.eps), x.stream.residual
-        out, total = norm_linear(x.branch, self.weight, self.bias, norm_args, residual, gated)
-        x.stream.settle(total)
-        return out
-
-    def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        """Return the projections of x, [num_rows, in_features]; `gated`: followed by `silu_and_mul`."""
-        return norm_linear(x, self.weight, self.bias, gated=gated)[0]
+        super().__init__(DenseWeight(MatrixShard(outputs, Shard.whole(in_features)), bias))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -100,8 +93,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         super().__init__(in_features, {"q": q, "k": kv, "v": kv}, bias)
 
 
-class RowParallelLinear(LoadableLayer):
-    """The last projection of a branch; weight [out_features, inputs of this rank].
+class RowParallelLinear(nn.Module):
+    """The last projection of a branch, of which each rank has some inputs.
 
     Its product is one rank's part of a sum, which is left to the norm that follows.
     """
@@ -109,11 +102,7 @@ class RowParallelLinear(LoadableLayer):
     def __init__(self, inputs: Shard, out_features: int) -> None:
         super().__init__()
         self.inputs = inputs
-        self.weight = nn.Parameter(torch.empty(out_features, inputs.size), requires_grad=False)
-
-    def weight_slices(self, name: str, param: nn.Parameter) -> dict[WeightTarget, WeightSlice]:
-        """Return the columns of this rank's inputs."""
-        return {WeightTarget(name): WeightSlice.along(1, self.inputs, param.data)}
+        self.weight: Weight = DenseWeight(MatrixShard({None: Shard.whole(out_features)}, inputs))
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> DeferredBranch:
         """Return the product, not computed yet, for the residual stream.
@@ -130,5 +119,5 @@ class RowParallelLinear(LoadableLayer):
         if rows is not None:
             residual = residual[rows]
         if self.inputs.is_whole:
-            return linear_into(x, self.weight, residual)
-        return norm_linear(x, self.weight)[0], residual
+            return self.weight.multiply_into(x, residual)
+        return self.weight.multiply(x), residual

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from nanovllm.model_config import YarnConfig
 
@@ -38,3 +39,24 @@ def cos_sin_table(
     frequencies, factor = inverse_frequencies(head_dim, theta, yarn)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
+
+
+class RotaryEmbedding(nn.Module):
+    """The angles of positions, in one table for all layers whose parameters are equal.
+
+    Args:
+        head_dim, theta, yarn: see `inverse_frequencies`.
+
+    Attributes:
+        cos_sin: see `cos_sin_table`; there once `tabulate` was called.
+    """
+
+    cos_sin: torch.Tensor
+
+    def __init__(self, head_dim: int, theta: float, yarn: YarnConfig | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.yarn = head_dim, theta, yarn
+
+    def tabulate(self, max_position: int, device: torch.device) -> None:
+        """Compute the table for positions below `max_position`."""
+        self.cos_sin = cos_sin_table(self.head_dim, max_position, self.theta, self.yarn, device)

@@ -1,20 +1,26 @@
-"""Models by the architecture name of their config.json."""
+"""Models by the architecture name of their config.json; the table of them is `MODELS` in `model_config.py`."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 import torch
 
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import Architecture, ModelConfig
 from nanovllm.models.base import CausalLM
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
-MODELS: dict[str, type[CausalLM]] = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen2ForCausalLM": Qwen3ForCausalLM}
+
+def model_class(architecture: Architecture) -> type[CausalLM]:
+    """Import the class that a row of the table names."""
+    file, _, name = architecture.model.partition(".")
+    found: type[CausalLM] = getattr(import_module(f"{__name__}.{file}"), name)
+    return found
 
 
 def make_model(config: ModelConfig, communicator: Communicator) -> CausalLM:
     """Return this rank's shard of the model of a config, its parameters not yet filled."""
-    return MODELS[config.architecture.name](config, communicator)
+    return model_class(config.architecture)(config, communicator)
 
 
 def count_parameters(config: ModelConfig) -> int:

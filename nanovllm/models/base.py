@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,9 +14,10 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.layernorm import Normed
-from nanovllm.layers.rotary_embedding import cos_sin_table
-from nanovllm.layers.weights import WeightTarget
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization.loading import WeightTarget
+from nanovllm.quantization.weight import Weight
 
 
 class CausalLM(nn.Module):
@@ -38,13 +40,38 @@ class CausalLM(nn.Module):
         self.config = config
         self.shard = shard_of(config, communicator.rank, communicator.size)
 
-    def init_rope(self, max_position: int, device: torch.device) -> None:
-        """Tabulate the rotary embedding for positions below `max_position`."""
-        config = self.config
-        table = cos_sin_table(config.head_dim, max_position, config.rope_theta, config.yarn, device)
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """The layers that have a cache, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def kernel_rows(self) -> set[int]:
+        """Numbers of rows at which the choice of the weights' kernels changes."""
+        return {rows for module in self.modules() if isinstance(module, Weight) for rows in module.kernel_rows}
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Leave out, inside the `with` block, the layers that launch the same kernels as others.
+
+        The first stays, since no residual is added before it, and the last, whose outputs are of few rows.
+        """
+        decoder: Any = self.model
+        layers = decoder.layers
+        kept: dict[Hashable, nn.Module] = {}
+        for layer in reversed(layers[1:]):
+            kept.setdefault(_kind(layer), layer)
+        decoder.layers = nn.ModuleList([layers[0], *reversed(kept.values())])
+        try:
+            yield
+        finally:
+            decoder.layers = layers
+
+    def tabulate_rope(self, max_position: int, device: torch.device) -> None:
+        """Compute the tables of the rotary embeddings for positions below `max_position`."""
         for module in self.modules():
-            if isinstance(module, Attention):
-                module.cos_sin = table
+            if isinstance(module, RotaryEmbedding):
+                module.tabulate(max_position, device)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Normed:
         """token_ids, positions: [num_tokens] int32 -> the last norm, not computed yet, for `compute_logits`.
@@ -72,3 +99,11 @@ class CausalLM(nn.Module):
         if len(path) >= 2 and path[-2] in self.packed_modules_mapping:
             path[-2], part = self.packed_modules_mapping[path[-2]]
         return WeightTarget(".".join(path), part)
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """What is equal of decoder layers that launch the same kernels: modules, sizes and dtypes, and what is cached."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    params = tuple((name, param.shape, param.dtype) for name, param in layer.named_parameters())
+    specs = tuple(module.kv_cache_spec(params[0][2]) for module in layer.modules() if isinstance(module, Attention))
+    return modules, params, specs

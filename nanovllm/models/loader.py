@@ -8,6 +8,7 @@ beside the weights no more than one is ever in host memory.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -17,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.layers.weights import LoadableLayer, WeightSlice, WeightTarget
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
+from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.loading_bar import loading_bar
 
@@ -43,12 +44,14 @@ def load_model(
     """
     with torch.device("meta"):
         model = make_model(model_config, communicator)
-    model = model.to(dtype).to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, LoadableModule):
+            module.allocate(dtype, device)
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed or 0)
     else:
         load_weights(model, folder, communicator.rank)
-    model.init_rope(max_model_len, device)
+    model.tabulate_rope(max_model_len, device)
     return model
 
 
@@ -61,11 +64,12 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
         rank: of this process; 0 shows a bar.
 
     Raises:
-        ValueError: no weights there, a file missing or damaged, tensors missing, left over or of the wrong shape.
+        ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape or
+            dtype. Floats are converted to the model's; a warning says so where the config does not have them so.
     """
     slices = weight_slices(model)
     filled: set[WeightTarget] = set()
-    surplus = []
+    surplus, stored = [], dict[str, torch.dtype]()
     num_bytes = sum(part.region.nbytes for part in slices.values())
     with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
         for file, name, tensor in chain.from_iterable(map(_tensors, _weight_files(folder))):
@@ -77,12 +81,27 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
                 continue
             if target in filled:
                 raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
-            _fill(slices[target], name, tensor)
+            stored[name] = slices[target].fill(name, tensor)
             filled.add(target)
             bar.update(slices[target].region.nbytes)
     missing = [str(target) for target in slices if target not in filled]
     if surplus or missing:
         raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
+    if rank == 0:
+        _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), next(model.parameters()).dtype)
+
+
+def _warn_of_conversions(
+    folder: str, stored: dict[str, torch.dtype], config_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Warn of tensors whose stored dtype is neither the config's, which the user or the CPU may change, nor `dtype`."""
+    odd = [name for name, stored_dtype in stored.items() if stored_dtype not in (config_dtype, dtype)]
+    if odd:
+        warnings.warn(
+            f"{len(odd)} tensors in {folder!r}, such as {odd[0]!r}, are stored as {stored[odd[0]]}, though the config "
+            f"says {config_dtype}: they were converted to {dtype}",
+            stacklevel=2,
+        )
 
 
 def init_dummy_weights(model: CausalLM, seed: int) -> None:
@@ -104,10 +123,10 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
 def weight_slices(model: CausalLM) -> dict[WeightTarget, WeightSlice]:
     """Return what this rank holds of each tensor that the model is made of."""
     slices: dict[WeightTarget, WeightSlice] = {}
-    for name, param in model.named_parameters():
-        layer = model.get_submodule(name.rpartition(".")[0])
-        assert isinstance(layer, LoadableLayer)
-        slices |= layer.weight_slices(name, param)
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            assert isinstance(module, LoadableModule)
+            slices |= module.weight_slices(name)
     return slices
 
 
@@ -136,10 +155,3 @@ def _tensors(file: str) -> Iterator[tuple[str, str, Any]]:
                 yield file, name, weights.get_slice(name)
     except SafetensorError as error:
         raise ValueError(f"{file!r} is damaged: {error}") from error
-
-
-def _fill(part: WeightSlice, name: str, tensor: Any) -> None:
-    shape = tensor.get_shape()
-    if list(part.shape) != shape:
-        raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(part.shape)}")
-    part.region.copy_(tensor[part.index])

@@ -21,6 +21,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, Normed, ResidualStream, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
 
@@ -28,7 +29,7 @@ from nanovllm.models.base import CausalLM
 class Qwen3Attention(nn.Module):
     """Self-attention of one layer."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard, rotary: RotaryEmbedding) -> None:
         super().__init__()
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         qkv_bias, qk_norm = config.architecture.qkv_bias, config.architecture.qk_norm
@@ -36,7 +37,7 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(shard.heads.times(head_dim), hidden_size)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
-        self.attn = Attention(head_dim, eps)
+        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary)
 
     def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
         """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""
@@ -63,9 +64,11 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
+    def __init__(
+        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, rotary: RotaryEmbedding
+    ) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, shard)
+        self.self_attn = Qwen3Attention(config, shard, rotary)
         self.mlp = Qwen3MLP(config, shard)
         self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
@@ -83,7 +86,10 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, shard, communicator) for _ in range(config.num_layers))
+        rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.yarn)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, shard, communicator, rotary) for _ in range(config.num_layers)
+        )
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Normed:

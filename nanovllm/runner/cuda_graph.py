@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import product
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,6 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.host_plan import CaptureVariant
 from nanovllm.config import Config
-from nanovllm.layers.linear import KERNEL_ROWS
 from nanovllm.runner.batch import StepShape
 
 T = TypeVar("T")
@@ -66,17 +65,22 @@ class CaptureSizes:
     Args:
         shapes: the sizes.
         variants: those of the shapes, the ones that take less memory first.
-        kernel_rows: numbers of decode rows at which the choice of attention kernels changes.
+        attention_rows, weight_rows: numbers of decode rows at which the choice of kernels changes.
 
     Attributes:
         shapes: in the order of what they take.
     """
 
     def __init__(
-        self, shapes: list[StepShape], variants: Sequence[CaptureVariant] = (), kernel_rows: Sequence[int] = ()
+        self,
+        shapes: list[StepShape],
+        variants: Sequence[CaptureVariant] = (),
+        attention_rows: Collection[int] = (),
+        weight_rows: Collection[int] = (),
     ) -> None:
         self._variants = variants
-        self._kernel_rows = kernel_rows
+        self._attention_rows = sorted(attention_rows)
+        self._all_rows = sorted({*attention_rows, *weight_rows})
         self._ranks = {item.variant: rank for rank, item in enumerate(variants)}
         self.shapes = sorted(shapes, key=self._cost)
         self._costs = [self._cost(shape) for shape in self.shapes]
@@ -107,20 +111,25 @@ class CaptureSizes:
         # All but attention is the same in each variant.
         usual = [item for item in self._variants if not item.is_coarse][-1:]
         for item in [*usual, *(item for item in self._variants if item not in usual)]:
-            rows = sorted({*KERNEL_ROWS, *self._kernel_rows}) if item in usual else self._kernel_rows
+            rows = self._all_rows if item in usual else self._attention_rows
             found += [self.fit(StepShape(n, *prompt, item.variant)) for prompt in prompts for n in rows]
         largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes}
         return list(dict.fromkeys(size for size in [*found, *largest.values()] if size is not None))
 
 
-def make_capture_sizes(config: Config, backend: AttentionBackend, is_cuda: bool) -> CaptureSizes:
-    """Return what the steps of an engine are padded to, also if `enforce_eager` captures none of them."""
+def make_capture_sizes(
+    config: Config, backend: AttentionBackend, weight_rows: Collection[int], is_cuda: bool
+) -> CaptureSizes:
+    """Return what the steps of an engine are padded to, also if `enforce_eager` captures none of them.
+
+    weight_rows: see `CausalLM.kernel_rows`.
+    """
     shapes, variants = list[StepShape](), backend.variants()
     for variant in variants if is_cuda and backend.supports_cuda_graph else ():
         shapes += decode_sizes(config.max_num_running, variant)
         if backend.supports_mixed_graph:
             shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, variant)
-    return CaptureSizes(shapes, variants, backend.kernel_rows)
+    return CaptureSizes(shapes, variants, backend.kernel_rows, weight_rows)
 
 
 class StepGraphs:

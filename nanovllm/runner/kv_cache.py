@@ -1,52 +1,100 @@
-"""The paged KV cache of one device."""
+"""The paged KV cache of one device: allocated from what each layer asks for, and given to the layers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.kernels.qkv_rope_store import KVPages
 from nanovllm.layers.attention import Attention
+from nanovllm.runner.messages import BlockTransfer
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The pages of all layers of one spec.
+
+    Attributes:
+        keys, values: [layers, num_blocks, block_size, num_kv_heads, key_size or value_size]. One lies after the other,
+            so with equal sizes they are [2, layers, ...].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def zeros(
+        cls, spec: KVCacheSpec, num_layers: int, num_blocks: int, block_size: int, device: torch.device
+    ) -> CacheGroup:
+        """Allocate the pages; filled, because a masked key still meets a product, and garbage may be NaN."""
+        shape = num_layers, num_blocks, block_size, spec.num_kv_heads
+        rows = num_layers * num_blocks * block_size * spec.num_kv_heads
+        flat = torch.zeros(rows * (spec.key_size + spec.value_size), dtype=spec.dtype, device=device)
+        keys, values = flat.split([rows * spec.key_size, rows * spec.value_size])
+        return cls(keys.view(*shape, spec.key_size), values.view(*shape, spec.value_size))
 
 
 class KVCache:
-    """Blocks of keys and values, the same in every layer.
+    """Blocks of keys and values: block i of every layer holds the same tokens.
 
     Args:
-        layers: the attention layers, which get their share.
+        layers: the attention layers, which get their pages.
+        specs: what each of them caches.
         backend: what they attend with.
         num_blocks, block_size: tokens of a block.
-        num_kv_heads: of this rank.
-        dtype, device: of the cache.
+        device: of the cache.
 
     Attributes:
-        tensor: [2, layers, num_blocks, block_size, num_kv_heads, head_dim]; keys, then values.
+        groups: the pages by what layers cache.
     """
 
     def __init__(
         self,
-        layers: list[Attention],
+        layers: Sequence[Attention],
+        specs: Sequence[KVCacheSpec],
         backend: AttentionBackend,
         *,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = 2, len(layers), num_blocks, block_size, num_kv_heads, layers[0].head_dim
-        # Zeros, because a masked key still meets a product, and garbage may be NaN.
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        for layer, k_cache, v_cache in zip(layers, *self.tensor, strict=True):
-            layer.bind(k_cache, v_cache, backend)
+        self._layers, self._device = layers, device
+        self.groups: dict[KVCacheSpec, CacheGroup] = {}
+        for spec in dict.fromkeys(specs):
+            members = [layer for layer, other in zip(layers, specs, strict=True) if other == spec]
+            group = self.groups[spec] = CacheGroup.zeros(spec, len(members), num_blocks, block_size, device)
+            for layer, k_cache, v_cache in zip(members, group.keys, group.values, strict=True):
+                layer.bind(KVPages(k_cache, v_cache), backend)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks, of which one may be copied and then be the copy of another.
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        return sum(layer[0].nbytes for layer in self._pages())
 
-        copies: each block and its copy.
-        """
-        pairs = torch.tensor(copies)
-        on_device = (pairs.pin_memory() if self.tensor.is_cuda else pairs).to(self.tensor.device, non_blocking=True)
-        sources, targets = on_device.unbind(1)
+    @property
+    def most_copied_bytes(self) -> int:
+        """Bytes of a block that `transfer` holds a copy of at a time."""
+        return max(layer[0].nbytes for layer in self._pages())
+
+    def unbind(self) -> None:
+        """Take the pages from the layers."""
+        for layer in self._layers:
+            layer.unbind()
+
+    def transfer(self, transfers: Sequence[BlockTransfer]) -> None:
+        """Copy blocks, of which one may be the source of one copy and the destination of another."""
+        pairs = torch.tensor([(transfer.source, transfer.destination) for transfer in transfers])
+        on_device = (pairs.pin_memory() if self._device.type == "cuda" else pairs).to(self._device, non_blocking=True)
+        sources, destinations = on_device.unbind(1)
         # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
-        for layer in self.tensor.flatten(0, 1):
-            layer[targets] = layer[sources]
+        for layer in self._pages():
+            layer[destinations] = layer[sources]
+
+    def _pages(self) -> Iterator[torch.Tensor]:
+        """The keys of each layer, and the values, [num_blocks, ...]."""
+        for group in self.groups.values():
+            yield from (*group.keys, *group.values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -37,6 +37,18 @@ class NewBlock:
     slot: int
     index: int
     block_id: int
+
+
+@dataclass(frozen=True)
+class BlockTransfer:
+    """The content of block `source` becomes that of block `destination` as well.
+
+    `kind` says where the two are; "copy": both on the device.
+    """
+
+    kind: Literal["copy"]
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,8 @@ class ScheduledBatch:
 
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
-    # (block, its copy), to be copied before the step writes anything.
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    # Before the step writes anything; all their sources are read before a destination is written.
+    transfers: list[BlockTransfer] = field(default_factory=list)
     # [num_decodes] int32; the same object as in the step before if no row has joined or left.
     decode_slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)
     chunks: list[PromptChunk] = field(default_factory=list)

@@ -24,7 +24,6 @@ from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.kernels.slot_state import scatter_tokens
-from nanovllm.layers.attention import Attention
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
@@ -98,59 +97,106 @@ class ModelRunner:
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         self.model_shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
-        self.num_kv_heads = self.model_shard.kv_heads.size
         self.backend = make_backend(
             config.attention_backend,
             self.device,
             self.dtype,
             config.kvcache_block_size,
             self.model_shard.heads.size,
-            self.num_kv_heads,
+            self.model_shard.kv_heads.size,
             model_config.head_dim,
             num_slots=config.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
             all_reduce_min=self._all_reduce_min,
         )
+        self.max_model_len = max_model_len
+        self.max_blocks = -(-max_model_len // config.kvcache_block_size)
+        self.graphs: StepGraphs | None = None
         with self._device_guard():
-            self._set_up(folder, max_model_len, compilers)
+            free_before = free_memory(self.device)
+            self._load(folder)
+            self._make_buffers()
+            self.capture_sizes = make_capture_sizes(config, self.backend, self.model.kernel_rows, self.is_cuda)
+            # One block is enough to compile with, and to run a step whose results do not count.
+            self._allocate(num_blocks=1)
+            self._compile_kernels(compilers)
+            self.num_kvcache_blocks = self._measure_cache(free_before)
+            self._free()
+            self._allocate(self.num_kvcache_blocks)
+            self._capture()
 
-    def _set_up(self, folder: str, max_model_len: int, compilers: Compilers | None) -> None:
-        """Load the model, compile the kernels, size the cache, and capture the largest graph."""
-        config, device, max_blocks = self.config, self.device, -(-max_model_len // self.config.kvcache_block_size)
-        free_before = free_memory(device)
-        self.model = load_model(self.model_config, self.communicator, config, folder, max_model_len, self.dtype, device)
-        processed_logprobs = config.logprobs_mode == "processed_logprobs"
+    def _load(self, folder: str) -> None:
+        """Load the model; undone by `_unload`."""
+        self.model = load_model(
+            self.model_config, self.communicator, self.config, folder, self.max_model_len, self.dtype, self.device
+        )
+
+    def _unload(self) -> None:
+        del self.model
+
+    def _make_buffers(self) -> None:
+        """Make what steps keep on the device beside weights and cache."""
+        config, processed_logprobs = self.config, self.config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(self.model_shard.vocab, self.communicator, processed_logprobs)
         self.batch_builder = BatchBuilder(
             config.max_num_running,
-            max_blocks,
+            self.max_blocks,
             config.kvcache_block_size,
             config.max_num_batched_tokens,
             self.backend,
-            device,
+            self.device,
         )
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
-        self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=device)
+        self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._results = StepResults(self._sampled)
-        self.sampling = SamplingState(self.model_config.vocab_size, device, processed_logprobs)
-        self.graphs: StepGraphs | None = None
-        self.capture_sizes = make_capture_sizes(config, self.backend, self.is_cuda)
-        # One block is enough to compile with, and to run a step whose results do not count.
-        self.kv_cache = self._make_cache(1)
-        self._compile_kernels(compilers)
-        self.num_kvcache_blocks = num_cache_blocks(
+        self.sampling = SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
+
+    def _allocate(self, num_blocks: int) -> None:
+        """Give every layer its pages of a cache; undone by `_free`."""
+        block_size, layers = self.config.kvcache_block_size, self.model.attention_layers
+        specs = [layer.kv_cache_spec(self.dtype) for layer in layers]
+        self.kv_cache = KVCache(
+            layers, specs, self.backend, num_blocks=num_blocks, block_size=block_size, device=self.device
+        )
+
+    def _free(self) -> None:
+        self.kv_cache.unbind()
+        del self.kv_cache
+
+    def _measure_cache(self, free_before: int) -> int:
+        """Return the blocks of the cache; where memory decides, run the step that takes the most."""
+        config = self.config
+
+        def run_step() -> None:
+            self.sample(self.forward(profiling_batch(config, self.max_blocks, self.max_model_len))).result()
+
+        return num_cache_blocks(
             config,
-            device,
+            self.device,
             self.communicator,
             free_before=free_before,
-            block_bytes=self.kv_cache.tensor.nbytes,
-            most_blocks=max_blocks * config.max_num_running,
-            run_step=lambda: self.sample(self.forward(profiling_batch(config, max_blocks, max_model_len))).result(),
-            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache.tensor[0, 0].nbytes),
+            block_bytes=self.kv_cache.block_bytes,
+            most_blocks=self.max_blocks * config.max_num_running,
+            run_step=run_step,
+            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache.most_copied_bytes),
         )
-        self.kv_cache = self._make_cache(self.num_kvcache_blocks)
-        if self.capture_sizes.shapes and not config.enforce_eager:
-            self._capture_largest()
+
+    def _capture(self) -> None:
+        """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`."""
+        if not self.capture_sizes.shapes or self.config.enforce_eager:
+            return
+        self.graphs = StepGraphs()
+        with torch.inference_mode(), loading_bar("Capturing graphs", 2, "run", self.communicator.rank) as bar:
+            step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
+            for _ in range(2):
+                self.communicator.prepare_step()
+                self._run_or_replay(step, "step", partial(self._run_step, step))
+                bar.update()
+
+    def _drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:
         """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
@@ -190,8 +236,8 @@ class ModelRunner:
         builder = self.batch_builder
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
-        if batch.block_copies:
-            self.kv_cache.copy_blocks(batch.block_copies)
+        if batch.transfers:
+            self.kv_cache.transfer(batch.transfers)
         exact, plan = builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
@@ -296,10 +342,10 @@ class ModelRunner:
 
     def release(self) -> None:
         """Let go of everything on the device."""
-        if self.graphs is not None:
-            self.graphs.close()
-        del self.graphs, self.model, self.batch_builder, self.sampling, self._sampled, self._results
-        del self.kv_cache
+        self._drop_graphs()
+        self._free()
+        self._unload()
+        del self.batch_builder, self.sampling, self._sampled, self._results
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()
@@ -313,22 +359,8 @@ class ModelRunner:
         largest = StepShape(0, self.config.max_num_batched_tokens, 1, variant)
         shapes = [largest, *reversed(self.capture_sizes.representatives())]
         runs = [partial(self._run_without_kernels, shape) for shape in shapes]
-        # Two layers launch what all of them do.
-        decoder: Any = self.model.model
-        layers, decoder.layers = decoder.layers, decoder.layers[:2]
-        with torch.inference_mode():
+        with torch.inference_mode(), self.model.one_layer_of_each_kind():
             compile_ahead(self.device, runs, compilers, self.communicator.rank, self.communicator.size)
-        decoder.layers = layers
-
-    def _capture_largest(self) -> None:
-        """Capture the largest graph, into whose memory the others fit."""
-        self.graphs = StepGraphs()
-        with torch.inference_mode(), loading_bar("Capturing graphs", 2, "run", self.communicator.rank) as bar:
-            step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
-            for _ in range(2):
-                self.communicator.prepare_step()
-                self._run_or_replay(step, "step", partial(self._run_step, step))
-                bar.update()
 
     def _run_without_kernels(self, shape: StepShape) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
@@ -340,15 +372,3 @@ class ModelRunner:
             filled[: shape.num_decodes].fill_(value)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
         self._scatter(inputs, sampled.token_ids)
-
-    def _make_cache(self, num_blocks: int) -> KVCache:
-        """Give every layer `num_blocks` blocks of cache."""
-        return KVCache(
-            [module for module in self.model.modules() if isinstance(module, Attention)],
-            self.backend,
-            num_blocks=num_blocks,
-            block_size=self.config.kvcache_block_size,
-            num_kv_heads=self.num_kv_heads,
-            dtype=self.dtype,
-            device=self.device,
-        )

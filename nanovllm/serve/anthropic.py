@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import OutputStream
+from nanovllm.async_llm import RequestStream
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.anthropic_input import Block, chat_messages, sampling_body, tool_use
@@ -120,7 +120,7 @@ class _MessagesAnswer:
             pass
         return {**self._head, "content": self._content.blocks, **self._end(output.outputs[0]), "usage": self._usage}
 
-    async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
         begun: Block = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
         yield _event("message_start", {"message": begun})

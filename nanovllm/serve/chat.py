@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import OutputStream
+from nanovllm.async_llm import RequestStream
 from nanovllm.openai_answers import (
     ChatChoice,
     ChatChunk,
@@ -98,7 +98,7 @@ class _ChatAnswer:
             answer["prompt_token_ids"] = self._prompt
         return answer
 
-    async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
         for index in range(self._body.n or 1):
             begin: ChatDelta = {"role": "assistant", "content": self._echo, "refusal": None}

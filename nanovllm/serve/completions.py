@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import OutputStream
+from nanovllm.async_llm import RequestStream
 from nanovllm.openai_answers import Completion, TextChoice, TextLogprobs
 from nanovllm.openai_format import ENDPOINTS, prompt_positions, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
@@ -100,7 +100,7 @@ class _CompletionAnswer:
             self._usage.add(output if self._shows_output else replace(output, outputs=[]))
         return {**self._answer(*choices), "usage": self._usage.body()}
 
-    async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
         async for i, output in self._service.read(streams):
             self._usage.add(output if self._shows_output else replace(output, outputs=[]))

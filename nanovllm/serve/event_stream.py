@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.async_llm import OutputStream
+from nanovllm.async_llm import RequestStream
 from nanovllm.serve.error_forms import error_body
 from nanovllm.serve.errors import ApiError, api_error, encode_json
 from nanovllm.serve.settings import ServeSettings
@@ -49,7 +49,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        streams: Iterable[OutputStream],
+        streams: Iterable[RequestStream],
         settings: ServeSettings,
         count_error: Callable[[str], None],
     ) -> None:

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import OutputStream
+from nanovllm.async_llm import RequestStream
 from nanovllm.openai_format import chat_logprobs, prompt_positions
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -65,7 +65,7 @@ class _GenerateAnswer:
             "usage": self._usage.body(),
         }
 
-    async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
         async for _, output in self._service.read(streams):
             self._usage.add(output)

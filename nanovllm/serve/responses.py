@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import OutputStream
+from nanovllm.async_llm import RequestStream
 from nanovllm.openai_answers import CallItem, MessageItem, OutputText, ResponseAnswer
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import RequestOutput, TokensPrompt
@@ -180,7 +180,7 @@ class _ResponseAnswer:
             pass
         return self._finished(output.outputs[0].finish_reason)
 
-    async def events(self, streams: list[OutputStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
         yield self._event("response.created", response=self._begun)
         yield self._event("response.in_progress", response=self._begun)

@@ -17,7 +17,7 @@ import torch
 from anyio import to_thread
 
 import nanovllm
-from nanovllm.async_llm import AsyncLLM, OutputStream
+from nanovllm.async_llm import AsyncLLM, RequestStream
 from nanovllm.openai_format import Endpoint, TokenNames, sampling_values
 from nanovllm.outputs import RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -216,7 +216,7 @@ class Service:
         """Whether a chat template has begun the model's thoughts."""
         return self.decode(prompt[-8:]).rstrip().endswith("<think>")
 
-    async def begin(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[OutputStream]:
+    async def begin(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[RequestStream]:
         """Queue requests; all of them or none."""
         self._check_request(prompts, params, priority)
         return await self.llm.begin_streams(prompts, params, priority=priority or 0)
@@ -290,11 +290,11 @@ class Service:
             return JsonResponse(build())
         return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
 
-    def event_stream(self, events: AsyncIterator[bytes], streams: list[OutputStream]) -> EventStream:
+    def event_stream(self, events: AsyncIterator[bytes], streams: list[RequestStream]) -> EventStream:
         """Return the answer that sends events made of streams."""
         return EventStream(events, streams, self.settings, self.metrics.count_error)
 
-    async def read(self, streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def read(self, streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield what is new of any of the streams, with its index."""
         counts: dict[tuple[int, int], int] = {}
         num_finished = 0
@@ -332,7 +332,7 @@ def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return plain
 
 
-async def _merged(streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output

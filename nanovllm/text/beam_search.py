@@ -10,11 +10,10 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import RequestFeatures
+from nanovllm.engine.request import Request
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.input_processor import Request
+from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.run_requests import run_requests
 
 
@@ -88,7 +87,7 @@ class BeamSearch:
         return is_eos or len(beam.token_ids) >= self.max_tokens
 
 
-def run_beam_searches(engine: LLMEngine, searches: list[BeamSearch], use_tqdm: bool) -> None:
+def run_beam_searches(client: EngineClient, searches: list[BeamSearch], use_tqdm: bool) -> None:
     """Run searches to their ends; each step is a batch of the beams of all searches."""
     while running := [search for search in searches if not search.done]:
         requests = []
@@ -97,8 +96,8 @@ def run_beam_searches(engine: LLMEngine, searches: list[BeamSearch], use_tqdm: b
             # More than users may ask for.
             params.logprobs = search.num_candidates
             prompts = [array("i", search.prompt_token_ids + beam.token_ids) for beam in search.running]
-            requests += [Request(prompt, params, [RequestFeatures()]) for prompt in prompts]
-        outputs = iter(run_requests(engine, requests, use_tqdm))
+            requests += [Request(prompt, params) for prompt in prompts]
+        outputs = iter(run_requests(client, requests, use_tqdm))
         for search in running:
             search.extend([_continuations(next(outputs), search.num_candidates) for _ in search.running])
 

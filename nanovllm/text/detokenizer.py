@@ -52,6 +52,14 @@ class Detokenizer:
         return self._decode_tokens(token_ids, **self._options)
 
 
+def detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
+    """Return the detokenizer of an output with these parameters."""
+    options = {"skip_special_tokens": params.skip_special_tokens}
+    if not params.skip_special_tokens:
+        options["spaces_between_special_tokens"] = params.spaces_between_special_tokens
+    return Detokenizer(tokenizer, **options)
+
+
 class OutputText:
     """The text of one output: decoded, and ended by the first stop string that is complete.
 
@@ -65,10 +73,7 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        options = {"skip_special_tokens": params.skip_special_tokens}
-        if not params.skip_special_tokens:
-            options["spaces_between_special_tokens"] = params.spaces_between_special_tokens
-        self._detokenizer = Detokenizer(tokenizer, **options)
+        self._detokenizer = detokenizer(tokenizer, params)
         self._stop = list(params.stop or [])
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

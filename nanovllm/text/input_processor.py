@@ -1,54 +1,36 @@
-"""From what a user asks to the token ids and features that an engine takes."""
+"""The gate: from what a user asks to the checked `Request`s that an engine takes."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
-from nanovllm.engine.sequence import RequestFeatures
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, render_text
-from nanovllm.text.output_processor import OutputState
-from nanovllm.text.structured_output import (
-    BadWordsConstraint,
-    GrammarCompiler,
-    GrammarConstraint,
-    encode_bad_words,
-)
-from nanovllm.text.thinking import AfterThinkingConstraint
+from nanovllm.text.structured_output import ConstraintFactory, encode_bad_words
 from nanovllm.utils.checks import check_int, token_list
 
 LONG_TEXT = 2**16
 """Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request that an engine can serve; `features` of each of its outputs."""
-
-    token_ids: array[int]
-    params: SamplingParams
-    features: list[RequestFeatures]
-
-
-@dataclass
-class _CheckedParams:
+class _CheckedParams(NamedTuple):
     """What is found once of the parameters that many requests share.
 
     Attributes:
         params: in range, and of this call alone.
         bad_words: token sequences that are never generated.
-        grammar: a constraint at its start; each output gets a copy.
+        grammar: what outputs must match, compiled.
     """
 
     params: SamplingParams
-    bad_words: list[list[int]]
-    grammar: GrammarConstraint | None
+    bad_words: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None
 
 
 class InputProcessor:
@@ -57,13 +39,13 @@ class InputProcessor:
     Args:
         tokenizer: a transformers tokenizer; None takes token ids alone.
         limits: what the engine can serve.
-        eos_token_ids: tokens that end an output.
+        grammars: compiles grammars.
     """
 
-    def __init__(self, tokenizer: Any, limits: RequestLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, limits: RequestLimits, grammars: ConstraintFactory) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, eos_token_ids)
+        self._grammars = grammars
 
     @cached_property
     def max_characters(self) -> int:
@@ -103,9 +85,11 @@ class InputProcessor:
                 concerns_all = found is None and all(other is param for other in params)
                 raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
             salt = prompts[index].get("cache_salt") if isinstance(prompts[index], Mapping) else None
-            own = RequestFeatures(priority=priority, cache_salt=salt, prompt=text, prompt_token_ids=token_ids)
-            features = [self._features(own, found, streams) for _ in range(found.params.n)]
-            requests.append(Request(tokens, found.params, features))
+            requests.append(
+                Request(
+                    tokens, found.params, text, token_ids, priority, salt, None, found.bad_words, found.grammar, streams
+                )
+            )
         return requests
 
     def encode(
@@ -185,7 +169,7 @@ class InputProcessor:
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
         params = [SamplingParams(0, 1, detokenize=False)] * len(prompts)
         requests = self.process(prompts, params, [priority] * len(prompts), streams=streams)
-        return [replace(r, features=[replace(r.features[0], pooling=pooling)]) for r in requests]
+        return [replace(request, pooling=pooling) for request in requests]
 
     def process_each(
         self, prompts: list[Any], params: list[SamplingParams], priorities: list[int]
@@ -234,29 +218,8 @@ class InputProcessor:
             self._check_length("one of bad_words", word)
         bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
         structured = params.structured_outputs
-        return _CheckedParams(params, bad_words, None if structured is None else self._grammars.make(structured))
-
-    def _features(self, own: RequestFeatures, known: _CheckedParams, streams: bool) -> RequestFeatures:
-        """Return the features of an output: the request's own, and what follows from its parameters."""
-        params, constraint = known.params, self._constraint(known, own.prompt_token_ids or [])
-        sequences = [sequence for sequence in known.bad_words if len(sequence) > 1]
-        return replace(
-            own,
-            sink=OutputState(self.tokenizer, params) if params.stop or streams else None,
-            constraint=BadWordsConstraint(sequences, constraint) if sequences else constraint,
-            bad_token_ids=tuple(sequence[0] for sequence in known.bad_words if len(sequence) == 1),
-        )
-
-    def _constraint(
-        self, known: _CheckedParams, token_ids: list[int]
-    ) -> GrammarConstraint | AfterThinkingConstraint | None:
-        """Return an output's constraint at its start."""
-        if known.grammar is None:
-            return None
-        grammar, structured = known.grammar.copy(), known.params.structured_outputs
-        if structured is None or not structured.after_thinking:
-            return grammar
-        return AfterThinkingConstraint(self.tokenizer, grammar, token_ids)
+        grammar = None if structured is None else self._grammars.compile(structured)
+        return _CheckedParams(params, tuple(map(tuple, bad_words)), grammar)
 
 
 def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:

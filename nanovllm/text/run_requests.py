@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_output import DecodeToken
+from nanovllm.engine.protocol import Engine
+from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.input_processor import Request
-from nanovllm.text.output_processor import OutputState
-from nanovllm.text.stream_output import StreamedRequest
+from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.interrupt import deferred_signals
 
 
@@ -52,7 +49,7 @@ def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def run_requests(
-    engine: LLMEngine,
+    client: EngineClient,
     requests: list[Request],
     use_tqdm: bool,
     on_output: Callable[[RequestOutput], None] | None = None,
@@ -65,17 +62,17 @@ def run_requests(
     """
     ids: list[int] = []
     try:
-        _enqueue(engine, requests, ids)
+        _enqueue(client, requests, ids)
         by_id = dict(zip(ids, requests, strict=True))
-        outputs = _step_until_done(engine, by_id, use_tqdm, on_output, returns_errors)
+        outputs = _step_until_done(client, by_id, use_tqdm, on_output, returns_errors)
     except BaseException:
-        engine.drop(set(ids))
+        client.drop(set(ids))
         raise
     return [outputs[request_id] for request_id in ids]
 
 
 def run_good_requests(
-    engine: LLMEngine,
+    client: EngineClient,
     each: list[Request | ValueError],
     prompts: list[Any],
     use_tqdm: bool,
@@ -83,54 +80,43 @@ def run_good_requests(
 ) -> list[RequestOutput]:
     """Run the requests that can be served, and return all outputs in order; the others' have their errors.
 
-    each: of `InputProcessor.process_each`, for `prompts`.
+    each: a request, or why it cannot be served, for each of `prompts`.
     """
-    good = [request for request in each if isinstance(request, Request)]
-    outputs = iter(run_requests(engine, good, use_tqdm, on_output, returns_errors=True))
+    good = [item for item in each if isinstance(item, Request)]
+    outputs = iter(run_requests(client, good, use_tqdm, on_output, returns_errors=True))
     return [
         next(outputs)
-        if isinstance(request, Request)
-        else failed_output(-1, request, prompt if isinstance(prompt, str) else None)
-        for request, prompt in zip(each, prompts, strict=True)
+        if isinstance(item, Request)
+        else failed_output(-1, item, prompt if isinstance(prompt, str) else None)
+        for item, prompt in zip(each, prompts, strict=True)
     ]
 
 
-def stream_requests(engine: LLMEngine, requests: list[Request], decode_token: DecodeToken) -> Iterator[RequestOutput]:
-    """Queue requests and yield what is new of them after each step; aborts what is left when it is closed.
-
-    All outputs of the requests have an `OutputState` as their sink.
-    """
+def stream_requests(client: EngineClient, requests: list[Request]) -> Iterator[RequestOutput]:
+    """Queue streamed requests and yield what is new after each step; aborts what is left when it is closed."""
     ids: list[int] = []
     try:
-        # Places in the list of the requests that have new tokens; thousands of others may wait.
-        news: set[int] = set()
-        for place, request in enumerate(requests):
-            for features in request.features:
-                assert isinstance(features.sink, OutputState)
-                features.sink.on_token = partial(news.add, place)
-        _enqueue(engine, requests, ids)
-        streams = [StreamedRequest(request, decode_token) for request in requests]
-        unfinished = {request_id: place for place, request_id in enumerate(ids)}
+        _enqueue(client, requests, ids)
+        unfinished = set(ids)
         while unfinished:
-            engine.run_step()
-            done = engine.claim(unfinished.keys())
-            news.update(unfinished.pop(request_id) for request_id in done)
-            found = [streams[place].take(ids[place], done.get(ids[place])) for place in sorted(news)]
-            news.clear()
-            yield from (output for output in found if output is not None)
+            client.run_step()
+            for request_id, output in client.claim_new(unfinished).items():
+                if output.finished:
+                    unfinished.discard(request_id)
+                yield output
     finally:
-        engine.drop(set(ids))
+        client.drop(set(ids))
 
 
-def _enqueue(engine: LLMEngine, requests: list[Request], ids: list[int]) -> None:
+def _enqueue(client: EngineClient, requests: list[Request], ids: list[int]) -> None:
     # Deferred, so that the id of every queued request is known.
     with deferred_signals():
         for request in requests:
-            ids.append(engine.enqueue(request.token_ids, request.params, request.features))
+            ids.append(client.enqueue(request).request_id)
 
 
 def _step_until_done(
-    engine: LLMEngine,
+    client: EngineClient,
     requests: dict[int, Request],
     use_tqdm: bool,
     on_output: Callable[[RequestOutput], None] | None,
@@ -138,17 +124,17 @@ def _step_until_done(
 ) -> dict[int, RequestOutput]:
     """Return the outputs of requests by id; other requests' results stay for their callers."""
     outputs = dict[int, RequestOutput]()
-    with Progress(engine, len(requests), "request", disable=not use_tqdm) as progress:
+    with Progress(client.engine, len(requests), "request", disable=not use_tqdm) as progress:
         while len(outputs) < len(requests):
-            engine.run_step()
+            client.run_step()
             try:
-                done = engine.claim(requests.keys())
+                done = client.claim(requests.keys())
             except StepError as error:
-                failed = {i: requests[i].features[0] for i in error.request_ids if i in requests}
+                failed = {i: requests[i] for i in error.request_ids if i in requests}
                 if not returns_errors or not failed:
                     raise
-                engine.drop(set(failed))
-                done = {i: failed_output(i, error, f.prompt, f.prompt_token_ids) for i, f in failed.items()}
+                client.drop(set(failed))
+                done = {i: failed_output(i, error, r.prompt, r.prompt_token_ids) for i, r in failed.items()}
             outputs.update(done)
             if done:
                 progress.update(len(done))
@@ -168,7 +154,7 @@ class Progress:
         disable: show nothing; None shows the bar on a terminal alone.
     """
 
-    def __init__(self, engine: LLMEngine, total: int | None, unit: str, *, disable: bool | None) -> None:
+    def __init__(self, engine: Engine, total: int | None, unit: str, *, disable: bool | None) -> None:
         self._engine = engine
         self._bar: Any = tqdm(total=total, desc="Generating", unit=unit, dynamic_ncols=True, disable=disable)
         self._started, self._before = time.perf_counter(), engine.stats()

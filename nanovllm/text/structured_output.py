@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.sequence import TokenConstraint
+from nanovllm.engine.request import Grammar, Request, TokenConstraint
 from nanovllm.engine.token_masks import fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.grammar_text import grammar_text, with_advice
+from nanovllm.text.thinking import AfterThinkingConstraint
 from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS = 64
@@ -41,19 +42,15 @@ class GrammarConstraint:
     """A `TokenConstraint` of the engine: one output's state in its grammar.
 
     Args:
-        compiler: what made it.
+        executor: llguidance's threads that compute masks.
         matcher: llguidance's state, which nobody else has.
     """
 
-    def __init__(self, compiler: GrammarCompiler, matcher: Any) -> None:
-        self._compiler = compiler
+    def __init__(self, executor: Any, matcher: Any) -> None:
+        self._executor = executor
         self._matcher = matcher
         # Tokens are consumed with the next mask, those of all outputs at once.
         self._pending: list[int] = []
-
-    def copy(self) -> GrammarConstraint:
-        """Return a constraint in the same state for another output."""
-        return GrammarConstraint(self._compiler, self._matcher.deep_copy())
 
     def accept(self, token_id: int) -> None:
         """Take a token of the output.
@@ -75,17 +72,20 @@ class GrammarConstraint:
             running = [(matcher, token_id) for matcher, token_id in tokens if not matcher.is_stopped()]
             # It refuses an empty list.
             if running:
-                consume_token_par(self._compiler.executor, running)
+                consume_token_par(self._executor, running)
             behind = [constraint for constraint in behind if constraint._pending]
         pairs = [(constraint._matcher, row) for constraint, row in constraints]
-        fill_next_token_bitmask_par(self._compiler.executor, pairs, words)
+        fill_next_token_bitmask_par(self._executor, pairs, words)
 
 
-class GrammarCompiler:
-    """Makes constraints for one tokenizer.
+class ConstraintFactory:
+    """Makes the constraints of outputs, a `MakeConstraint`, for one tokenizer; it can be sent to another process.
+
+    A grammar is compiled where it is checked, beside the engine. The engine of the same process finds it compiled; one
+    in another process compiles it as the request is queued there, which no step waits for.
 
     Args:
-        tokenizer: a fast transformers tokenizer.
+        tokenizer: a fast transformers tokenizer, if there are grammars.
         vocab_size: token ids of the model are below it.
         eos_token_ids: tokens that end an output.
     """
@@ -97,6 +97,22 @@ class GrammarCompiler:
         # A matcher at the start of each grammar, the least recently used one first; several threads make constraints.
         self._matchers: dict[str, Any] = {}
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[ConstraintFactory], tuple[Any, ...]]:
+        return ConstraintFactory, (self._hf_tokenizer, self._vocab_size, self._eos_token_ids)
+
+    def __call__(self, request: Request) -> TokenConstraint | None:
+        """Return the constraint of one output of a request at its start; see `MakeConstraint`."""
+        constraint: TokenConstraint | None = None
+        if (grammar := request.grammar) is not None:
+            if grammar.compiled is None:
+                grammar.compiled = self._matcher(grammar.text, grammar.is_choice)
+            constraint = GrammarConstraint(self.executor, grammar.compiled.deep_copy())
+            structured = request.params.structured_outputs
+            if structured is not None and structured.after_thinking:
+                constraint = AfterThinkingConstraint(self._hf_tokenizer, constraint, request.token_ids)
+        sequences = [list(sequence) for sequence in request.bad_sequences]
+        return BadWordsConstraint(sequences, constraint) if sequences else constraint
 
     @cached_property
     def library(self) -> Any:
@@ -123,29 +139,38 @@ class GrammarCompiler:
         """Threads that compute masks."""
         return self.library.LLExecutor()
 
-    def make(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """Return a constraint at the start of its grammar; equal grammars are compiled once.
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Return a grammar that requests can have; equal ones are compiled once.
 
         Raises:
             GrammarError: the grammar cannot be used.
             ValueError: the library is not installed, or there is no fast tokenizer.
         """
-        library, tokenizer = self.library, self.tokenizer
+        # Before the grammar: they say what is missing.
+        library, _ = self.library, self.tokenizer
         try:
-            grammar = grammar_text(library, params)
-            with self._lock:
-                matcher = self._matchers.pop(grammar, None)
-            if matcher is None:
-                matcher = _call_with_large_stack(partial(self._compile, tokenizer, grammar, params.choice is not None))
+            text = grammar_text(library, params)
         except (TypeError, ValueError, RuntimeError) as error:
             raise GrammarError(with_advice(str(error))) from error
+        is_choice = params.choice is not None
+        return Grammar(text, is_choice, self._matcher(text, is_choice))
+
+    def _matcher(self, text: str, is_choice: bool) -> Any:
+        """Return the matcher at the start of a grammar."""
+        with self._lock:
+            matcher = self._matchers.pop(text, None)
+        if matcher is None:
+            try:
+                matcher = _call_with_large_stack(partial(self._compile, self.tokenizer, text, is_choice))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise GrammarError(with_advice(str(error))) from error
         if matcher.is_error():
             raise GrammarError(with_advice(matcher.get_error()))
         with self._lock:
-            self._matchers[grammar] = matcher
+            self._matchers[text] = matcher
             while len(self._matchers) > _MAX_GRAMMARS:
                 del self._matchers[next(iter(self._matchers))]
-        return GrammarConstraint(self, matcher.deep_copy())
+        return matcher
 
     def _compile(self, tokenizer: Any, grammar: str, is_choice: bool) -> Any:
         """Return a matcher, perhaps in error, that knows its first mask, which takes longest."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.request import TokenConstraint
 from nanovllm.engine.token_masks import fill_rows
-from nanovllm.text.structured_output import GrammarConstraint
 
 BEGIN, END = "<think>", "</think>"
 _TAIL = 16
@@ -23,17 +24,17 @@ class AfterThinkingConstraint:
         prompt_token_ids: the prompt, which may end within thoughts, or after them.
     """
 
-    def __init__(self, tokenizer: Any, inner: GrammarConstraint, prompt_token_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Any, inner: TokenConstraint, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._inner = inner
         self._tail: list[int] = []
-        before = str(tokenizer.decode(prompt_token_ids[-_TAIL:])).rstrip()
+        before = str(tokenizer.decode(list(prompt_token_ids[-_TAIL:]))).rstrip()
         self._is_inside = before.endswith(BEGIN)
         # The token with which the model may begin to think now.
         self._begin = None if self._is_inside or before.endswith(END) else _single_token(tokenizer, BEGIN)
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output; raises as `GrammarConstraint.accept` does."""
+        """Take a token of the output; raises as the answer's constraint does."""
         if self._is_inside:
             self._tail = [*self._tail[1 - _TAIL :], token_id]
             self._is_inside = END not in self._tokenizer.decode(self._tail)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.qkv_rope_store import qkv_rope_store, qkv_rope_store_ref
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store, qkv_rope_store_ref
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from nanovllm.kernels.sampling import sample, sample_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
@@ -38,7 +38,8 @@ def inputs(op: str, rows: int) -> list[Any]:
         positions = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         qkv = randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
         angles = torch.rand(rows, HEAD_DIM, device=DEVICE)
-        return [qkv, (randn(HEAD_DIM), randn(HEAD_DIM)), 1e-6, angles, positions, cache[0], cache[1], positions]
+        rope = NormRope((randn(HEAD_DIM), randn(HEAD_DIM)), 1e-6, angles)
+        return [qkv, rope, positions, KVPages(cache[0], cache[1]), positions]
     return [
         randn(min(rows, 256), VOCAB),
         torch.full((min(rows, 256),), 0.6, device=DEVICE),

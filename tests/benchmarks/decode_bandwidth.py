@@ -14,8 +14,10 @@ from bench import measure_ceilings
 from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
 from nanovllm.attention.triton import TritonBackend, should_use_single_split
+from nanovllm.kernels.qkv_rope_store import KVPages
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")
@@ -38,11 +40,11 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM, num_slots=512)
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
     cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
-    angles = torch.rand(length, HEAD_DIM, device=DEVICE)
-    layers = [Attention(HEAD_DIM, 1e-6) for _ in range(num_layers)]
+    rotary = RotaryEmbedding(HEAD_DIM, 1e6, None)
+    rotary.tabulate(length, DEVICE)
+    layers = [Attention(num_kv_heads, HEAD_DIM, 1e-6, rotary) for _ in range(num_layers)]
     for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
-        layer.bind(k_cache, v_cache, backend)
-        layer.cos_sin = angles
+        layer.bind(KVPages(k_cache, v_cache), backend)
 
     tables = torch.randperm(num_blocks, device=DEVICE).int().view(rows, max_blocks)
     lens = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)

@@ -32,7 +32,7 @@ from nanovllm.kernels.attention.warp_attention import (
     store_heads,
 )
 from nanovllm.kernels.fast_math import rsqrt
-from nanovllm.kernels.qkv_rope_store import NormWeights
+from nanovllm.kernels.qkv_rope_store import NormRope
 
 
 @gluon.constexpr_function
@@ -191,7 +191,7 @@ def hopper_decode_attention(
     slot_mapping: torch.Tensor,
     plan: DecodePlan,
     scale: float,
-    rope: tuple[NormWeights | None, float, torch.Tensor] | None = None,
+    rope: NormRope | None = None,
 ) -> None:
     """Compute attention of one new token per sequence over its whole context, into `out`, for two-byte elements.
 
@@ -208,8 +208,8 @@ def hopper_decode_attention(
             whose output is finite but undefined.
         plan: from the context lengths, each including the new token, with tiles of TILE tokens.
         scale: factor of the scores.
-        rope: norm_weights, eps and cos_sin of `qkv_rope_store`, which is then computed first; a token's position is
-            the last of its context. Not supported with shared prefixes.
+        rope: of `qkv_rope_store`, which is then computed first; a token's position is the last of its context. Not
+            supported with shared prefixes.
     """
     num_seqs, num_heads, head_dim = out.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -220,8 +220,9 @@ def hopper_decode_attention(
         assert rope is None
         cascade_attention(x, k_cache, v_cache, block_tables, plan.prefix, scale)
         prefix_rows, prefix_out, prefix_lse = plan.prefix.shared.rows, plan.prefix.partial, plan.prefix.lse
-    norm_weights, eps, cos_sin = rope if rope is not None else (None, 0.0, None)
+    norm_weights = None if rope is None else rope.norm_weights
     q_norm, k_norm = norm_weights if norm_weights is not None else (None, None)
+    eps, cos_sin = (0.0, None) if rope is None else (rope.eps, rope.cos_sin)
     shape = (-1, WARP_KEYS.value, num_kv_heads * head_dim)
     tile, part = [WARPS.value, WARP_KEYS.value, head_dim], [1, WARP_KEYS.value, head_dim]
     caches = k_cache.view(shape), v_cache.view(shape)

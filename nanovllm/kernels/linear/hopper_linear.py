@@ -29,6 +29,7 @@ from nanovllm.kernels.linear.hopper_product import (
     make_ring,
     multiply_tile,
 )
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 HEAD_DIM = COLUMNS
 """The head size that `hopper_qkv_rope_store` supports."""
@@ -199,27 +200,34 @@ def hopper_gated_linear(x: torch.Tensor, weight: torch.Tensor, num_programs: int
 def hopper_qkv_rope_store(
     x: torch.Tensor,
     weight: torch.Tensor,
-    norm_weights: tuple[torch.Tensor, torch.Tensor],
-    eps: float,
-    cos_sin: torch.Tensor,
+    rope: NormRope,
     positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     slot_mapping: torch.Tensor,
     num_programs: int,
 ) -> torch.Tensor:
-    """Compute `project_rope_store` for two-byte elements and an even number of heads of HEAD_DIM.
+    """Compute `qkv_rope_store` of `x @ weight.T` for two-byte elements, an even number of heads of HEAD_DIM, and norms.
 
-    `num_programs` is the maximum number of programs: the number of multiprocessors.
+    Args:
+        x: [num_tokens, hidden_size], contiguous.
+        weight: [(num_heads + 2 * num_kv_heads) * HEAD_DIM, hidden_size].
+        rope, positions, pages, slot_mapping: see `qkv_rope_store`.
+        num_programs: the most programs: the number of multiprocessors.
+
+    Returns:
+        The queries, [num_tokens, num_heads, HEAD_DIM], contiguous.
     """
+    assert rope.norm_weights is not None
+    q_norm, k_norm = rope.norm_weights
     rows, in_features = x.shape
-    kv_heads = k_cache.shape[2]
+    kv_heads = pages.k_cache.shape[2]
     heads = len(weight) // HEAD_DIM.value - 2 * kv_heads
     query = torch.empty(rows, heads, HEAD_DIM.value, dtype=x.dtype, device=x.device)
     row_tiles, column_tiles = -(-rows // ROWS.value), len(weight) // (2 * COLUMNS.value)
     _qkv_kernel[(min(num_programs, row_tiles * column_tiles),)](
         descriptor(x, [ROWS.value, INS.value]), descriptor(weight, [COLUMNS.value, INS.value]),
-        rows, row_tiles, column_tiles, in_features // INS.value, positions, cos_sin, *norm_weights,
-        query, k_cache, v_cache, slot_mapping, eps, HEADS=heads, KV_HEADS=kv_heads, num_warps=4, launch_pdl=True,
+        rows, row_tiles, column_tiles, in_features // INS.value, positions, rope.cos_sin, q_norm, k_norm,
+        query, pages.k_cache, pages.v_cache, slot_mapping, rope.eps, HEADS=heads, KV_HEADS=kv_heads,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return query

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
-from nanovllm.engine.request_output import DecodeToken
+from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput
-from nanovllm.text.input_processor import Request
-from nanovllm.text.output_processor import OutputState
-from nanovllm.text.stream_output import StreamedRequest
+from nanovllm.text.request_state import RequestState
 
 _WAKES_AT_ONCE = 16
 """Streams that one turn of the event loop wakes, so that no turn takes long."""
@@ -72,38 +71,36 @@ class Mailbox:
 
 
 class RequestStream:
-    """One request, computed by an `EngineThread` and read by one task at a time.
+    """One request and what is new of it, as it comes: an asynchronous iterator, whose last output is `finished`.
+
+    One task at a time reads it, to its end or until `aclose`. Once nobody refers to it any more, the request is
+    aborted.
 
     Args:
-        request: with an `OutputState` for each output.
+        request: what an `EngineThread` computes.
         request_id: what its outputs are called.
-        decode_token: returns the text of a token.
         mailbox: of the event loop whose task reads.
-        is_streamed: whether outputs are wanted as they come, and not only when all are complete.
+        leave: called, perhaps more than once, when nobody reads any more.
+
+    Attributes:
+        state: of the request in the engine; None until the thread has taken it in.
+        is_done: whether the engine has ended with it.
     """
 
     def __init__(
-        self,
-        request: Request,
-        request_id: int | str,
-        decode_token: DecodeToken,
-        mailbox: Mailbox,
-        is_streamed: bool = True,
+        self, request: Request, request_id: int | str, mailbox: Mailbox, leave: Callable[[RequestStream], None]
     ) -> None:
         self.request = request
         self.request_id = request_id
-        self.engine_id = -1
+        self.state: RequestState | None = None
         self.is_done = False
-        self._outputs = StreamedRequest(request, decode_token)
         self._mailbox = mailbox
+        self._leave = leave
+        self._has_left = False
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = False
         self._final: RequestOutput | None = None
         self._error: BaseException | None = None
-        if is_streamed:
-            for features in request.features:
-                assert isinstance(features.sink, OutputState)
-                features.sink.on_token = self.notify
 
     def notify(self) -> None:
         """Have the reading task look for news; may be called from any thread."""
@@ -112,12 +109,14 @@ class RequestStream:
     def finish(self, final: RequestOutput) -> None:
         """End with the engine's output."""
         self._final = final
-        self._end_notices()
+        self.is_done = True
+        self.notify()
 
     def fail(self, error: BaseException) -> None:
         """End with an error, which the reading task gets."""
         self._error = error
-        self._end_notices()
+        self.is_done = True
+        self.notify()
 
     def wake(self) -> None:
         """Let the reading task go on; called in its event loop."""
@@ -125,25 +124,59 @@ class RequestStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next_output(self) -> RequestOutput:
-        """Wait for news and return them; those of the end are `finished`.
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Wait for news and return them.
 
         Raises:
             StepError: the step that the request was in has failed.
             RuntimeError: the engine is closed.
         """
-        while not self.is_done:
-            await self._wait()
-            output = None if self.is_done else self._outputs.take(self.request_id)
-            if output is not None:
-                return output
-        return self._end()
+        if self._has_left:
+            raise StopAsyncIteration
+        try:
+            output = await self._next()
+        except BaseException:
+            await self.aclose()
+            raise
+        if output.finished:
+            await self.aclose()
+        output.request_id = self.request_id
+        return output
 
-    async def final_output(self) -> RequestOutput:
-        """Wait for the end and return the whole output; raises as `next_output` does."""
+    async def whole(self) -> RequestOutput:
+        """Wait for the end and return the whole output of a request that is not streamed; raises as iterating does."""
+        try:
+            while not self.is_done:
+                await self._wait()
+            state, output = self._end()
+            state.finish(output)
+        finally:
+            await self.aclose()
+        output.request_id = self.request_id
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended."""
+        self._has_left = True
+        self._leave(self)
+
+    def __del__(self) -> None:
+        # It was dropped without being closed. The thread had it until it was taken in.
+        if not self._has_left and self.state is not None:
+            self._leave(self)
+
+    async def _next(self) -> RequestOutput:
         while not self.is_done:
             await self._wait()
-        return self._end()
+            if not self.is_done and self.state is not None and (output := self.state.take()) is not None:
+                return output
+        state, final = self._end()
+        output = state.take(final)
+        assert output is not None
+        return output
 
     async def _wait(self) -> None:
         """Wait for the next `wake`, or return at once if it came since the last time."""
@@ -152,18 +185,8 @@ class RequestStream:
             await self._waiter
         self._has_news = False
 
-    def _end_notices(self) -> None:
-        self.is_done = True
-        self.notify()
-        # The sinks refer to this stream, and it to them: they would wait for the garbage collector.
-        for features in self.request.features:
-            assert isinstance(features.sink, OutputState)
-            features.sink.on_token = None
-
-    def _end(self) -> RequestOutput:
+    def _end(self) -> tuple[RequestState, RequestOutput]:
         if self._error is not None:
             raise self._error
-        assert self._final is not None
-        output = self._outputs.take(self.request_id, self._final)
-        assert output is not None
-        return output
+        assert self.state is not None and self._final is not None
+        return self.state, self._final

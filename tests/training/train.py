@@ -1,6 +1,6 @@
 """Train the bundled checkpoint from nothing: text, tokenizer, model, and a check of what it learnt.
 
-    python nanovllm/assets/train.py --output DIR
+    python -m tests.training.train --output DIR
 
 It is seeded and needs no network. One recent GPU takes some minutes; a CPU serves only to try the script, with
 a few `--steps`. The exit status is 1 when the saved checkpoint misses what the package promises of it.
@@ -18,18 +18,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Run as a file, Python looks for modules beside this one, not where the package is.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from nanovllm.assets.checkpoint import CONFIG, save_checkpoint, train_tokenizer
-from nanovllm.assets.conversations import FIXED_CONVERSATIONS, Conversation, converse
-from nanovllm.assets.corpus import END_OF_TEXT, SYSTEM, generate, held_out_additions, held_out_sorts, render
-from nanovllm.assets.tasks import INTRODUCTION, join
+from nanovllm.assets import BUNDLED_MODEL
+from tests.training.checkpoint import CONFIG, save_checkpoint, train_tokenizer
+from tests.training.conversations import FIXED_CONVERSATIONS, Conversation, converse
+from tests.training.corpus import END_OF_TEXT, SYSTEM, generate, held_out_additions, held_out_sorts, render
+from tests.training.tasks import INTRODUCTION, join
 
 SEED = 2025
 STEPS = 16000
@@ -211,7 +209,7 @@ def check(folder: Path, device: torch.device) -> bool:
 def main() -> int:
     """Train, save, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "qwen3-tiny")
+    parser.add_argument("--output", type=Path, default=Path(BUNDLED_MODEL))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from nanovllm.async_llm.engine_thread import EngineThread
+from nanovllm.async_llm.request_stream import Mailbox, RequestStream
 from nanovllm.config import EngineSettings
+from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Prompt, RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, template_options
-from nanovllm.text.engine_thread import EngineThread
-from nanovllm.text.input_processor import LONG_TEXT, Request, takes_long
+from nanovllm.text.input_processor import LONG_TEXT, takes_long
 from nanovllm.text.pooling import embeddings
-from nanovllm.text.request_stream import Mailbox, RequestStream
 from nanovllm.utils.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
@@ -34,45 +36,6 @@ Result = TypeVar("Result")
 
 class QueueFullError(RuntimeError):
     """So many requests are waiting or running that no more is taken."""
-
-
-class OutputStream:
-    """What is new of one request, as it comes: an asynchronous iterator, whose last output is `finished`.
-
-    Args:
-        stream: the request.
-        leave: called, perhaps more than once, when nobody reads any more.
-    """
-
-    def __init__(self, stream: RequestStream, leave: Callable[[], None]) -> None:
-        self._stream = stream
-        self._leave = leave
-        self._has_ended = False
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._has_ended:
-            raise StopAsyncIteration
-        try:
-            output = await self._stream.next_output()
-        except BaseException:
-            await self.aclose()
-            raise
-        if output.finished:
-            await self.aclose()
-        return output
-
-    async def aclose(self) -> None:
-        """Abort the request, unless it has ended."""
-        self._has_ended = True
-        self._leave()
-
-    def __del__(self) -> None:
-        # A stream that was dropped without being closed.
-        if not self._has_ended:
-            self._leave()
 
 
 class AsyncLLM(Unpicklable):
@@ -102,13 +65,13 @@ class AsyncLLM(Unpicklable):
     ) -> None:
         self.llm = LLM(model, **kwargs)
         self.max_pending_requests = max_pending_requests
-        self._thread = EngineThread(self.llm.llm_engine)
+        self._thread = EngineThread(self.llm.engine_client)
         # Grammars and long texts can take seconds, and must not hold other requests up.
         self._executor = ThreadPoolExecutor(1, "nanovllm-input")
         self._slow_executor = ThreadPoolExecutor(1, "nanovllm-slow")
         self._request_ids = count()
         # None while the prompt is encoded.
-        self._pending: dict[int | str, RequestStream | None] = {}
+        self._pending: dict[int | str, weakref.ref[RequestStream] | None] = {}
         self._aborted_early: set[int | str] = set()
         self._mailbox: Mailbox | None = None
 
@@ -135,10 +98,7 @@ class AsyncLLM(Unpicklable):
             RuntimeError: the engine is closed.
         """
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=False)
-        try:
-            return await stream.final_output()
-        finally:
-            self._leave(stream)
+        return await stream.whole()
 
     async def generate_all(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -153,13 +113,13 @@ class AsyncLLM(Unpicklable):
 
     async def pool(self, prompts: list[Any], pooling: str = "last", *, priority: int = 0) -> list[RequestOutput]:
         """Return the outputs of which `embed` makes embeddings."""
-        process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority, streams=True)
+        process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
         is_slow = takes_long(prompts, SamplingParams())
-        return await self._gather(await self._enqueue(len(prompts), process, is_slow, None, is_streamed=False))
+        return await self._gather(await self._enqueue(len(prompts), process, is_slow, None))
 
     async def _gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
         try:
-            return list(await asyncio.gather(*(stream.final_output() for stream in streams)))
+            return list(await asyncio.gather(*(stream.whole() for stream in streams)))
         finally:
             for stream in streams:
                 self._leave(stream)
@@ -189,20 +149,19 @@ class AsyncLLM(Unpicklable):
         *,
         priority: int = 0,
         request_id: int | str | None = None,
-    ) -> OutputStream:
+    ) -> RequestStream:
         """Queue a request and return the outputs that `stream` yields, so that errors come before the first of them.
 
         The stream must be read to its end, or be closed.
         """
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
-        return OutputStream(stream, partial(self._leave, stream))
+        return stream
 
     async def begin_streams(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> list[OutputStream]:
+    ) -> list[RequestStream]:
         """Do the same for prompts that share their parameters, all or none."""
-        streams = await self._submit(prompts, sampling_params, priority, None, is_streamed=True)
-        return [OutputStream(stream, partial(self._leave, stream)) for stream in streams]
+        return await self._submit(prompts, sampling_params, priority, None, is_streamed=True)
 
     async def chat(
         self,
@@ -260,14 +219,14 @@ class AsyncLLM(Unpicklable):
 
     def abort_all(self) -> None:
         """End all pending requests with what they have so far."""
-        for request_id in self._pending:
+        for request_id in list(self._pending):
             self._abort(request_id)
 
     def _abort(self, request_id: int | str) -> None:
-        stream = self._pending[request_id]
-        if stream is None:
+        reference = self._pending[request_id]
+        if reference is None:
             self._aborted_early.add(request_id)
-        else:
+        elif (stream := reference()) is not None:
             self._thread.abort(stream)
 
     async def run_beside(self, function: Callable[[], Result], *, is_slow: bool = False) -> Result:
@@ -327,9 +286,9 @@ class AsyncLLM(Unpicklable):
     ) -> list[RequestStream]:
         """Encode prompts and queue their requests; see `_enqueue`."""
         params = SamplingParams() if params is None else params
-        count = len(prompts)
-        process = partial(self.llm.input_processor.process, prompts, [params] * count, [priority] * count, streams=True)
-        return await self._enqueue(count, process, takes_long(prompts, params), request_id, is_streamed)
+        each = prompts, [params] * len(prompts), [priority] * len(prompts)
+        process = partial(self.llm.input_processor.process, *each, streams=is_streamed)
+        return await self._enqueue(len(prompts), process, takes_long(prompts, params), request_id)
 
     async def _enqueue(
         self,
@@ -337,7 +296,6 @@ class AsyncLLM(Unpicklable):
         process: Callable[[], list[Request]],
         is_slow: bool,
         request_id: int | str | None,
-        is_streamed: bool,
     ) -> list[RequestStream]:
         """Queue requests, all or none.
 
@@ -346,7 +304,6 @@ class AsyncLLM(Unpicklable):
             process: makes them, in another thread.
             is_slow: whether that takes long.
             request_id: of a single one; None: numbers.
-            is_streamed: whether outputs are wanted as they come.
         """
         if len(self._pending) + num_requests > self.max_pending_requests:
             most = self.max_pending_requests
@@ -361,10 +318,9 @@ class AsyncLLM(Unpicklable):
         try:
             requests = await self.run_beside(process, is_slow=is_slow)
             for own_id, request in zip(request_ids, requests, strict=True):
-                decode_token = self.llm.output_processor.decode_token
-                stream = RequestStream(request, own_id, decode_token, self._mailbox_here(), is_streamed)
+                stream = RequestStream(request, own_id, self._mailbox_here(), self._leave)
                 self._thread.submit(stream)
-                self._pending[own_id] = stream
+                self._pending[own_id] = weakref.ref(stream)
                 streams.append(stream)
                 if own_id in self._aborted_early:
                     self._thread.abort(stream)
@@ -380,7 +336,9 @@ class AsyncLLM(Unpicklable):
 
     def _leave(self, stream: RequestStream) -> None:
         """Forget a request that nobody reads any more."""
-        if self._pending.get(stream.request_id) is stream:
+        reference = self._pending.get(stream.request_id)
+        # That of a stream which the garbage collector has found is dead by now.
+        if reference is not None and reference() in (stream, None):
             del self._pending[stream.request_id]
         if not stream.is_done:
             self._thread.abort(stream)

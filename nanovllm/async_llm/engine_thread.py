@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
+from dataclasses import dataclass
 
+from nanovllm.async_llm.request_stream import RequestStream
 from nanovllm.engine.call_guard import Call
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepError
-from nanovllm.text.request_stream import RequestStream
+from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.structured_output import GrammarError
 
 _POLL_SECONDS = 0.2
@@ -19,22 +21,36 @@ _CLOSE_SECONDS = 10.0
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Abort:
+    """A message that a request is to end: its id in the engine, or its stream if the engine may not have it yet."""
+
+    target: RequestStream | int
+
+    def request_id(self) -> int:
+        """Return the id in the engine; -1 if it was never there."""
+        if isinstance(self.target, int):
+            return self.target
+        return -1 if self.target.state is None else self.target.state.request_id
+
+
 class EngineThread:
     """Steps an engine while it has requests. Others reach the engine by messages only, which join the next step.
 
     Args:
-        engine: has no other caller.
+        client: has no other caller.
 
     Attributes:
         error: what ended the thread; None while it runs, and after `close`.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self.error: BaseException | None = None
-        self._engine = engine
-        # Streams to begin, and streams to abort.
-        self._messages: deque[tuple[RequestStream, bool]] = deque()
-        self._streams: dict[int, RequestStream] = {}
+        self._client = client
+        # Streams to begin, and streams, or ids in the engine, to abort.
+        self._messages: deque[RequestStream | Abort] = deque()
+        # By the ids in the engine. A stream that nobody reads any more is to be aborted, not to be kept.
+        self._streams: dict[int, weakref.ref[RequestStream]] = {}
         self._has_messages = threading.Event()
         self._is_closing = False
         self._lock = threading.Lock()
@@ -59,12 +75,12 @@ class EngineThread:
         """
         with self._lock:
             self.require_running()
-            self._messages.append((stream, False))
+            self._messages.append(stream)
         self._has_messages.set()
 
     def abort(self, stream: RequestStream) -> None:
         """Drop a request; its reader gets what it has so far. Nothing happens if it is done."""
-        self._messages.append((stream, True))
+        self._messages.append(Abort(stream if stream.state is None else stream.state.request_id))
         self._has_messages.set()
 
     def close(self) -> None:
@@ -77,18 +93,18 @@ class EngineThread:
             self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        call = Call()
+        client, call = self._client, Call()
         error: BaseException | None = None
         try:
-            self._engine.begin(call)
+            client.engine.begin(call)
             while not self._is_closing:
                 self._take_messages()
-                if self._streams or not self._engine.is_finished():
-                    self._engine.run_step()
+                if self._streams or not client.is_finished():
+                    client.run_step()
                     self._deliver()
                 else:
                     self._has_messages.wait(_POLL_SECONDS)
-                    self._engine.require_open()
+                    client.engine.require_open()
         # Whatever it is, nobody above this thread would see it: the readers get it, and `error` keeps it.
         except BaseException as caught:
             error = caught
@@ -99,20 +115,22 @@ class EngineThread:
         self._has_messages.clear()
         while self._messages:
             # It stays there until it is done, so that `_end` finds it if something fails.
-            stream, is_abort = self._messages[0]
-            if not is_abort:
-                request = stream.request
-                stream.engine_id = self._engine.enqueue(request.token_ids, request.params, request.features)
-                self._streams[stream.engine_id] = stream
-            elif stream.engine_id in self._streams:
-                self._engine.abort([stream.engine_id], keep_outputs=True)
+            message = self._messages[0]
+            if isinstance(message, Abort):
+                if (request_id := message.request_id()) in self._streams:
+                    self._client.engine.abort([request_id], keep_outputs=True)
+            else:
+                message.state = self._client.enqueue(message.request)
+                self._streams[message.state.request_id] = weakref.ref(message)
             self._messages.popleft()
 
     def _deliver(self) -> None:
-        finished, failures = self._engine.take_results()
-        for engine_id, output in finished:
-            stream = self._streams.pop(engine_id, None)
-            if stream is not None:
+        for request_id, state in self._client.updated.items():
+            if state.request.is_streamed and (stream := self._streams[request_id]()) is not None:
+                stream.notify()
+        finished, failures = self._client.take_all()
+        for request_id, output in finished:
+            if (stream := self._pop(request_id)) is not None:
                 stream.finish(output)
         for failure in failures:
             if isinstance(failure.__cause__, GrammarError):
@@ -120,29 +138,35 @@ class EngineThread:
                 _logger.warning("%s", failure)
             else:
                 _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
-            for engine_id in failure.request_ids:
-                stream = self._streams.pop(engine_id, None)
-                if stream is not None:
+            for request_id in failure.request_ids:
+                if (stream := self._pop(request_id)) is not None:
                     stream.fail(_copy(failure))
         if failures:
             try:
-                self._engine.require_open()
+                self._client.engine.require_open()
             except RuntimeError as closed:
                 raise closed from failures[-1]
+
+    def _pop(self, request_id: int) -> RequestStream | None:
+        """Forget a request that has ended; returns its stream if somebody reads it."""
+        reference = self._streams.pop(request_id, None)
+        return None if reference is None else reference()
 
     def _end(self, call: Call, error: BaseException | None) -> None:
         """Fail what is left, and let go of the engine."""
         with self._lock:
             self.error = error
             self._is_closing = True
-        left = [stream for stream, is_abort in self._messages if not is_abort] + list(self._streams.values())
+        left = [message for message in self._messages if not isinstance(message, Abort)]
+        left += [stream for reference in self._streams.values() if (stream := reference()) is not None]
         for stream in left:
             stream.fail(_closed_error(error))
+        request_ids = set(self._streams)
         self._streams.clear()
         try:
-            self._engine.drop({stream.engine_id for stream in left})
+            self._client.drop(request_ids)
         finally:
-            self._engine.end(call)
+            self._client.engine.end(call)
 
 
 def _closed_error(cause: BaseException | None) -> RuntimeError:

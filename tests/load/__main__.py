@@ -1,4 +1,4 @@
-"""The load on a server: `nanovllm bench serve --url http://127.0.0.1:8000 --rate 1,4,16,inf`.
+"""The load on a server: `python -m tests.load --url http://127.0.0.1:8000 --rate 1,4,16,inf`.
 
 Sends streaming requests to any OpenAI-compatible server as a Poisson process, one rate after the other, and prints a
 row for each rate: completed requests and their output tokens per second, and percentiles of latencies in milliseconds.
@@ -23,14 +23,13 @@ from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nanovllm.bench.load_report import HEADER, RateResult, notes, plot, row, summarize
-from nanovllm.utils.extras import install_hint
 from nanovllm.utils.flags import CommandParser, user_errors
+from tests.load.report import HEADER, RateResult, notes, plot, row, summarize
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-_PROGRAM = "nanovllm bench serve"
+_PROGRAM = "python -m tests.load"
 # Requests at an infinite rate if neither a flag nor another rate says how many.
 _BURST = 1000
 # Options that the JSON repeats.
@@ -73,7 +72,7 @@ async def measure(options: argparse.Namespace) -> tuple[str, list[RateResult]]:
     Raises:
         ConnectionError: no model was named, and the server lists none.
     """
-    from nanovllm.bench.load import first_model, open_session  # noqa: PLC0415
+    from tests.load.client import first_model, open_session  # noqa: PLC0415
 
     rng, results = Random(options.seed), []
     async with open_session(options.api_key, options.timeout) as session:
@@ -89,7 +88,7 @@ async def measure_rate(
     session: ClientSession, options: argparse.Namespace, model: str, rate: float, rng: Random
 ) -> RateResult:
     """Send the requests of a rate, with prompts that no earlier one had, and wait for all answers."""
-    from nanovllm.bench.load import arrival_times, random_ids, random_text, request_body, send_all  # noqa: PLC0415
+    from tests.load.client import arrival_times, random_ids, random_text, request_body, send_all  # noqa: PLC0415
 
     fields: dict[str, Any] = {"model": model, "max_tokens": options.output_tokens}
     fields |= {"ignore_eos": True} if options.ignore_eos else {}
@@ -134,10 +133,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line's options, checked; a bad one ends the program with code 2 and one line."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    needed = [("aiohttp", "bench")] + ([("matplotlib", "bench")] if options.plot else [])
-    for package, extra in needed:
+    for package in ["aiohttp", "matplotlib"] if options.plot else ["aiohttp"]:
         if find_spec(package) is None:
-            parser.error(f"{package} is not installed: {install_hint(extra)}")
+            parser.error(f"{package} is not installed: pip install '.[test]'")
     if options.prompt_ids and (options.endpoint == "chat" or options.vocab_size is None):
         parser.error("--prompt-ids needs --vocab-size and --endpoint completions")
     if options.vocab_size is not None and not options.prompt_ids:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.async_llm import AsyncLLM, OutputStream
+from nanovllm.async_llm import AsyncLLM, RequestStream
 from nanovllm.logprobs import Logprobs
 from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -61,9 +61,9 @@ class AsyncLLMEngine(Unpicklable):
 
 
 class CumulativeStream:
-    """The outputs of one request so far: an asynchronous iterator over what an `OutputStream` brings."""
+    """The outputs of one request so far: an asynchronous iterator over what an `RequestStream` brings."""
 
-    def __init__(self, outputs: OutputStream) -> None:
+    def __init__(self, outputs: RequestStream) -> None:
         self._outputs = outputs
         self._whole: dict[int, CompletionOutput] = {}
 

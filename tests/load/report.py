@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # Its module needs aiohttp, an extra.
-    from nanovllm.bench.load import Outcome
+    from tests.load.client import Outcome
 
 PERCENTILES = (50, 95, 99)
 _PLOTTED = {"ttft": "time to first token", "tpot": "time per output token"}

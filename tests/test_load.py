@@ -22,10 +22,9 @@ import pytest
 pytest.importorskip("aiohttp")
 from aiohttp import web
 
-from nanovllm.bench.load import AnswerStream, Outcome, arrival_times, open_session, send_all
-from nanovllm.bench.load_report import notes, percentile, summarize
-from nanovllm.bench.serve import _allow_open_files, num_requests, parse_arguments
-from nanovllm.cli import main
+from tests.load.__main__ import _allow_open_files, main, num_requests, parse_arguments
+from tests.load.client import AnswerStream, Outcome, arrival_times, open_session, send_all
+from tests.load.report import notes, percentile, summarize
 
 FIRST, BETWEEN = 0.05, 0.02
 TEXTS = ["a ", "b ", 'say "', "é ", "c"]
@@ -133,7 +132,7 @@ def server() -> Iterator[FakeServer]:
 def bench(server: FakeServer, model: str, *flags: str, tmp_path: Path) -> tuple[int, list[Any]]:
     """Return the exit code and the JSON's rates."""
     path = tmp_path / "results.json"
-    code = main(["bench", "serve", "--url", server.url, "--model", model, "--json", str(path), *flags])
+    code = main(["--url", server.url, "--model", model, "--json", str(path), *flags])
     return code, json.loads(path.read_text())["rates"]
 
 
@@ -248,7 +247,7 @@ def test_errors_are_counted_by_kind(
     assert result["ttft_ms"] == result["tpot_ms"] == result["e2e_ms"] == {"p50": None, "p95": None, "p99": None}
     output, errors = capsys.readouterr()
     assert f"rate inf: 4 of 4 failed: {kind}" in output and detail in output.splitlines()[-1]
-    assert errors == "nanovllm bench serve: error: no request succeeded\n"
+    assert errors == "python -m tests.load: error: no request succeeded\n"
 
 
 def test_nobody_listens(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,10 +256,10 @@ def test_nobody_listens(server: FakeServer, tmp_path: Path, capsys: pytest.Captu
     assert code == 1 and result["errors"] == {"connection refused": 3}
     capsys.readouterr()
     # Without a model's name, the server is asked for one.
-    assert main(["bench", "serve", "--url", server.url, "--rate", "1"]) == 1
-    expected = "nanovllm bench serve: error: http://localhost:1/v1/models: connection refused\n"
+    assert main(["--url", server.url, "--rate", "1"]) == 1
+    expected = "python -m tests.load: error: http://localhost:1/v1/models: connection refused\n"
     assert capsys.readouterr() == ("", expected)
-    assert main(["bench", "serve", "--url", f"{url}/nothing", "--rate", "1"]) == 1
+    assert main(["--url", f"{url}/nothing", "--rate", "1"]) == 1
     assert capsys.readouterr().err.endswith("/nothing/v1/models: HTTP 404\n")
 
 
@@ -333,7 +332,7 @@ def test_an_infinite_rate_is_bounded_by_the_concurrency(server: FakeServer, tmp_
 
 def test_requests_have_what_the_flags_say(server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    common = ["bench", "serve", "--rate", "inf", "--num-requests", "2"]
+    common = ["--rate", "inf", "--num-requests", "2"]
     assert main([*common, "--url", f"{server.url}/v1/", "--input-tokens", "9", "--seed", "5"]) == 0
     plain = server.bodies[0]
     # The server's first model is taken.
@@ -377,7 +376,7 @@ def test_a_rate_gets_requests_for_the_seconds(flags: list[str], numbers: list[in
 def test_a_table_a_plot_and_a_file(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / name for name in ("rates.png", "one.png", "broken.png", "out.json")]
-    common = ["bench", "serve", "--url", server.url, "--json", str(files[3])]
+    common = ["--url", server.url, "--json", str(files[3])]
     assert main([*common, "--rate", "inf,20,80", "--seconds", "0.25", "--plot", str(files[0])]) == 0
     output, errors = capsys.readouterr()
     first, *_, by_inf, by_20, by_80 = output.splitlines()
@@ -422,30 +421,29 @@ def test_a_bad_value_ends_with_code_2_and_one_line(
     flags: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "serve", *flags])
+        main([*flags])
     output, errors = capsys.readouterr()
     assert exit_info.value.code == 2 and not output and part in errors
-    assert errors.count("\n") == 1 and errors.startswith("nanovllm bench serve: error: ")
+    assert errors.count("\n") == 1 and errors.startswith("python -m tests.load: error: ")
 
 
-@pytest.mark.parametrize(("package", "extra"), [("aiohttp", "bench"), ("matplotlib", "bench")])
+@pytest.mark.parametrize("package", ["aiohttp", "matplotlib"])
 def test_what_is_not_installed_is_named(
-    package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "serve", "--url", "http://x", "--rate", "1", "--plot", str(tmp_path / "x.png")])
+        main(["--url", "http://x", "--rate", "1", "--plot", str(tmp_path / "x.png")])
     assert exit_info.value.code == 2
-    hint = f"pip install 'nanovllm[{extra}]', or pip install '.[{extra}]' in its source"
-    expected = f"nanovllm bench serve: error: {package} is not installed: {hint}\n"
+    expected = f"python -m tests.load: error: {package} is not installed: pip install '.[test]'\n"
     assert capsys.readouterr().err == expected
 
 
 def test_neither_torch_nor_the_engine_is_imported() -> None:
     program = """
 import sys
-from nanovllm.cli import main
-assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--rate", "inf", "--num-requests", "1", "--model", "m"])
+from tests.load.__main__ import main
+assert main(["--url", "http://127.0.0.1:1", "--rate", "inf", "--num-requests", "1", "--model", "m"])
 loaded = {name.split(".")[0] for name in sys.modules} | {".".join(name.split(".")[:2]) for name in sys.modules}
 assert not loaded & {"torch", "transformers", "matplotlib", "nanovllm.llm", "nanovllm.engine", "nanovllm.runner"}
 """

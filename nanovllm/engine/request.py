@@ -1,0 +1,112 @@
+"""A request as plain data: what every engine takes, in this process or in another.
+
+What lives while a request runs is made where it is needed: constraints by the engine (`MakeConstraint`), text by the
+front end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Grammar:
+    """What an output must match, checked.
+
+    Attributes:
+        text: in the form that is compiled.
+        is_choice: whether it lists texts, which compile sooner than a pattern of that length.
+        compiled: of this process; it does not go along to another one.
+    """
+
+    text: str
+    is_choice: bool
+    compiled: Any = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[type[Grammar], tuple[str, bool]]:
+        return Grammar, (self.text, self.is_choice)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A request that an engine can serve; see `InputProcessor` and `RequestLimits`.
+
+    Attributes:
+        token_ids: the prompt.
+        params: in range.
+        prompt: its text, if it came as one.
+        prompt_token_ids: the prompt as the list that it came as, for the output: a new one of a thousand integers takes
+            as long as the rest of an output.
+        priority: lower ones run first.
+        cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
+        pooling: "last" or "mean" asks for the hidden states of the prompt.
+        bad_words: token sequences that are never generated.
+        grammar: what the outputs match.
+        is_streamed: whether its tokens are wanted as they come.
+    """
+
+    token_ids: array[int]
+    params: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    pooling: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+    is_streamed: bool = False
+
+    @property
+    def reports_tokens(self) -> bool:
+        """Whether the engine reports its tokens as they come: somebody reads them, or looks for stop strings."""
+        return self.is_streamed or self.params.stop is not None
+
+    @property
+    def bad_token_ids(self) -> tuple[int, ...]:
+        """Tokens that are never generated."""
+        return tuple(sequence[0] for sequence in self.bad_words if len(sequence) == 1)
+
+    @property
+    def bad_sequences(self) -> list[tuple[int, ...]]:
+        """Sequences of several tokens that are never generated."""
+        return [sequence for sequence in self.bad_words if len(sequence) > 1]
+
+    def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
+        # The list has the same integers as the array, which is smaller and faster.
+        own = self.priority, self.cache_salt, self.pooling, self.bad_words, self.grammar, self.is_streamed
+        return Request, (self.token_ids, self.params, self.prompt, None, *own)
+
+
+class TokenConstraint(Protocol):
+    """Says which token may come next."""
+
+    def accept(self, token_id: int) -> None:
+        """Take a token of the output, that which ends it too; what it raises fails the request alone."""
+
+    def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
+        """Write the masks of constraints of this kind.
+
+        Args:
+            constraints: each with its row of words.
+            words: [_, ceil(vocab_size / 32)] int32; a bit for each token. The rows' content is undefined before.
+        """
+
+
+MakeConstraint = Callable[[Request], "TokenConstraint | None"]
+"""Makes the constraint of one output, at its start, of a request with a grammar or bad words; from any thread."""
+
+
+def no_constraint(request: Request) -> None:
+    """Refuse a request that needs constraints: the `MakeConstraint` of an engine that has none.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"this engine has no constraints: grammar={request.grammar!r:.80}, bad_words={request.bad_words}")

@@ -1,0 +1,119 @@
+"""What steps have brought until somebody has it, so that no exception and no signal loses any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.outputs import RequestOutput, StepError, StepResult
+
+
+class NewToken(NamedTuple):
+    """A token of a request that reports them as they come.
+
+    Attributes:
+        request_id, output_index: of the request, and of the output in it.
+        token_id: the token.
+        is_end: whether it is EOS or a stop token.
+        logprobs: its record of log-probabilities, see `nanovllm.logprobs`; empty unless asked for.
+    """
+
+    request_id: int
+    output_index: int
+    token_id: int
+    is_end: bool
+    logprobs: bytes
+
+
+@dataclass
+class StepTokens:
+    """The tokens of one step, or of two if the one before it had failed to be launched.
+
+    Attributes:
+        num_prefill_tokens: prompt tokens that were computed.
+        sampled: sequence ids, a token of each, and ids whose token was dropped.
+    """
+
+    num_prefill_tokens: int = 0
+    sampled: list[tuple[list[int], np.ndarray, set[int]]] = field(default_factory=list)
+
+
+@dataclass
+class Results:
+    """Plain data that pickles, causes of failures apart.
+
+    Attributes:
+        new_tokens: of requests that report them, in order.
+        finished: finished requests by id; their outputs have no text.
+        failures: steps that failed, and requests that failed alone.
+        dropped: ids of requests that were aborted, and have no output.
+    """
+
+    new_tokens: list[NewToken] = field(default_factory=list)
+    finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
+    failures: list[StepError] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    # Of calls of `step` that have not returned them: they have raised.
+    _unreported: list[StepTokens] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.failures)
+
+    def fail(self, error: StepError) -> None:
+        """Keep a step's failure, unless one before it has taken all of its requests along."""
+        if error.request_ids or not self.failures:
+            self.failures.append(error)
+
+    def take_step(self, tokens: StepTokens | None) -> StepResult:
+        """Return, once, everything that has finished, or raise the oldest failure, once.
+
+        tokens: of the step that was done; those of steps whose call has raised come with them.
+        """
+        if tokens is not None:
+            self._unreported.append(tokens)
+        self.new_tokens.clear()
+        self.dropped.clear()
+        if self.failures:
+            raise self.failures.pop(0)
+        finished, self.finished = self.finished, []
+        steps, self._unreported = self._unreported, []
+        new = _new_token_ids(steps)
+        return StepResult(finished, new, sum(s.num_prefill_tokens for s in steps), sum(map(len, new.values())))
+
+    def claim(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
+        """Return, once, those of these requests that have finished.
+
+        Raises:
+            StepError: one has failed, or a step that had no requests yet; it stays until `drop`.
+        """
+        for failure in self.failures:
+            if not (failure.request_ids and not any(i in request_ids for i in failure.request_ids)):
+                raise failure
+        done = {request_id: output for request_id, output in self.finished if request_id in request_ids}
+        if done:
+            self.finished = [item for item in self.finished if item[0] not in done]
+        return done
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Forget these requests; a failure that they share with others stays for the others."""
+        self.finished = [item for item in self.finished if item[0] not in request_ids]
+        failures = []
+        for failure in self.failures:
+            others = [request_id for request_id in failure.request_ids if request_id not in request_ids]
+            if others:
+                failures.append(StepError(str(failure), others, failure.__cause__))
+        self.failures = failures
+
+
+def _new_token_ids(steps: list[StepTokens]) -> dict[int, list[int]]:
+    """Return the tokens that steps have added to each sequence."""
+    new: dict[int, list[int]] = {}
+    for step in steps:
+        for seq_ids, token_ids, dropped in step.sampled:
+            for seq_id, token_id in zip(seq_ids, token_ids.tolist(), strict=True):
+                if seq_id not in dropped:
+                    new.setdefault(seq_id, []).append(token_id)
+    return new

@@ -1,0 +1,98 @@
+"""Which tensors of a checkpoint a module's parameters are made of, and what one rank holds of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.shard import Shard
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Stored dtypes that may be converted to the model's, which the user chooses, or the CPU."""
+
+
+class WeightTarget(NamedTuple):
+    """Where a tensor of the checkpoint goes.
+
+    Attributes:
+        param: name of the tensor as the model's modules have it.
+        part: name of the projection, of several that the parameter stacks; None if it is no such parameter.
+        expert: number of the expert, of several that the parameter holds; None in a dense layer.
+    """
+
+    param: str
+    part: str | None = None
+    expert: int | None = None
+
+    def __str__(self) -> str:
+        labels = [str(label) for label in (self.part, self.expert) if label is not None]
+        return f"{self.param}[{', '.join(labels)}]" if labels else self.param
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """The slice of one tensor of the checkpoint that this rank holds.
+
+    Attributes:
+        shape: of the whole tensor.
+        index: the slice; one a dimension.
+        region: where it goes: a parameter, or a region of one.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    region: torch.Tensor
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard], region: torch.Tensor) -> WeightSlice:
+        """Return the slice that is one shard in each dimension, of which `region` also has the padding."""
+        shape, index = [], []
+        for dim, shard in enumerate(shards):
+            shape.append(shard.total)
+            index.append(shard.present)
+            region = region.narrow(dim, 0, shard.num_present)
+        return cls(tuple(shape), tuple(index), region)
+
+    def fill(self, name: str, tensor: Any) -> torch.dtype:
+        """Read the slice of a tensor and put it where it goes, in the dtype that is there; return the stored dtype.
+
+        Args:
+            name: of the tensor, in the checkpoint.
+            tensor: the whole; has `get_shape()` and reads what it is indexed by.
+
+        Raises:
+            ValueError: the tensor has another shape, or no floats of 16 or 32 bits.
+        """
+        shape = tensor.get_shape()
+        if list(self.shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
+        values = tensor[self.index]
+        if values.dtype not in _FLOATS:
+            raise ValueError(f"tensor {name!r} is stored as {values.dtype}; the config asks for one of {_FLOATS}")
+        # Converts from one float to another.
+        self.region.copy_(values)
+        return values.dtype
+
+
+class LoadableModule(nn.Module):
+    """A module that makes its parameters of checkpoint tensors."""
+
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        """Return what this rank holds of each tensor that the module, which the model calls `name`, is made of.
+
+        Here: one tensor a parameter, whole on every rank.
+        """
+        return {
+            WeightTarget(f"{name}.{param_name}"): WeightSlice.of(map(Shard.whole, param.shape), param.data)
+            for param_name, param in self.named_parameters(recurse=False)
+        }
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the parameters memory, not yet filled; `dtype` is that of the model's activations."""
+        for name, param in list(self.named_parameters(recurse=False)):
+            values = torch.empty_like(param, dtype=dtype, device=device)
+            setattr(self, name, nn.Parameter(values, requires_grad=False))

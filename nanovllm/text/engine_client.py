@@ -1,0 +1,188 @@
+"""A front end's side of an engine: token ids become text here, and stop strings go back into the engine.
+
+Text is made where the front end is, for any engine alike. What a step brings is looked at before the next one begins,
+so that in one process an output ends at the very token that completes its stop string, as if the engine knew of text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
+
+from nanovllm.engine.call_guard import Call
+from nanovllm.engine.protocol import Engine
+from nanovllm.engine.request import Request
+from nanovllm.engine.results import NewToken, Results, StepTokens
+from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.text.output_processor import OutputProcessor
+from nanovllm.text.request_state import RequestState
+from nanovllm.utils.interrupt import deferred_signals
+
+
+class EngineClient:
+    """Drives an engine for callers who each have requests of their own; it is the engine's only driver.
+
+    Args:
+        engine: in this process or in another.
+        processor: makes texts.
+
+    Attributes:
+        updated: the requests that the last step has brought new tokens, by id, of those that report them.
+    """
+
+    def __init__(self, engine: Engine, processor: OutputProcessor) -> None:
+        self.engine = engine
+        self.processor = processor
+        self.updated: dict[int, RequestState] = {}
+        # Until somebody has their results.
+        self._states: dict[int, RequestState] = {}
+        # A request must be known here before its first token comes, in whatever thread.
+        self._lock = threading.RLock()
+        self._results = Results()
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Drive the engine inside the `with` block, alone.
+
+        Raises:
+            RuntimeError: the engine is driven by another thread, or by a caller of this one.
+        """
+        call = Call()
+        try:
+            self.engine.begin(call)
+            yield
+        finally:
+            self.engine.end(call)
+
+    def enqueue(self, request: Request) -> RequestState:
+        """Queue a request, from any thread."""
+        with self._lock:
+            state = RequestState(self.engine.enqueue(request), request, self.processor)
+            self._states[state.request_id] = state
+        return state
+
+    def run_step(self) -> StepTokens:
+        """Do a step for the call that drives the engine, and take in what it brings."""
+        self.updated.clear()
+        tokens = self.engine.run_step()
+        self._take_in()
+        return tokens
+
+    def step(self) -> StepResult:
+        """Do a step, and return what has finished; see `LLMEngine.step`."""
+        with self.driving():
+            tokens = None
+            if self.engine.is_open:
+                tokens = self.run_step()
+            else:
+                # The device may have been lost after what nobody has had was finished.
+                self._take_in()
+                if not self._results:
+                    self.engine.require_open()
+            self._make_texts(self._states.keys())
+            return self._results.take_step(tokens)
+
+    def claim(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
+        """Return, once, those of these requests that have finished.
+
+        Raises:
+            RuntimeError: none of them is left, since somebody else has aborted them; a `StepError` if one has failed.
+        """
+        self._make_texts(request_ids)
+        done = self._results.claim(request_ids)
+        if not done and self.engine.is_finished():
+            raise RuntimeError("requests of this generate were aborted by somebody else")
+        return done
+
+    def claim_new(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
+        """Return, once, what the last step has brought of these streamed requests; raises as `claim` does."""
+        done = self.claim(request_ids)
+        # Those with news; thousands of others may wait.
+        states = {i: self._states[i] for i in sorted({*self.updated, *done} & request_ids)}
+        news = {request_id: state.take(done.get(request_id)) for request_id, state in states.items()}
+        self._forget(done)
+        return {request_id: output for request_id, output in news.items() if output is not None}
+
+    def take_all(self) -> tuple[list[tuple[int, RequestOutput]], list[StepError]]:
+        """Return, once, all finished requests by id, without text, and all failures."""
+        results, self._results = self._results, Results()
+        for request_id, _ in results.finished:
+            self._states.pop(request_id, None)
+        return results.finished, results.failures
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
+        with deferred_signals():
+            try:
+                self.engine.drop(request_ids)
+            finally:
+                self._results.drop(request_ids)
+                self._forget(request_ids)
+
+    def is_finished(self) -> bool:
+        """Whether no request is left, no step is under way, and every result has been returned."""
+        return self.engine.is_finished() and not self._results
+
+    def _take_in(self) -> None:
+        """Give requests their new tokens, end outputs at their stop strings, and keep what has finished."""
+        while self.engine.has_results:
+            with deferred_signals():
+                results = self.engine.take_results()
+                self._results.finished += results.finished
+                for failure in results.failures:
+                    self._results.fail(failure)
+                    self._forget(failure.request_ids)
+                self._forget(results.dropped)
+                if results.new_tokens:
+                    with self._lock:
+                        stopped = [
+                            (token.request_id, token.output_index)
+                            for token in results.new_tokens
+                            if self._append(token)
+                        ]
+                    if stopped:
+                        # What has finished by it comes with the next turn.
+                        self.engine.stop(stopped)
+
+    def _append(self, token: NewToken) -> bool:
+        """Give a request a token; returns whether its output ends with it. One without text fails alone."""
+        state = self._states.get(token.request_id)
+        if state is None:
+            return False
+        self.updated[token.request_id] = state
+        try:
+            return state.append(token)
+        # A panic of the tokenizers library derives from BaseException.
+        except BaseException as error:
+            self.engine.drop({token.request_id})
+            self._results.drop({token.request_id})
+            self._fail(token.request_id, error)
+            return False
+
+    def _make_texts(self, request_ids: Set[int]) -> None:
+        """Make the texts of those of these requests that have finished, unless they are streamed."""
+        if not self._results.finished:
+            return
+        with deferred_signals():
+            finished, self._results.finished = self._results.finished, []
+            for request_id, output in finished:
+                state = self._states.get(request_id) if request_id in request_ids else None
+                if state is not None and not state.request.is_streamed:
+                    del self._states[request_id]
+                    try:
+                        state.finish(output)
+                    # A panic of the tokenizers library derives from BaseException.
+                    except BaseException as error:
+                        self._fail(request_id, error)
+                        continue
+                self._results.finished.append((request_id, output))
+
+    def _fail(self, request_id: int, error: BaseException) -> None:
+        self._forget([request_id])
+        message = f"the text of request {request_id} cannot be decoded: {error}"
+        self._results.fail(StepError(message, [request_id], error))
+
+    def _forget(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self._states.pop(request_id, None)

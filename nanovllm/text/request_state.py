@@ -1,0 +1,101 @@
+"""A request of which a front end makes the outputs."""
+
+from __future__ import annotations
+
+from nanovllm.engine.request import Request
+from nanovllm.engine.results import NewToken
+from nanovllm.logprobs import Logprob, Logprobs
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
+
+
+class RequestState:
+    """A request, and what has come of its outputs if the engine reports its tokens.
+
+    An engine in another process goes on for a few tokens after a stop string; they are left out.
+
+    Args:
+        request_id: in the engine.
+        request: from `InputProcessor`.
+        processor: makes texts.
+    """
+
+    __slots__ = ("__weakref__", "_cumulative", "_outputs", "_processor", "request", "request_id")
+
+    def __init__(self, request_id: int, request: Request, processor: OutputProcessor) -> None:
+        self.request_id = request_id
+        self.request = request
+        self._processor = processor
+        self._outputs: list[OutputState] = []
+        self._cumulative: list[float] = []
+        if request.reports_tokens:
+            self._outputs = [OutputState(processor.tokenizer, request.params) for _ in range(request.params.n)]
+            self._cumulative = [0.0] * request.params.n
+
+    def append(self, token: NewToken) -> bool:
+        """Take a token that the engine reports; returns whether it completes a stop string of its output."""
+        return self._outputs[token.output_index].append(token)
+
+    def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
+        """Return what is new of a streamed request's outputs; None if nothing is.
+
+        final: the engine's output, once the request has finished.
+        """
+        outputs = []
+        for i, state in enumerate(self._outputs):
+            new = state.take(final is not None)
+            if final is not None or new.text or new.token_ids:
+                outputs.append(self._completion(i, new))
+        if final is None:
+            request, tokens = self.request, self.request.prompt_token_ids or self.request.token_ids.tolist()
+            return RequestOutput(self.request_id, request.prompt, tokens, outputs, False) if outputs else None
+        for state, output, whole in zip(self._outputs, outputs, final.outputs, strict=True):
+            _end(state, whole)
+            output.finish_reason, output.stop_reason = whole.finish_reason, whole.stop_reason
+        final.outputs = outputs
+        self._complete(final)
+        return final
+
+    def finish(self, output: RequestOutput) -> None:
+        """Give the engine's output of the finished request its texts."""
+        params = self.request.params
+        for i, item in enumerate(output.outputs):
+            if self._outputs:
+                item.text = self._outputs[i].take(final=True).text
+                _end(self._outputs[i], item)
+            else:
+                item.text = self._processor.decode(item.token_ids, params, item.finish_reason == "stop")
+            if params.detokenize and isinstance(item.logprobs, Logprobs):
+                item.logprobs = item.logprobs.with_texts(self._processor.decode_token)
+        self._complete(output)
+
+    def _complete(self, output: RequestOutput) -> None:
+        output.prompt = self.request.prompt
+        if self.request.params.detokenize and isinstance(output.prompt_logprobs, Logprobs):
+            output.prompt_logprobs = output.prompt_logprobs.with_texts(self._processor.decode_token)
+
+    def _completion(self, index: int, new: NewTokens) -> CompletionOutput:
+        output, params = CompletionOutput(index, new.text, new.token_ids), self.request.params
+        if params.logprobs is not None:
+            decode_token = self._processor.decode_token if params.detokenize else None
+            logprobs = Logprobs[dict[int, Logprob]](new.logprobs, 1 + params.logprobs, decode_token)
+            output.logprobs = logprobs
+            self._cumulative[index] += logprobs.sum()
+            output.cumulative_logprob = self._cumulative[index]
+        return output
+
+
+def _end(state: OutputState, output: CompletionOutput) -> None:
+    """End the engine's output where its text ended, if that was at a stop string."""
+    stop, num_tokens = state.stop_string, state.num_tokens
+    if stop is None:
+        return
+    is_cut = num_tokens < len(output.token_ids)
+    # A stop token may have completed the text as well.
+    if is_cut or output.stop_reason is None:
+        output.finish_reason, output.stop_reason = "stop", stop
+    if is_cut:
+        del output.token_ids[num_tokens:]
+        if isinstance(output.logprobs, Logprobs):
+            output.logprobs = logprobs = output.logprobs.first(num_tokens)
+            output.cumulative_logprob = logprobs.sum()

@@ -23,16 +23,21 @@ from nanovllm.quantization.weight import MatrixShard, Weight
 class Projection:
     """A column-parallel layer's product, not computed yet."""
 
-    layer: ColumnParallelLinear
+    weight: Weight
     x: Normed
 
-    def compute(self) -> torch.Tensor:
-        """Return the product, [num_tokens, outputs of this rank]."""
-        return self.layer.project(self.x)
+    def compute(self, gated: bool = False) -> torch.Tensor:
+        """Return the product, [num_tokens, outputs of this rank]; `gated`: see `silu_and_mul`."""
+        weight, norm, stream = self.weight, self.x.norm, self.x.stream
+        if norm.communicator.size > 1:
+            return weight.multiply(self.x.compute(), gated)
+        out, total = weight.multiply_normed(self.x.branch, (norm.weight, norm.eps), stream.residual, gated)
+        stream.settle(total)
+        return out
 
     def silu_and_mul(self) -> torch.Tensor:
         """Return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
-        return self.layer.project(self.x, gated=True)
+        return self.compute(gated=True)
 
     def rope_store(
         self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
@@ -41,10 +46,9 @@ class Projection:
 
         The arguments are those of `qkv_rope_store`. Returns the queries, [num_tokens, num_heads, head_dim].
         """
-        weight = self.layer.weight
-        if not weight.should_use_rope_store(self.x.branch, rope):
+        if not self.weight.should_use_rope_store(self.x.branch, rope):
             return None
-        return weight.multiply_rope_store(self.x.compute(), rope, positions, pages, slot_mapping)
+        return self.weight.multiply_rope_store(self.x.compute(), rope, positions, pages, slot_mapping)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -56,16 +60,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Normed) -> Projection:
         """Return the product with x, not computed yet."""
-        return Projection(self, x)
-
-    def project(self, x: Normed, gated: bool = False) -> torch.Tensor:
-        """Compute a `Projection`; `gated`: followed by `silu_and_mul`."""
-        norm = x.norm
-        if norm.communicator.size > 1:
-            return self.weight.multiply(x.compute(), gated)
-        out, total = self.weight.multiply_normed(x.branch, (norm.weight, norm.eps), x.stream.residual, gated)
-        x.stream.settle(total)
-        return out
+        return Projection(self.weight, x)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with x, [num_rows, in_features]."""

@@ -258,8 +258,7 @@ class LLMEngine(Unpicklable):
     @property
     def has_results(self) -> bool:
         """Whether `take_results` has anything."""
-        results = self._results
-        return bool(results.new_tokens or results.finished or results.failures or results.dropped)
+        return not self._results.is_empty
 
     def take_results(self) -> Results:
         """Return, once, what steps have brought, for a caller who owns every request."""

@@ -517,13 +517,13 @@ def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.M
 
 def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order = MagicMock()
-    replaced = "Compilers", "Connection", "Channel", "ModelRunner", "connect", "find_store", "step_limits", "threading"
+    replaced = "Compilers", "Connection", "Receiver", "ModelRunner", "connect", "find_store", "step_limits", "threading"
     for name in replaced:
         monkeypatch.setattr(rank, name, getattr(order, name))
     # It would end this process.
     monkeypatch.setattr(rank, "os", SimpleNamespace())
     plan = rank.WorkerPlan(Config("none", device="cpu"), MagicMock(), "none", 1, 0)
-    order.Channel.return_value.receive.side_effect = [plan, None]
+    order.Receiver.return_value.receive.side_effect = [plan, None]
     rank.run_worker(1, 2, 0, 0, 0)
     names = [name for name, _, _ in order.mock_calls]
     assert names.index("Compilers") < names.index("threading.Thread")

@@ -32,6 +32,7 @@ from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_results import StepHandle
 from nanovllm.workers import parallel_runner
+from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import StepOrder
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import WorkerFailure, WorkerPlan
@@ -42,7 +43,6 @@ from tests.rank_processes import rank_pids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
-SHM = "/dev/shm/" if os.path.isdir("/dev/shm") else "/tmp/"
 
 
 def make_llm(folder: Path, size: int = 2) -> LLM:
@@ -56,29 +56,35 @@ def folder(make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint(num_attention_heads=3, num_key_value_heads=3)
 
 
-def shared_memory() -> set[str]:
-    """What this process has open or mapped in memory; the folder also shows what other programs have."""
-    found = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+def open_pipes() -> set[str]:
+    """The pipes that this process has open."""
+    found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         # That of the folder itself is closed again.
         with suppress(FileNotFoundError):
             found.add(os.readlink(descriptor))
-    return {name for name in found if name.startswith(SHM)}
+    return {name for name in found if name.startswith("pipe:")}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = shared_memory()
-    yield
+def channel_pipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The pipes of the channels that a test makes; none is left behind it, nor a rank."""
+    pipes: set[str] = set()
+    construct = Sender.__init__
+
+    def noting(sender: Sender, num_receivers: int) -> None:
+        construct(sender, num_receivers)
+        pipes.update(os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in sender.receivers)
+
+    monkeypatch.setattr(Sender, "__init__", noting)
+    yield pipes
     assert not rank_pids() and not dist.is_initialized()
-    # It has no name (`test_channel.py`), and so is gone when no process has it.
-    assert shared_memory() <= before
+    assert not pipes & open_pipes()
 
 
-def test_shared_memory_of_an_engine_is_seen(folder: Path) -> None:
-    before = shared_memory()
+def test_pipes_of_an_engine_are_seen(folder: Path, channel_pipes: set[str]) -> None:
     with make_llm(folder):
-        assert shared_memory() - before
+        assert channel_pipes and channel_pipes <= open_pipes()
 
 
 def kill(rank: int) -> None:

@@ -38,6 +38,43 @@ def test_the_readme_stays_short() -> None:
     assert README.count("\n") <= 300
 
 
+def test_the_reading_order_is_true() -> None:
+    section = README.split("## Reading order\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/.]+)` \| (\d+) \|", section, flags=re.MULTILINE)
+    counts = [len((ROOT / "nanovllm" / file).read_text(encoding="utf-8").splitlines()) for file, _ in rows]
+    for (file, stated), count in zip(rows, counts, strict=True):
+        assert abs(int(stated) - count) <= max(10, count // 10), f"{file} has {count} lines"
+    stated_files, stated_lines = re.findall(r"The core is (\d+) files of some ([\d,]+) lines", section)[0]
+    total = int(stated_lines.replace(",", ""))
+    assert int(stated_files) == len(rows) and abs(total - sum(counts)) <= 200, sum(counts)
+    assert f"{stated_lines} lines" in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("\ndescription = ")[1]
+    # All of them take part where there is no Triton, and no process is started and no socket opened meanwhile.
+    program = f"""
+import sys
+forbidden = "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "socket.connect"
+def watch(event, arguments):
+    assert event not in forbidden, (event, arguments)
+sys.modules["triton"] = None
+import torch, transformers
+sys.addaudithook(watch)
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+ran = set()
+def profile(frame, event, argument):
+    ran.add(frame.f_code.co_filename.replace(chr(92), "/").split("nanovllm/")[-1])
+with LLM(BUNDLED_MODEL, device="cpu", max_model_len=256) as llm:
+    sys.setprofile(profile)
+    llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)
+    sys.setprofile(None)
+assert set({[file for file, _ in rows]}) <= ran, set({[file for file, _ in rows]}) - ran
+loaded = {{name.split(".")[1] for name in sys.modules if name.startswith("nanovllm.")}}
+assert not loaded & set("serve async_llm commands bench batch_files integrations cli".split()), loaded
+assert not [file for file in ran if file.startswith(("workers/", "serve/")) or "hopper" in file]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_links_to_files_are_named_after_them() -> None:
     # A package index shows the text alone.
     links = re.findall(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)]*)\)", README)

@@ -43,7 +43,7 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
 
     Raises:
         ValueError: more ranks than GPUs.
-        RuntimeError: the system is Windows, or the processor is not x86.
+        RuntimeError: the system is Windows.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -52,11 +52,6 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
     resolve_device(config.device, 0, size)
     if platform.system() == "Windows":
         raise RuntimeError(f"tensor_parallel_size={size} needs Linux or macOS, not Windows")
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise RuntimeError(
-            f"tensor_parallel_size={size} needs an x86 processor, whose order of writes the channel between ranks "
-            f"relies on, not {platform.machine()!r}"
-        )
     ranks = WorkerProcesses(size)
     try:
         yield ranks

@@ -15,7 +15,7 @@ import numpy as np
 
 from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.workers.channel import Channel
+from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import CallOrder, StepOrder
 from nanovllm.workers.worker import WorkerPlan
 from nanovllm.workers.worker_process import WorkerProcess, start_worker
@@ -42,7 +42,7 @@ class WorkerProcesses:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._channel = Channel(size - 1)
+        self._channel = Sender(size - 1)
         self._ranks: list[WorkerProcess] = []
         self._decode_slots = NO_SLOTS
         self._watcher: threading.Thread | None = None

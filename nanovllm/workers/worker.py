@@ -28,7 +28,7 @@ from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
-from nanovllm.workers.channel import Channel
+from nanovllm.workers.channel import Receiver
 from nanovllm.workers.orders import CallOrder, Reply
 
 STARTED, READY = "started", "ready"
@@ -60,7 +60,7 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
     Args:
         rank, size: this rank, and the number of ranks.
         parent: process id of rank 0.
-        channel_descriptor: file descriptor of the channel's memory.
+        channel_descriptor: file descriptor of the channel's end.
         reports_descriptor: file descriptor of the pipe to rank 0.
     """
     reports = Connection(reports_descriptor, readable=False)
@@ -68,7 +68,7 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
     compilers = Compilers()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
-        _serve(rank, size, Channel(size - 1, descriptor=channel_descriptor), reports, compilers)
+        _serve(rank, size, Receiver(channel_descriptor), reports, compilers)
     except BaseException:
         # The pipe is broken if rank 0 has died.
         with suppress(OSError):
@@ -77,8 +77,8 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
         os._exit(1)
 
 
-def _serve(rank: int, size: int, channel: Channel, reports: Connection, compilers: Compilers) -> None:
-    plan: WorkerPlan = channel.receive(rank - 1)
+def _serve(rank: int, size: int, channel: Receiver, reports: Connection, compilers: Compilers) -> None:
+    plan: WorkerPlan = channel.receive()
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     device = resolve_device(plan.config.device, rank, size)
     if device.type == "cuda":
@@ -100,7 +100,7 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
     reports.send(READY)
     decode_slots = NO_SLOTS
     # `runner.check` raises while the channel waits if the last step failed on the device.
-    while (order := channel.receive(rank - 1, runner.check)) is not None:
+    while (order := channel.receive(runner.check)) is not None:
         if isinstance(order, CallOrder):
             reports.send(_call(runner, order))
             continue
@@ -109,13 +109,13 @@ def _serve(rank: int, size: int, channel: Channel, reports: Connection, compiler
             batch.decode_slots = decode_slots
         decode_slots = batch.decode_slots
         step = runner.forward(batch)
-        runner.sample(step, _receive_masks(channel, rank, runner) if batch.masked else None)
+        runner.sample(step, _receive_masks(channel, runner) if batch.masked else None)
     runner.exit()
     communicator.close()
 
 
-def _receive_masks(channel: Channel, rank: int, runner: ModelRunner) -> np.ndarray:
-    masks = channel.receive(rank - 1, runner.check)
+def _receive_masks(channel: Receiver, runner: ModelRunner) -> np.ndarray:
+    masks = channel.receive(runner.check)
     if not isinstance(masks, np.ndarray):
         raise RuntimeError("rank 0 has not made the masks of a step")
     return masks

@@ -19,7 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 
-from nanovllm.workers.channel import Channel
+from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import Reply
 from nanovllm.workers.worker import STARTED, WorkerFailure
 
@@ -81,10 +81,10 @@ class WorkerProcess:
         return f"rank {self.rank} exited with code {code}{hint}"
 
 
-def start_worker(rank: int, size: int, channel: Channel) -> WorkerProcess:
+def start_worker(rank: int, size: int, channel: Sender) -> WorkerProcess:
     """Start the process of a rank, which then waits for a plan."""
     receiver, sender = Pipe(duplex=False)
-    descriptors = channel.descriptor, sender.fileno()
+    descriptors = channel.receivers[rank - 1], sender.fileno()
     arguments = ", ".join(map(str, (rank, size, os.getpid(), *descriptors)))
     # The import system ignores other entries, which need not have a valid repr.
     path = [entry for entry in sys.path if isinstance(entry, str)]

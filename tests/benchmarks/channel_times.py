@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 from nanovllm.runner.messages import ScheduledBatch
-from nanovllm.workers.channel import Channel
+from nanovllm.workers.channel import Receiver, Sender
 from tests.mock_runner import slot_array
 
 MESSAGES = 2000
@@ -22,12 +22,12 @@ PAUSE_SECONDS = 0.0005
 """As long as a short step; longer than it takes to read."""
 
 
-def read(reader: int, channel: Channel, reports: Connection) -> None:
+def read(descriptor: int, reports: Connection) -> None:
     """Note when each message has been read."""
     reports.send([])
-    times = []
+    receiver, times = Receiver(descriptor), []
     for _ in range(MESSAGES):
-        channel.receive(reader)
+        receiver.receive()
         times.append(time.monotonic_ns())
     reports.send(times)
 
@@ -40,10 +40,10 @@ def main() -> None:
         ("again", ScheduledBatch()),
         ("256 rows", ScheduledBatch(decode_slots=slot_array(*range(256)))),
     ):
-        channel, pipes, readers = Channel(num_readers), [], []
+        channel, pipes, readers = Sender(num_readers), [], []
         for reader in range(num_readers):
             receiver, sender = context.Pipe(duplex=False)
-            readers.append(context.Process(target=read, args=(reader, channel, sender)))
+            readers.append(context.Process(target=read, args=(channel.receivers[reader], sender)))
             readers[-1].start()
             pipes.append(receiver)
         for pipe in pipes:

@@ -91,8 +91,7 @@ class PipeEngine:
 
     @property
     def has_results(self) -> bool:
-        results = self._results
-        return bool(results.new_tokens or results.finished or results.failures or results.dropped)
+        return not self._results.is_empty
 
     def take_results(self) -> Results:
         results, self._results = self._results, Results()

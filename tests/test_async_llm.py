@@ -57,6 +57,7 @@ def check_empty(llm: AsyncLLM) -> None:
         time.sleep(0.01)
     assert llm.llm.is_finished() and llm.llm.stats()["num_used_blocks"] == 0
     llm.llm.llm_engine.block_manager.check_integrity([])
+    assert not llm.llm.engine_client._states
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
     yield module_llm
     assert module_llm.is_finished() and module_llm.stats()["num_used_blocks"] == 0
     module_llm.llm_engine.block_manager.check_integrity([])
+    assert not module_llm.engine_client._states
 
 
 Script = Callable[[list[int]], None]

@@ -274,6 +274,9 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
     for regex in ("[ab]", "[a-d]{6}", "[bc]", "[a-d]{6}", "[ab]"):
         llm.generate(PROMPT, constrained(1, regex=regex), use_tqdm=False)
     assert len(compiled) == 4 and len(grammars._matchers) == 2
+    # Those of a call are all compiled before its first step, and none again as it is queued.
+    llm.generate([PROMPT] * 4, [constrained(1, regex=regex) for regex in "efgh"], use_tqdm=False)
+    assert len(compiled) == 8
 
 
 def chain(count: int) -> dict[str, Any]:

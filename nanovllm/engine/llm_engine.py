@@ -120,7 +120,7 @@ class LLMEngine(Unpicklable):
         self.require_open()
         params, num_outputs = request.params, request.params.n
         constraints: list[TokenConstraint | None] = [None] * num_outputs
-        if request.grammar is not None or request.bad_words:
+        if request.is_constrained:
             constraints = [self._make_constraint(request) for _ in range(num_outputs)]
         seq_ids = [next(self._request_ids) for _ in range(num_outputs)]
         seed = (self._seed + (seq_ids[0] + 1) * GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
@@ -258,8 +258,7 @@ class LLMEngine(Unpicklable):
     @property
     def has_results(self) -> bool:
         """Whether `take_results` has anything."""
-        results = self._results
-        return bool(results.new_tokens or results.finished or results.failures or results.dropped)
+        return not self._results.is_empty
 
     def take_results(self) -> Results:
         """Return, once, what steps have brought, for a caller who owns every request."""

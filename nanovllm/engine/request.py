@@ -7,7 +7,7 @@ front end.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ class Request:
         priority: lower ones run first.
         cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
         pooling: "last" or "mean" asks for the hidden states of the prompt.
-        bad_words: token sequences that are never generated.
+        bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that are never generated.
         grammar: what the outputs match.
         is_streamed: whether its tokens are wanted as they come.
     """
@@ -59,7 +59,8 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     pooling: str | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+    bad_sequences: Sequence[list[int]] = ()
     grammar: Grammar | None = None
     is_streamed: bool = False
 
@@ -69,18 +70,14 @@ class Request:
         return self.is_streamed or self.params.stop is not None
 
     @property
-    def bad_token_ids(self) -> tuple[int, ...]:
-        """Tokens that are never generated."""
-        return tuple(sequence[0] for sequence in self.bad_words if len(sequence) == 1)
-
-    @property
-    def bad_sequences(self) -> list[tuple[int, ...]]:
-        """Sequences of several tokens that are never generated."""
-        return [sequence for sequence in self.bad_words if len(sequence) > 1]
+    def is_constrained(self) -> bool:
+        """Whether outputs need a constraint; see `MakeConstraint`."""
+        return self.grammar is not None or bool(self.bad_sequences)
 
     def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
         # The list has the same integers as the array, which is smaller and faster.
-        own = self.priority, self.cache_salt, self.pooling, self.bad_words, self.grammar, self.is_streamed
+        bad = self.bad_token_ids, self.bad_sequences
+        own = self.priority, self.cache_salt, self.pooling, *bad, self.grammar, self.is_streamed
         return Request, (self.token_ids, self.params, self.prompt, None, *own)
 
 
@@ -100,7 +97,7 @@ class TokenConstraint(Protocol):
 
 
 MakeConstraint = Callable[[Request], "TokenConstraint | None"]
-"""Makes the constraint of one output, at its start, of a request with a grammar or bad words; from any thread."""
+"""Makes the constraint of one output, at its start, of a request that `is_constrained`; from any thread."""
 
 
 def no_constraint(request: Request) -> None:
@@ -109,4 +106,4 @@ def no_constraint(request: Request) -> None:
     Raises:
         ValueError: always.
     """
-    raise ValueError(f"this engine has no constraints: grammar={request.grammar!r:.80}, bad_words={request.bad_words}")
+    raise ValueError(f"this engine has no constraints, which {request.grammar or request.bad_sequences!r:.80} needs")

@@ -60,7 +60,13 @@ class Results:
     _unreported: list[StepTokens] = field(default_factory=list)
 
     def __bool__(self) -> bool:
+        """Whether a caller of `step` has something to be told."""
         return bool(self.finished or self.failures)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a front end has nothing to take in."""
+        return not (self.new_tokens or self.finished or self.failures or self.dropped)
 
     def fail(self, error: StepError) -> None:
         """Keep a step's failure, unless one before it has taken all of its requests along."""

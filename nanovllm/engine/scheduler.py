@@ -201,7 +201,8 @@ class Scheduler:
         if seq.constraint is not None:
             seq.constraint.accept(token_id)
         if seq.request.reports_tokens:
-            record = bytes(seq.logprobs[-seq.record_bytes :]) if seq.record_bytes else b""
+            wants_record = seq.record_bytes and seq.request.is_streamed
+            record = bytes(seq.logprobs[-seq.record_bytes :]) if wants_record else b""
             changes.new_tokens.append(NewToken(seq.request_id, seq.index, token_id, is_end, record))
         return is_end
 

@@ -37,7 +37,7 @@ class EngineClient:
         self.updated: dict[int, RequestState] = {}
         # Until somebody has their results.
         self._states: dict[int, RequestState] = {}
-        # A request must be known here before its first token comes, in whatever thread.
+        # A request must be known here before its first token comes, in whatever thread. A signal handler may queue one.
         self._lock = threading.RLock()
         self._results = Results()
 
@@ -99,8 +99,8 @@ class EngineClient:
         """Return, once, what the last step has brought of these streamed requests; raises as `claim` does."""
         done = self.claim(request_ids)
         # Those with news; thousands of others may wait.
-        states = {i: self._states[i] for i in sorted({*self.updated, *done} & request_ids)}
-        news = {request_id: state.take(done.get(request_id)) for request_id, state in states.items()}
+        states = self.updated | {request_id: self._states[request_id] for request_id in done}
+        news = {i: states[i].take(done.get(i)) for i in sorted(states.keys() & request_ids)}
         self._forget(done)
         return {request_id: output for request_id, output in news.items() if output is not None}
 
@@ -137,9 +137,7 @@ class EngineClient:
                 if results.new_tokens:
                     with self._lock:
                         stopped = [
-                            (token.request_id, token.output_index)
-                            for token in results.new_tokens
-                            if self._append(token)
+                            (new.request_id, new.output_index) for new in results.new_tokens if self._append(new)
                         ]
                     if stopped:
                         # What has finished by it comes with the next turn.

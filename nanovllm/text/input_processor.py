@@ -24,12 +24,13 @@ class _CheckedParams(NamedTuple):
 
     Attributes:
         params: in range, and of this call alone.
-        bad_words: token sequences that are never generated.
+        bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that are never generated.
         grammar: what outputs must match, compiled.
     """
 
     params: SamplingParams
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_token_ids: tuple[int, ...]
+    bad_sequences: list[list[int]]
     grammar: Grammar | None
 
 
@@ -85,11 +86,19 @@ class InputProcessor:
                 concerns_all = found is None and all(other is param for other in params)
                 raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
             salt = prompts[index].get("cache_salt") if isinstance(prompts[index], Mapping) else None
-            requests.append(
-                Request(
-                    tokens, found.params, text, token_ids, priority, salt, None, found.bad_words, found.grammar, streams
-                )
+            request = Request(
+                tokens,
+                found.params,
+                prompt=text,
+                prompt_token_ids=token_ids,
+                priority=priority,
+                cache_salt=salt,
+                bad_token_ids=found.bad_token_ids,
+                bad_sequences=found.bad_sequences,
+                grammar=found.grammar,
+                is_streamed=streams,
             )
+            requests.append(request)
         return requests
 
     def encode(
@@ -219,7 +228,8 @@ class InputProcessor:
         bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
         structured = params.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
-        return _CheckedParams(params, tuple(map(tuple, bad_words)), grammar)
+        bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
+        return _CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
 
 
 def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
@@ -111,8 +111,7 @@ class ConstraintFactory:
             structured = request.params.structured_outputs
             if structured is not None and structured.after_thinking:
                 constraint = AfterThinkingConstraint(self._hf_tokenizer, constraint, request.token_ids)
-        sequences = [list(sequence) for sequence in request.bad_sequences]
-        return BadWordsConstraint(sequences, constraint) if sequences else constraint
+        return BadWordsConstraint(request.bad_sequences, constraint) if request.bad_sequences else constraint
 
     @cached_property
     def library(self) -> Any:
@@ -206,7 +205,7 @@ class BadWordsConstraint:
         inner: what else masks the output.
     """
 
-    def __init__(self, sequences: list[list[int]], inner: TokenConstraint | None) -> None:
+    def __init__(self, sequences: Sequence[list[int]], inner: TokenConstraint | None) -> None:
         self._sequences = sequences
         self._inner = inner
         self._token_ids: list[int] = []

@@ -65,12 +65,12 @@ def attend(
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_decode(seq_lens, num_heads, cache.shape[3], head_dim, 64, shares, shared)
+    plan = plan_decode(seq_lens, num_heads, cache.shape[3], head_dim, 64, shares, shared=shared)
     prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
     for part in (*(plan.partial or ()), *prefix):
         part.fill_(float("nan"))
     out.fill_(float("nan"))
-    hopper_decode_attention(x, cache[0], cache[1], out, tables, slots, plan, head_dim**-0.5, rope)
+    hopper_decode_attention(x, KVPages(cache[0], cache[1]), out, tables, slots, plan, head_dim**-0.5, rope=rope)
 
 
 WAYS = pytest.mark.parametrize(("shares", "repeats"), [(1, 1), (1, 5), (2, 1), (7, 1), (33, 1), (33, 5), (3000, 1)])
@@ -298,10 +298,10 @@ def test_the_engine_takes_both_ways(
         taken.extend([pays] if len(seq_lens) else [])
         return pays
 
-    def counted(x: torch.Tensor, *args: Any) -> None:
-        plan = args[5]
+    def counted(x: torch.Tensor, *args: Any, rope: NormRope | None = None) -> None:
+        plan = args[4]
         calls.extend([len(x)] if plan.partial is None else [])
-        kernel(x, *args)
+        kernel(x, *args, rope=rope)
 
     monkeypatch.setattr(hopper_decode, "hopper_decode_attention", counted)
     tokens = []

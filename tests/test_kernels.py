@@ -23,7 +23,7 @@ from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_linear
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
@@ -509,7 +509,7 @@ def test_decode_attention(
     assert (plan.partial is None) == (shares == 1)
     for part in plan.partial or ():
         part.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, plan, head_dim**-0.5)
+    decode_attention(query, KVPages(cache[0], cache[1]), out, tables, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
@@ -545,7 +545,7 @@ def test_decode_attention_with_options(
     plan = plan_decode(seq_lens, 2 * sizes[2], 2, sizes[1], tile, shares, window=window)
     for part in plan.partial or ():
         part.fill_(float("nan"))
-    decode_attention(query, *caches, out, tables, plan, sizes[0] ** -0.5, options)
+    decode_attention(query, KVPages(*caches), out, tables, plan, sizes[0] ** -0.5, options)
     rows = [(query[i : i + 1], tables[i], n) for i, n in enumerate(lens)]
     exact = torch.cat([dense_attention(q.float(), caches, table, n, options) for q, table, n in rows])
     check_error(out, torch.cat([dense_attention(q, caches, table, n, options) for q, table, n in rows]), exact)
@@ -564,7 +564,8 @@ def test_prefill_attention_with_options(
     work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))]
     tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
     out = torch.full((*query.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
-    prefill_attention(query, *caches, out, tables, seq_lens, cu_seqlens_q, tiles, sizes[0] ** -0.5, options)
+    chunks = ChunkRows(tables, seq_lens, cu_seqlens_q, tiles)
+    prefill_attention(query, KVPages(*caches), out, chunks, sizes[0] ** -0.5, options)
     rows = [(q, tables[i], lens[i]) for i, q in enumerate(query.split(query_lens))]
     exact = torch.cat([dense_attention(q.float(), caches, table, n, options) for q, table, n in rows])
     check_error(out, torch.cat([dense_attention(q, caches, table, n, options) for q, table, n in rows]), exact)
@@ -602,26 +603,27 @@ def test_decode_attention_over_shared_prefixes(
     lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares, shared)
+    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares, shared=shared)
     assert plan.prefix is not None
     for part in (*(plan.partial or ()), plan.prefix.partial, plan.prefix.lse):
         part.fill_(float("nan"))
-    decode_attention(query, cache[0], cache[1], out, tables, plan, head_dim**-0.5)
+    decode_attention(query, KVPages(cache[0], cache[1]), out, tables, plan, head_dim**-0.5)
     exact = torch.cat([dense_attention(query[i : i + 1].float(), cache, tables[i], n) for i, n in enumerate(lens)])
     same = torch.cat([dense_attention(query[i : i + 1], cache, tables[i], n) for i, n in enumerate(lens)])
     check_error(out, same, exact)
 
 
-def hopper_prefill_attention(num_programs: int, query: torch.Tensor, k_cache: torch.Tensor, *others: Any) -> None:
+def hopper_prefill_attention(
+    num_programs: int, query: torch.Tensor, pages: KVPages, out: torch.Tensor, chunks: ChunkRows, scale: float
+) -> None:
     """Hopper's kernel; with few programs each goes through many tiles."""
     if not is_hopper(query.device):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
 
-    if not hopper_prefill.supports(query.dtype, query.shape[2], k_cache.shape[1]):
+    if not hopper_prefill.supports(query.dtype, query.shape[2], pages.k_cache.shape[1]):
         pytest.skip("not one of its shapes")
-    args = (*others, num_programs)
-    hopper_prefill.hopper_prefill_attention(query, k_cache, *args)
+    hopper_prefill.hopper_prefill_attention(query, pages, out, chunks, scale, num_programs)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
@@ -640,7 +642,8 @@ def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: to
     tiles = torch.tensor([work[i] for i in torch.randperm(len(work)).tolist()], dtype=torch.int32, device=DEVICE)
     tiles = tiles.T.flatten()
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    function(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, tiles, head_dim**-0.5)
+    chunks = ChunkRows(tables, seq_lens, cu_seqlens_q, tiles)
+    function(query, KVPages(cache[0], cache[1]), out, chunks, head_dim**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])

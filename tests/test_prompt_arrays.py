@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, prefill_attention
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
+from nanovllm.kernels.qkv_rope_store import KVPages
 from nanovllm.runner.messages import PromptChunk
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from tests.test_kernels import DEVICE, paged, randn
@@ -114,7 +115,8 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
     outs = []
     for work in (tiles, sample_tiles):
         out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-        prefill_attention(query, cache[0], cache[1], out, tables, seq_lens, cu_seqlens_q, work, 0.125)
+        pages, chunk_rows = KVPages(cache[0], cache[1]), ChunkRows(tables, seq_lens, cu_seqlens_q, work)
+        prefill_attention(query, pages, out, chunk_rows, 0.125)
         outs.append(out)
     everything, sampled_only = outs
     assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()

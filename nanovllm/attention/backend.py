@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from nanovllm.attention.host_plan import NOTHING, CaptureVariant, DecodeContexts, HostPlan
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 
@@ -28,6 +31,14 @@ class AttentionBackend(ABC):
     def variants(self) -> list[CaptureVariant]:
         """Return the variants of steps, those that take less memory first."""
         return [CaptureVariant(None)]
+
+    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+        """Raise a ValueError if layers that cache and attend like this are not supported."""
+        return
+
+    def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:
+        """Take in what the model's layers cache, on which plans depend."""
+        return
 
     def plan_host(self, contexts: DecodeContexts) -> HostPlan:
         """Plan a step on the host, alike on all ranks; contexts may be empty."""
@@ -51,6 +62,7 @@ class AttentionBackend(ABC):
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """Return the attention outputs of all query rows.
 
@@ -59,9 +71,10 @@ class AttentionBackend(ABC):
             pages: the layer's keys and values.
             metadata: describes the step.
             scale: factor of the scores before the softmax.
+            options: of the layer.
 
         Returns:
-            [num_tokens, num_heads, head_dim], contiguous; padding rows and chunk rows that are in none of
+            [num_tokens, num_heads, elements of a value], contiguous; padding rows and chunk rows that are in none of
             `metadata.query_tiles` are undefined.
         """
 

@@ -6,12 +6,19 @@ import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 
 class FlashAttnBackend(AttentionBackend):
     """Attention by flash-attn; only decode steps are captured in CUDA graphs."""
+
+    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+        """See the base class."""
+        if options.sinks is not None or spec.key_size != spec.value_size:
+            raise ValueError("attention_backend='flash_attn' has neither sinks nor values of another size than keys")
 
     def forward(
         self,
@@ -19,10 +26,12 @@ class FlashAttnBackend(AttentionBackend):
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """See the base class."""
         n = metadata.num_decodes
         out = torch.empty_like(query)
+        window = (-1 if options.window is None else options.window - 1, 0 if options.window else -1)
         if n:
             decoded = flash_attn_with_kvcache(
                 query[:n].unsqueeze(1),
@@ -32,6 +41,8 @@ class FlashAttnBackend(AttentionBackend):
                 block_table=metadata.block_tables[:n],
                 softmax_scale=scale,
                 causal=True,
+                window_size=window,
+                softcap=options.softcap or 0.0,
             )
             out[:n] = decoded.squeeze(1)
         if metadata.query_lens_host:
@@ -45,6 +56,8 @@ class FlashAttnBackend(AttentionBackend):
                 max_seqlen_k=max(metadata.seq_lens_host[n:]),
                 softmax_scale=scale,
                 causal=True,
+                window_size=window,
+                softcap=options.softcap or 0.0,
                 block_table=metadata.block_tables[n:],
             )
         return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -13,14 +12,12 @@ class KVCacheSpec:
     """What one layer caches of each token on this rank. Layers of equal specs share a tensor of the cache.
 
     Attributes:
-        kind: of the layer, as `layer_types` of config.json calls it.
         num_kv_heads: heads of keys and values.
         key_size, value_size: elements of a head's key and of its value.
         window: tokens that a query sees at most, its own included; None for all before it.
         dtype: of keys and values.
     """
 
-    kind: Literal["full_attention"]
     num_kv_heads: int
     key_size: int
     value_size: int

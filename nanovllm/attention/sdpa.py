@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
@@ -30,13 +31,20 @@ class Segment:
         rows: [num_seqs * num_queries]; query rows.
         num_seqs: sequences of the segment.
         kv_slots: [num_seqs * max_len]; KV slots of the keys.
-        mask: [num_seqs, 1, num_queries, max_len]; true where a query sees a key.
+        mask: [num_seqs, 1, num_queries, max_len]; true where a key is not behind the query.
+        query_positions: [num_seqs, num_queries].
     """
 
     rows: torch.Tensor
     num_seqs: int
     kv_slots: torch.Tensor
     mask: torch.Tensor
+    query_positions: torch.Tensor
+
+    def in_window(self, window: int) -> torch.Tensor:
+        """Return the mask of a sliding window."""
+        position = torch.arange(self.mask.shape[3], device=self.mask.device)
+        return self.mask & (position > self.query_positions[:, None, :, None] - window)
 
 
 class SdpaBackend(AttentionBackend):
@@ -84,7 +92,7 @@ class SdpaBackend(AttentionBackend):
         kv_slots = blocks * self.block_size + position % self.block_size
         # Masked keys still enter the products, and 0 times another sequence's infinity is NaN: read an own key instead.
         kv_slots = torch.where(position < lens[:, None], kv_slots, kv_slots[:, :1])
-        return Segment(row_index, len(seqs), kv_slots.flatten(), mask.unsqueeze(1))
+        return Segment(row_index, len(seqs), kv_slots.flatten(), mask.unsqueeze(1), query_position)
 
     def forward(
         self,
@@ -92,15 +100,18 @@ class SdpaBackend(AttentionBackend):
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """See the base class."""
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
         for segment in metadata.plan:
-            out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale)
+            out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale, options)
         return out
 
 
-def _attend(query: torch.Tensor, pages: KVPages, segment: Segment, scale: float) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, pages: KVPages, segment: Segment, scale: float, options: AttentionOptions
+) -> torch.Tensor:
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = pages.k_cache.shape[2]
     # Query heads of a group become further queries of their KV head: [seqs, kv_heads, group, queries, dim].
@@ -111,7 +122,33 @@ def _attend(query: torch.Tensor, pages: KVPages, segment: Segment, scale: float)
         cache.flatten(0, 1).index_select(0, segment.kv_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
         for cache in (pages.k_cache, pages.v_cache)
     )
-    mask = segment.mask.repeat(1, 1, group, 1)
-    out = functional.scaled_dot_product_attention(q.flatten(2, 3), key, value, attn_mask=mask, scale=scale)
-    out = out.view(segment.num_seqs, num_kv_heads, group, num_queries, head_dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_heads, head_dim)
+    mask = segment.mask if options.window is None else segment.in_window(options.window)
+    mask = mask.repeat(1, 1, group, 1)
+    if options.softcap is None and options.sinks is None:
+        out = functional.scaled_dot_product_attention(q.flatten(2, 3), key, value, attn_mask=mask, scale=scale)
+    else:
+        out = _attend_in_steps(q.flatten(2, 3), key, value, mask, scale=scale, options=options)
+    out = out.view(segment.num_seqs, num_kv_heads, group, num_queries, -1)
+    return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_heads, -1)
+
+
+def _attend_in_steps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attend with softcap and sinks; query: [num_seqs, num_kv_heads, group * num_queries, key_size]."""
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(key.shape[1], -1, 1)
+        # Each query head's is that of all its queries.
+        sinks = sinks.repeat_interleave(query.shape[2] // sinks.shape[1], 1)
+        scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1)), -1)
+    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -12,11 +11,13 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.cascade_buffers import CascadeBuffers
 from nanovllm.attention.host_plan import CaptureVariant, DecodeContexts, DecodePlanner, DecodeVariant, HostPlan
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.cascade_attention import rows_per_item
-from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.attention.prefill_attention import prefill_attention
+from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 FEW_SEQS = 64
@@ -84,12 +85,12 @@ class TritonBackend(AttentionBackend):
         self.dtype = dtype
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self._hopper_decode: Any = None
-        self._prefill: Callable[..., None] = prefill_attention
+        self._hopper_prefill: Any = None
         if is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
             if hopper_prefill.supports(dtype, head_dim, block_size):
-                self._prefill = partial(hopper_prefill.hopper_prefill_attention, num_programs=self.num_processors)
+                self._hopper_prefill = hopper_prefill.hopper_prefill_attention
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
                 self._hopper_decode = hopper_decode
         # Variants decide a step's graph, which all ranks capture together, so they must agree.
@@ -100,6 +101,8 @@ class TritonBackend(AttentionBackend):
         def use_single_split(seq_lens: np.ndarray) -> bool:
             return should_use_single_split(fewest_heads, seq_lens)
 
+        # Of the layers: one plan serves those of one window.
+        self._windows: list[int | None] = []
         self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
         self.max_plan_size = cascade.size
 
@@ -115,11 +118,23 @@ class TritonBackend(AttentionBackend):
         """See the base class."""
         self.planner.receive(array)
 
-    def plan(self, metadata: AttentionMetadata) -> Any:
-        """Divide the decode rows' contexts among programs."""
+    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+        """See the base class."""
+        if (spec.num_kv_heads, spec.key_size) != (self.num_kv_heads, self.head_dim):
+            raise ValueError(
+                f"layers that differ in their heads ({spec.num_kv_heads} of {spec.key_size} elements beside "
+                f"{self.num_kv_heads} of {self.head_dim}) are supported by attention_backend='sdpa' alone"
+            )
+
+    def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:
+        """See the base class."""
+        self._windows = list(dict.fromkeys(spec.window for spec in specs))
+
+    def plan(self, metadata: AttentionMetadata) -> dict[int | None, DecodePlan]:
+        """Divide the decode rows' contexts, or what windows leave of them, among programs; by window."""
         n = metadata.num_decodes
         if not n:
-            return None
+            return {}
         tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if n <= FEW_SEQS else (_MANY_TILE, _MANY_PROGRAMS)
         if self._hopper_decode is not None:
             tile, programs = self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
@@ -128,8 +143,19 @@ class TritonBackend(AttentionBackend):
         uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
         shares = 1 if single_split else self._shares(n, programs)
         groups = self.planner.cascade.groups if uses_cascade else None
-        lens = metadata.seq_lens[:n]
-        return plan_decode(lens, self.num_heads, self.num_kv_heads, self.head_dim, tile, shares, groups)
+        return {
+            window: plan_decode(
+                metadata.seq_lens[:n],
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                tile,
+                shares,
+                shared=groups if window is None else None,
+                window=window,
+            )
+            for window in self._windows
+        }
 
     def forward(
         self,
@@ -137,20 +163,24 @@ class TritonBackend(AttentionBackend):
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """See the base class."""
-        n, k_cache, v_cache = metadata.num_decodes, pages.k_cache, pages.v_cache
+        n = metadata.num_decodes
         out = torch.empty_like(query)
-        tables, lens, plan = metadata.block_tables, metadata.seq_lens, metadata.plan
-        if n and self._hopper_decode is not None:
+        tables, is_plain = metadata.block_tables, options.is_plain
+        if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
-                query[:n], k_cache, v_cache, out[:n], tables[:n], metadata.slot_mapping[:n], plan, scale
+                query[:n], pages, out[:n], tables[:n], metadata.slot_mapping[:n], metadata.plan[None], scale
             )
         elif n:
-            decode_attention(query[:n], k_cache, v_cache, out[:n], tables[:n], plan, scale)
+            decode_attention(query[:n], pages, out[:n], tables[:n], metadata.plan[options.window], scale, options)
         if len(metadata.query_tiles):
-            cu_seqlens_q, tiles = metadata.cu_seqlens_q, metadata.query_tiles
-            self._prefill(query[n:], k_cache, v_cache, out[n:], tables[n:], lens[n:], cu_seqlens_q, tiles, scale)
+            chunks = ChunkRows(tables[n:], metadata.seq_lens[n:], metadata.cu_seqlens_q, metadata.query_tiles)
+            if is_plain and self._hopper_prefill is not None:
+                self._hopper_prefill(query[n:], pages, out[n:], chunks, scale, self.num_processors)
+            else:
+                prefill_attention(query[n:], pages, out[n:], chunks, scale, options)
         return out
 
     def forward_projected(
@@ -167,9 +197,8 @@ class TritonBackend(AttentionBackend):
             return None
         out = qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2])
         self._hopper_decode.hopper_decode_attention(
-            qkv, pages.k_cache, pages.v_cache, out, metadata.block_tables, metadata.slot_mapping, metadata.plan, scale,
-            rope,
-        )  # fmt: skip
+            qkv, pages, out, metadata.block_tables, metadata.slot_mapping, metadata.plan[None], scale, rope=rope
+        )
         return out
 
     def _shares(self, num_seqs: int, programs: int) -> int:

@@ -8,6 +8,7 @@ from torch import nn
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import get_attention_metadata
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Projection
@@ -22,6 +23,7 @@ class Attention(nn.Module):
         head_dim: elements per head.
         eps: of the norms of heads, if there are any.
         rotary: what positions do to queries and keys; other layers may have the same.
+        options: how it differs from plain causal attention.
 
     Attributes:
         pages: the layer's cache; bound by the runner, as is the backend.
@@ -30,17 +32,25 @@ class Attention(nn.Module):
     pages: KVPages
     backend: AttentionBackend
 
-    def __init__(self, num_kv_heads: int, head_dim: int, eps: float, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        rotary: RotaryEmbedding,
+        options: AttentionOptions = PLAIN,
+    ) -> None:
         super().__init__()
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.eps = eps
         self.rotary = rotary
+        self.options = options
 
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Return what the layer caches, in the dtype of its keys and values."""
-        return KVCacheSpec("full_attention", self.num_kv_heads, self.head_dim, self.head_dim, None, dtype)
+        return KVCacheSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.options.window, dtype)
 
     def bind(self, pages: KVPages, backend: AttentionBackend) -> None:
         """Give the layer its cache and its backend."""
@@ -76,11 +86,11 @@ class Attention(nn.Module):
         if query is None:
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
             heads = qkv.compute().view(len(positions), -1, self.head_dim)
-            if rows is None:
+            if rows is None and self.options.is_plain:
                 out = self.backend.forward_projected(heads, rope, pages, metadata, self.scale)
                 if out is not None:
                     return out.flatten(1)
             query = qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping)
         if rows is None:
-            return self.backend.forward(query, pages, metadata, self.scale).flatten(1)
-        return self.backend.forward(query, pages, metadata.for_samples(), self.scale)[rows].flatten(1)
+            return self.backend.forward(query, pages, metadata, self.scale, self.options).flatten(1)
+        return self.backend.forward(query, pages, metadata.for_samples(), self.scale, self.options)[rows].flatten(1)

@@ -64,6 +64,9 @@ class KVCache:
     ) -> None:
         self._layers, self._device = layers, device
         self.groups: dict[KVCacheSpec, CacheGroup] = {}
+        for layer, spec in zip(layers, specs, strict=True):
+            backend.check(spec, layer.options)
+        backend.take_specs(specs)
         for spec in dict.fromkeys(specs):
             members = [layer for layer, other in zip(layers, specs, strict=True) if other == spec]
             group = self.groups[spec] = CacheGroup.zeros(spec, len(members), num_blocks, block_size, device)

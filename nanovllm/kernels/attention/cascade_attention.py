@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.attention.online_softmax import LOG2E, attend_tile
+from nanovllm.kernels.attention.online_softmax import attend_tile
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import log2
+from nanovllm.kernels.qkv_rope_store import KVPages
 
 _FLOAT32_WARPS = 16
 """Float32 has no matrix instructions, and threads of fewer warps spill registers: up to 490 bytes with 8 warps."""
@@ -74,7 +76,7 @@ def plan_cascade(shared: CascadeGroups, num_heads: int, group: int, head_dim: in
 
 @jit(do_not_specialize=["table_size"])
 def _cascade_kernel(
-    q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, items_ptr, members_ptr, block_tables_ptr, scale,
+    q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, items_ptr, members_ptr, block_tables_ptr, cap_scale, scale,
     q_stride, table_stride, table_size,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -104,12 +106,14 @@ def _cascade_kernel(
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, None, None,
                 scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
+                cap_scale,
             )  # fmt: skip
         for start in range(whole_end, end, TILE):
             seen = start + tl.arange(0, TILE) < end
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, seen,
                 seen[None, :], scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
+                cap_scale,
             )  # fmt: skip
         places = ((item * ROWS + row) * KV_HEADS + head) * GROUP + group
         tl.store(partial_ptr + places.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None],
@@ -119,28 +123,31 @@ def _cascade_kernel(
 
 def cascade_attention(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     block_tables: torch.Tensor,
     plan: CascadePlan,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """Compute attention of decode rows over their shared prefixes, into the plan's outputs.
 
     Args:
         query: [num_seqs, num_heads, head_dim]; rows contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        pages: with keys and values of equal size.
         block_tables: [num_seqs, max_blocks] int32.
         plan: the step's plan.
         scale: factor of the scores.
+        options: of the layer, without a window. Its sinks are left to what merges the outputs.
     """
     _, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    _, block_size, num_kv_heads, _ = pages.k_cache.shape
     group = num_heads // num_kv_heads
     shared = plan.shared
+    cap_scale, scale = options.score_scales(scale)
     wide = query.element_size() == 4
     _cascade_kernel[(num_kv_heads, len(shared.items))](
-        query, k_cache, v_cache, plan.partial, plan.lse, shared.items, shared.members, block_tables, scale * LOG2E,
+        query, pages.k_cache, pages.v_cache, plan.partial, plan.lse, shared.items, shared.members, block_tables,
+        cap_scale, scale,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_POW2=triton.next_power_of_2(group), ROWS=plan.rows_per_item,
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=16 if wide else 64,

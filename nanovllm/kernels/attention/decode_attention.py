@@ -16,6 +16,7 @@ from nanovllm.kernels.attention.context_splits import ContextSplits, merge_split
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, load_heads
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import exp2, log2
+from nanovllm.kernels.qkv_rope_store import KVPages
 
 
 @dataclass
@@ -45,6 +46,7 @@ def plan_decode(
     value_dim: int,
     tile: int,
     shares: int,
+    *,
     shared: CascadeGroups | None = None,
     window: int | None = None,
 ) -> DecodePlan:
@@ -154,8 +156,7 @@ def _decode_kernel(
 
 def decode_attention(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     out: torch.Tensor,
     block_tables: torch.Tensor,
     plan: DecodePlan,
@@ -166,7 +167,7 @@ def decode_attention(
 
     Args:
         query: [num_seqs, num_heads, key_dim]; rows contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, key_dim or value_dim], contiguous.
+        pages: the layer's keys and values.
         out: [num_seqs, num_heads, value_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
         plan: from the context lengths, each including the new token, and the window; written before the kernel queued
@@ -175,18 +176,19 @@ def decode_attention(
         options: of the layer.
     """
     _, num_heads, key_dim = query.shape
-    _, block_size, num_kv_heads, value_dim = v_cache.shape
+    _, block_size, num_kv_heads, value_dim = pages.v_cache.shape
     group = num_heads // num_kv_heads
     prefix, splits = plan.prefix, plan.splits.splits
     partial, lse = plan.partial or (None, None)
     prefix_rows, prefix_partial, prefix_lse = plan.first_keys, None, None
     if prefix is not None:
-        cascade_attention(query, k_cache, v_cache, block_tables, prefix, scale)
+        cascade_attention(query, pages, block_tables, prefix, scale, options)
         prefix_rows, prefix_partial, prefix_lse = prefix.shared.rows, prefix.partial, prefix.lse
     cap_scale, scale = options.score_scales(scale)
     key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _decode_kernel[(num_kv_heads, len(splits))](
-        query, k_cache, v_cache, out, partial, lse, block_tables, splits, prefix_rows, prefix_partial, prefix_lse,
+        query, pages.k_cache, pages.v_cache, out, partial, lse, block_tables, splits,
+        prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         0 if prefix_rows is None else prefix_rows.stride(0), 0 if prefix is None else prefix.rows_per_item,
@@ -196,4 +198,4 @@ def decode_attention(
         HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device),
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, *plan.partial, plan.splits.of_seqs)
+        merge_splits(out, plan.partial[0], plan.partial[1], plan.splits.of_seqs)

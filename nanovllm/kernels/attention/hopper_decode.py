@@ -32,7 +32,7 @@ from nanovllm.kernels.attention.warp_attention import (
     store_heads,
 )
 from nanovllm.kernels.fast_math import rsqrt
-from nanovllm.kernels.qkv_rope_store import NormRope
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 
 @gluon.constexpr_function
@@ -184,13 +184,13 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
 
 def hopper_decode_attention(
     x: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     out: torch.Tensor,
     block_tables: torch.Tensor,
     slot_mapping: torch.Tensor,
     plan: DecodePlan,
     scale: float,
+    *,
     rope: NormRope | None = None,
 ) -> None:
     """Compute attention of one new token per sequence over its whole context, into `out`, for two-byte elements.
@@ -201,7 +201,7 @@ def hopper_decode_attention(
     Args:
         x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope` the QKV projection's output, [num_seqs,
             num_heads + 2 * num_kv_heads, head_dim].
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        pages: the layer's keys and values, of equal size.
         out: [num_seqs, num_heads, head_dim], contiguous.
         block_tables: [num_seqs, max_blocks] int32.
         slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
@@ -212,13 +212,14 @@ def hopper_decode_attention(
             supported with shared prefixes.
     """
     num_seqs, num_heads, head_dim = out.shape
+    k_cache, v_cache = pages.k_cache, pages.v_cache
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     assert plan.tile == TILE.value
     prefix_rows = prefix_out = prefix_lse = None
     if plan.prefix is not None:
         assert rope is None
-        cascade_attention(x, k_cache, v_cache, block_tables, plan.prefix, scale)
+        cascade_attention(x, pages, block_tables, plan.prefix, scale)
         prefix_rows, prefix_out, prefix_lse = plan.prefix.shared.rows, plan.prefix.partial, plan.prefix.lse
     norm_weights = None if rope is None else rope.norm_weights
     q_norm, k_norm = norm_weights if norm_weights is not None else (None, None)
@@ -242,4 +243,4 @@ def hopper_decode_attention(
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, *plan.partial, plan.splits.of_seqs)
+        merge_splits(out, plan.partial[0], plan.partial[1], plan.splits.of_seqs)

@@ -25,8 +25,9 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.attention.online_softmax import LOG2E
-from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED, ChunkRows
 from nanovllm.kernels.fast_math import exp2
+from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERIES = gl.constexpr(QUERY_TILE)
 """Tokens per query tile; each warpgroup takes half."""
@@ -269,26 +270,22 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
 
 def hopper_prefill_attention(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     out: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    tiles: torch.Tensor,
+    chunks: ChunkRows,
     scale: float,
     num_programs: int,
 ) -> None:
     """Compute `prefill_attention` for two-byte elements with at most `num_programs` programs."""
     num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    num_tiles = len(tiles) // 2
+    _, block_size, num_kv_heads, _ = pages.k_cache.shape
+    num_tiles = len(chunks.tiles) // 2
     queries = query.as_strided((num_tokens, num_heads * head_dim), (query.stride(0), 1))
-    keys, values = (cache.view(-1, num_kv_heads * head_dim) for cache in (k_cache, v_cache))
+    keys, values = (cache.view(-1, num_kv_heads * head_dim) for cache in (pages.k_cache, pages.v_cache))
     _hopper_prefill_kernel[(min(num_programs, num_heads * num_tiles),)](
         descriptor(queries, [QUERIES.value // 2, head_dim]), descriptor(keys, [KEYS.value, head_dim]),
-        descriptor(values, [KEYS.value, head_dim]), out, block_tables, block_tables.stride(0), tiles, num_tiles,
-        cu_seqlens_q, seq_lens, scale * LOG2E,
+        descriptor(values, [KEYS.value, head_dim]), out, chunks.block_tables, chunks.block_tables.stride(0),
+        chunks.tiles, num_tiles, chunks.cu_seqlens_q, chunks.seq_lens, scale * LOG2E,
         HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -24,6 +24,11 @@ class AttentionOptions:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain causal attention."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
     def score_scales(self, scale: float) -> tuple[float | None, float]:
         """Return the factor of the scores in front of the tanh, None without one, and that of a softmax of base 2."""
         return (None, scale * LOG2E) if self.softcap is None else (scale / self.softcap, self.softcap * LOG2E)

@@ -5,11 +5,14 @@ Hopper has its own kernel (`hopper_prefill`), which takes about 0.7 times as lon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, load_heads
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERY_TILE = 128
 """Tokens per query tile."""
@@ -22,6 +25,24 @@ _HOPPER_WARPS = 4
 _KEY_TILE = 64
 _FLOAT32_ROWS = 32
 """Query tokens per program for float32, which has no matrix instructions: with 128 a thread spills 1700 bytes."""
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The query tokens of prompt chunks. All but the tables must be written before the kernel queued last.
+
+    Attributes:
+        block_tables: [num_seqs, max_blocks] int32.
+        seq_lens: [num_seqs] int32, including the sequence's query tokens.
+        cu_seqlens_q: [num_seqs + 1] int32; first query token of each sequence.
+        tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then the
+            tile's index within its sequence. Programs start in this order.
+    """
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    tiles: torch.Tensor
 
 
 @jit
@@ -115,45 +136,36 @@ def _prefill_kernel(
 
 def prefill_attention(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    pages: KVPages,
     out: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    tiles: torch.Tensor,
+    chunks: ChunkRows,
     scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:
     """Compute causal attention of the last tokens of each sequence over its whole context, into `out`.
 
-    seq_lens, cu_seqlens_q and tiles must be written before the kernel queued last (see `pdl_options`).
-
     Args:
         query: [num_tokens, num_heads, key_dim]; rows contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, key_dim or value_dim], contiguous.
+        pages: the layer's keys and values.
         out: [num_tokens, num_heads, value_dim], contiguous.
-        block_tables: [num_seqs, max_blocks] int32.
-        seq_lens: [num_seqs] int32, including the sequence's query tokens.
-        cu_seqlens_q: [num_seqs + 1] int32; first query token of each sequence.
-        tiles: [2 * num_tiles] int32; the sequence of each tile of QUERY_TILE query tokens (-1: no work), then the
-            tile's index within its sequence. Programs start in this order.
+        chunks: which tokens are whose.
         scale: factor of the scores.
         options: of the layer.
     """
     _, num_heads, key_dim = query.shape
-    _, block_size, num_kv_heads, value_dim = v_cache.shape
+    _, block_size, num_kv_heads, value_dim = pages.v_cache.shape
+    tables = chunks.block_tables
     key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    num_tiles = len(tiles) // 2
+    num_tiles = len(chunks.tiles) // 2
     wide = query.element_size() == 4
     block_m = _FLOAT32_ROWS if wide else QUERY_TILE
     num_warps = _HOPPER_WARPS if is_hopper(query.device) and not wide else _NUM_WARPS
     parts = QUERY_TILE // block_m
     cap_scale, scale = options.score_scales(scale)
     _prefill_kernel[(num_heads, num_tiles * parts)](
-        query, k_cache, v_cache, out, block_tables, seq_lens, cu_seqlens_q, tiles,
+        query, pages.k_cache, pages.v_cache, out, tables, chunks.seq_lens, chunks.cu_seqlens_q, chunks.tiles,
         options.sinks, cap_scale, scale, options.window,
-        query.stride(0), block_tables.stride(0), block_tables.shape[1], num_tiles,
+        query.stride(0), tables.stride(0), tables.shape[1], num_tiles,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, KEY_DIM=key_dim, KEY_PADDED=key_padded,
         VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size,
         PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,

@@ -381,7 +381,7 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["chat", "--temp", "1"], "--temp"),
         (["chat", "--max-tokens", "x"], "--max-tokens"),
         (["chat", "--max-tokens", "0"], "max_tokens must be"),
-        (["chat", "--dtype", "int8"], "dtype must be one of"),
+        (["chat", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["chat", "--logit-bias", "[1]"], "--logit-bias"),
         (["chat", "--structured-outputs", '{"what": 1}'], "unknown argument what"),
         (["chat", "--n", "2"], "n must be 1"),

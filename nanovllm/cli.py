@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
@@ -44,13 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for words, module in _WITH_OWN_PARSER.items():
         if tuple(arguments[: len(words)]) == words:
-            try:
-                command = _load(module).main
-            except ImportError as error:
-                # An extra that is not installed; the message says how to install it.
-                print(f"nanovllm {' '.join(words)}: error: {error}", file=sys.stderr)
-                return 1
-            return command(arguments[len(words) :]) or 0
+            return _run(" ".join(words), partial(_run_module, words, module, arguments[len(words) :]))
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by the shell that `register-python-argcomplete` has told of this command.
@@ -58,11 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    options = _parse(parser, arguments)
+    options = _parse(parser, commands, arguments)
     name: str = options.command
+    return _run(name, lambda: getattr(_load(_COMMANDS[name]), name)(options, commands[name]))
+
+
+def _run(name: str, command: Callable[[], int | None]) -> int:
+    """Return the exit code of a command; what ends it from outside is said in one line."""
     try:
-        code: int = getattr(_load(_COMMANDS[name]), name)(options, commands[name])
-        return code
+        return command() or 0
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         return 130
@@ -72,7 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parse(parser: CommandParser, arguments: list[str]) -> Namespace:
+def _run_module(words: tuple[str, ...], module: str, arguments: list[str]) -> int | None:
+    try:
+        command = _load(module).main
+    except ImportError as error:
+        # An extra that is not installed; the message says how to install it.
+        print(f"nanovllm {' '.join(words)}: error: {error}", file=sys.stderr)
+        return 1
+    code: int | None = command(arguments)
+    return code
+
+
+def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments: list[str]) -> Namespace:
     options, rest = parser.parse_known_args(arguments)
     model = flag_dest(Config, "model")
     words = [word for word in rest if word == "-" or not word.startswith("-")]
@@ -81,7 +91,7 @@ def _parse(parser: CommandParser, arguments: list[str]) -> Namespace:
         setattr(options, model, options.prompt)
         options.prompt = rest.pop()
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
     return options
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
@@ -43,13 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in _WITH_OWN_PARSER:
         own, *rest = arguments
-        try:
-            command = _load(_WITH_OWN_PARSER[own]).main
-        except ImportError as error:
-            # An extra that is not installed; the message says how to install it.
-            print(f"nanovllm {own}: error: {error}", file=sys.stderr)
-            return 1
-        return command(rest) or 0
+        return _run(own, partial(_run_module, own, rest))
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by the shell that `register-python-argcomplete` has told of this command.
@@ -57,11 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    options = _parse(parser, arguments)
+    options = _parse(parser, commands, arguments)
     name: str = options.command
+    return _run(name, lambda: getattr(_load(_COMMANDS[name]), name)(options, commands[name]))
+
+
+def _run(name: str, command: Callable[[], int | None]) -> int:
+    """Return the exit code of a command; what ends it from outside is said in one line."""
     try:
-        code: int = getattr(_load(_COMMANDS[name]), name)(options, commands[name])
-        return code
+        return command() or 0
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         return 130
@@ -71,7 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parse(parser: CommandParser, arguments: list[str]) -> Namespace:
+def _run_module(name: str, arguments: list[str]) -> int | None:
+    try:
+        command = _load(_WITH_OWN_PARSER[name]).main
+    except ImportError as error:
+        # An extra that is not installed; the message says how to install it.
+        print(f"nanovllm {name}: error: {error}", file=sys.stderr)
+        return 1
+    code: int | None = command(arguments)
+    return code
+
+
+def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments: list[str]) -> Namespace:
     options, rest = parser.parse_known_args(arguments)
     model = flag_dest(Config, "model")
     words = [word for word in rest if word == "-" or not word.startswith("-")]
@@ -80,7 +90,7 @@ def _parse(parser: CommandParser, arguments: list[str]) -> Namespace:
         setattr(options, model, options.prompt)
         options.prompt = rest.pop()
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
     return options
 
 

@@ -11,6 +11,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
 LoadFormat = Literal["auto", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+Pooling = Literal["last", "mean"]
 _CHOICES = {
     "dtype": Dtype,
     "attention_backend": AttentionBackendName,

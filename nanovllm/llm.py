@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from nanovllm.config import Config, EngineSettings
+from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.block_usage import BlockUsage
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
@@ -26,6 +26,7 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
     StepResult,
+    TokenIds,
     TokensPrompt,
 )
 from nanovllm.runner.model_runner import ModelRunner
@@ -48,7 +49,7 @@ from nanovllm.text.run_requests import (
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.text.tool_calls import parse_tool_calls, tool_call_format
+from nanovllm.text.tool_calls import add_tool_calls
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.interrupt import deferred_signals
@@ -196,9 +197,7 @@ class LLM(Unpicklable):
         prompts = self._render(messages, template)
         outputs = self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output)
         if template.get("tools"):
-            form = tool_call_format("auto", self.tokenizer)
-            for item in (item for output in outputs for item in output.outputs):
-                item.tool_calls = parse_tool_calls(item.text, form)
+            add_tool_calls(outputs, self.tokenizer)
         return outputs
 
     def stream(
@@ -253,7 +252,10 @@ class LLM(Unpicklable):
             yield from stream_requests(self.engine_client, requests)
 
     def score(
-        self, prompts: list[str] | list[list[int]], continuations: list[str] | list[list[int]], use_tqdm: bool = True
+        self,
+        prompts: Sequence[str] | Sequence[TokenIds],
+        continuations: Sequence[str] | Sequence[TokenIds],
+        use_tqdm: bool = True,
     ) -> list[ScoreOutput]:
         """Return the log-probabilities of continuations, each behind its prompt.
 
@@ -280,7 +282,7 @@ class LLM(Unpicklable):
         outputs = self.generate([token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs], use_tqdm)
         return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
 
-    def embed(self, prompts: Prompts, pooling: str = "last", use_tqdm: bool = True) -> torch.Tensor:
+    def embed(self, prompts: Prompts, pooling: Pooling = "last", use_tqdm: bool = True) -> torch.Tensor:
         """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
 
         Args:
@@ -329,7 +331,13 @@ class LLM(Unpicklable):
         return [beam_search_output(search, self.tokenizer) for search in searches]
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, one of transformers; None if the model's folder has none."""
+        """Return the tokenizer, one of transformers; None if the model's folder has none.
+
+        Example:
+            >>> tokenizer = llm.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("Hello"))
+            'Hello'
+        """
         return self.tokenizer
 
     @property
@@ -338,7 +346,13 @@ class LLM(Unpicklable):
         return self.llm_engine.limits.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's `generation_config.json` recommends."""
+        """Return what the model's `generation_config.json` recommends.
+
+        Example:
+            >>> params = llm.get_default_sampling_params()
+            >>> params.max_tokens = 8
+            >>> outputs = llm.generate("Hello", params)
+        """
         return SamplingParams.from_model(self._folder)
 
     def recommended_values(self) -> dict[str, Any]:
@@ -346,7 +360,7 @@ class LLM(Unpicklable):
         return recommended_values(self._folder)
 
     def add_request(
-        self, prompt: Prompt | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> int:
         """Queue a request and return its id; see `LLMEngine.add_request`.
 
@@ -366,7 +380,12 @@ class LLM(Unpicklable):
         return self.engine_client.step()
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests; see `LLMEngine.abort`."""
+        """Drop requests; see `LLMEngine.abort`.
+
+        Example:
+            >>> request_id = llm.add_request("Hello")
+            >>> llm.abort([request_id])
+        """
         self.engine_client.engine.abort(request_ids)
 
     def is_finished(self) -> bool:
@@ -374,7 +393,12 @@ class LLM(Unpicklable):
         return self.engine_client.is_finished()
 
     def stats(self) -> dict[str, int]:
-        """Counters since the engine began, and the blocks in use now."""
+        """Counters since the engine began, and the blocks in use now.
+
+        Example:
+            >>> llm.stats()["num_used_blocks"]
+            0
+        """
         return self.engine_client.engine.stats()
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
@@ -382,11 +406,19 @@ class LLM(Unpicklable):
         return self.llm_engine.block_usage(most_cells)
 
     def stats_history(self) -> list[StatsSample]:
-        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""
+        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
+
+        Example:
+            >>> most_running = max(sample.num_running for sample in llm.stats_history())
+        """
         return self.llm_engine.stats_history()
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
-        """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`."""
+        """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`.
+
+        Example:
+            >>> llm.plot_stats("run.png")
+        """
         plot_stats(self.stats_history(), file)
 
     @contextmanager

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict, Union
+from typing import Any, NamedTuple, Protocol, TypedDict, Union
 
 import numpy as np
 
 from nanovllm.logprobs import Logprob
+
+
+class _TokenArray(Protocol):
+    """Token ids as an array or a tensor, which `Sequence` does not take for one."""
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions: 2 for several prompts of one length."""
+
+    def tolist(self) -> Any:
+        """Return the ids as lists."""
+
+
+TokenIds = Union[Sequence[int], _TokenArray]  # noqa: UP007 (Python 3.10 evaluates it)
 
 
 class _Salted(TypedDict, total=False):
@@ -20,7 +34,11 @@ class _Text(TypedDict):
 
 
 class TextPrompt(_Text, _Salted):
-    """A prompt as text. It shares blocks of the prefix cache with prompts of the same `cache_salt` alone."""
+    """A prompt as text. It shares blocks of the prefix cache with prompts of the same `cache_salt` alone.
+
+    Example:
+        >>> outputs = llm.generate(TextPrompt(prompt="Hello", cache_salt="of one user"))
+    """
 
 
 class _TokenIds(_Salted):
@@ -28,15 +46,19 @@ class _TokenIds(_Salted):
 
 
 class TokensPrompt(_TokenIds, total=False):
-    """A prompt as token ids; its text, if it has one, is only shown."""
+    """A prompt as token ids; its text, if it has one, is only shown.
+
+    Example:
+        >>> outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6]), TokensPrompt(prompt_token_ids=[7])])
+    """
 
     prompt: str
 
 
-Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007 (Python 3.10 evaluates it)
+Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007
 """Besides sequences of token ids."""
-# Arrays and tensors of token ids are sequences to us, though not to `Sequence`.
-Prompts = Union[Prompt, Sequence[Union[Prompt, Sequence[int]]], Sequence[Any], np.ndarray]  # noqa: UP007
+
+Prompts = Union[Prompt, Sequence[Union[Prompt, TokenIds]], Sequence[Any], _TokenArray]  # noqa: UP007
 """What `LLM.generate` takes: one prompt, or several."""
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_int, check_number, check_strings, read_json, strict_keywords
+from nanovllm.utils.checks import (
+    check_bool,
+    check_int,
+    check_number,
+    check_strings,
+    read_json,
+    strict_keywords,
+    token_list,
+)
 
 _MAX_BEAMS = 10
 _OFF = {
@@ -48,7 +56,7 @@ class StructuredOutputsParams:
 
     json: str | dict[str, Any] | type[Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
@@ -134,12 +142,12 @@ class SamplingParams:
     frequency_penalty: float = field(default=0.0, kw_only=True)
     repetition_penalty: float = field(default=1.0, kw_only=True)
     logit_bias: Mapping[int, float] | None = field(default=None, kw_only=True)
-    bad_words: list[str] | None = field(default=None, kw_only=True)
-    allowed_token_ids: list[int] | None = field(default=None, kw_only=True)
+    bad_words: Sequence[str] | None = field(default=None, kw_only=True)
+    allowed_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
     min_tokens: int = field(default=0, kw_only=True)
-    stop: str | list[str] | None = field(default=None, kw_only=True)
+    stop: str | Sequence[str] | None = field(default=None, kw_only=True)
     include_stop_str_in_output: bool = field(default=False, kw_only=True)
-    stop_token_ids: list[int] | None = field(default=None, kw_only=True)
+    stop_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
     logprobs: int | None = field(default=None, kw_only=True)
     prompt_logprobs: int | None = field(default=None, kw_only=True)
     prompt_logprobs_start: int = field(default=0, kw_only=True)
@@ -210,7 +218,7 @@ class SamplingParams:
         self.stop = check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop) or None
         self.bad_words = check_strings("bad_words", self.bad_words) or None
         for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
+            ids = token_list(getattr(self, name))
             if ids is not None:
                 if not isinstance(ids, (list, tuple, set, frozenset)):
                     raise ValueError(f"{name} must be a list of token ids, not {ids!r:.80}")

@@ -6,6 +6,7 @@ import asyncio
 import doctest
 from array import array
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import nanovllm
-from nanovllm import LLM, AsyncLLM, SamplingParams, StepError, outputs
+from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, SamplingParams, StepError, StructuredOutputsParams, outputs
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config, EngineSettings
 from nanovllm.outputs import RequestOutput, ToolCall
@@ -36,7 +37,17 @@ if TYPE_CHECKING:
     AsyncLLM("x", device=0)  # type: ignore[arg-type]
     LLM("x").chat([], tool=[])  # type: ignore[call-arg]
     LLM("x").generate("a", on_error="ignore")  # type: ignore[arg-type]
+    AsyncLLMEngine("x", max_modellen=3)  # type: ignore[call-arg]
+    LLM("x").embed("a", pooling="max")  # type: ignore[arg-type]
+    LLM("x").generate(5)  # type: ignore[arg-type]
+    # These are none.
     LLM("x").generate(("a", "b"), (SamplingParams(), SamplingParams()), priority=(1, 2))
+    LLM("x").generate(torch.tensor([[1, 2]]))
+    LLM("x").generate([np.array([1, 2]), torch.tensor([1, 2]), (1, 2)])
+    LLM("x").score(("a",), ("b",))
+    LLM("x").score(((1, 2),), ((3,),))
+    SamplingParams(stop=("a",), stop_token_ids=(1, 2), allowed_token_ids=(1,), bad_words=("a",))
+    StructuredOutputsParams(choice=("a", "b"))
 
 
 def test_keywords_of_an_engine_are_the_fields_of_its_config() -> None:
@@ -52,7 +63,9 @@ def test_what_methods_return_can_be_imported() -> None:
     assert all(getattr(nanovllm, name).__name__ == name for name in nanovllm.__all__)
 
 
-def test_examples_of_docstrings(llm: LLM) -> None:
+def test_examples_of_docstrings(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some write files.
+    monkeypatch.chdir(tmp_path)
     globs = {**vars(nanovllm), **{name: getattr(nanovllm, name) for name in nanovllm.__all__}}
     globs.update(llm=llm, asyncio=asyncio, BUNDLED_MODEL=BUNDLED_MODEL, parse_tool_calls=parse_tool_calls)
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(verbose=False)
@@ -60,7 +73,10 @@ def test_examples_of_docstrings(llm: LLM) -> None:
     for test in [*found, *finder.find(parse_tool_calls, globs=globs)]:
         printed: list[str] = []
         assert not runner.run(test, out=printed.append).failed, "".join(printed)
-    assert runner.tries > 20
+    shown = {test.name for test in found if test.examples}
+    assert shown >= {cls.__name__ for cls in (LLM, AsyncLLM, AsyncLLMEngine, SamplingParams, StructuredOutputsParams)}
+    other = {"block_usage", "exit", "is_finished", "max_model_len", "recommended_values", "step"}
+    assert {f"LLM.{name}" for name in vars(LLM) if name[0] != "_" and name not in other} <= shown
 
 
 def test_token_ids_in_any_sequence(llm: LLM) -> None:
@@ -75,6 +91,11 @@ def test_token_ids_in_any_sequence(llm: LLM) -> None:
     for wrong in (np.array([1.5, 2.0]), torch.tensor([[1, 2]]), np.array([True]), {1, 2}):
         with pytest.raises(ValueError, match=r"prompts\[1\]: a prompt is a string or a list of token ids"):
             llm.generate([ids, wrong], GREEDY)
+    scores = llm.score((tuple(ids), np.array(ids)), (torch.tensor([8]), (8,)), use_tqdm=False)
+    assert [score.token_ids for score in scores] == [[8], [8]]
+    for form in forms[:4]:
+        params = SamplingParams(stop_token_ids=form, allowed_token_ids=form)
+        assert params.stop_token_ids == params.allowed_token_ids == ids
     # A text beside token ids is only shown.
     (shown,) = llm.generate([{"prompt_token_ids": ids, "prompt": "?"}], GREEDY, use_tqdm=False)
     assert (shown.prompt, shown.prompt_token_ids, shown.outputs) == ("?", ids, want.outputs)
@@ -104,11 +125,17 @@ def test_calls_of_tools_are_parsed(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert parse_tool_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
     for wrong in ("{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}'):
         assert parse_tool_calls(f"<tool_call>{wrong}</tool_call>{call}") == want
-    monkeypatch.setattr("nanovllm.llm.parse_tool_calls", lambda text, form: want if text else [])
+    monkeypatch.setattr("nanovllm.text.tool_calls.parse_tool_calls", lambda text, form: want if text else [])
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     (output,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
     assert output.outputs[0].tool_calls == want
     assert llm.chat(MESSAGES, GREEDY, use_tqdm=False)[0].outputs[0].tool_calls == []
+
+    async def answer() -> RequestOutput:
+        async with AsyncLLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=4) as engine:
+            return await engine.chat(MESSAGES, GREEDY, tools=tools)
+
+    assert asyncio.run(answer()).outputs[0].tool_calls == want
 
 
 def test_errors_can_come_in_their_places(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ REFUSED = {
     "an image": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary data"),
     "UTF-16 without a mark": (b"{\0", "binary data"),
     "CSV": (b"id,prompt\n1,Hello\n", "looks like CSV, since it begins with 'id,prompt'"),
+    "CSV of one column": (b'"prompt"\nHello, you\n', "looks like CSV"),
     "TSV": (b'\xef\xbb\xbf"the id"\t"prompt"\r\n1\tHello\r\n', "looks like CSV"),
     "gzip of CSV": (gzip.compress(b"id;prompt\n1;Hello\n"), "looks like CSV"),
     "an array and more": (b'[1, 2]\n{"prompt": "x"}\n', "begins as a JSON array, but is none: Extra data"),

@@ -378,10 +378,10 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["generate", "/nowhere", *ENGINE, "x"], "/nowhere"),
         (["walk"], "walk"),
         (["run", "-i", "x"], "-o"),
-        (["chat", "--temp", "1"], "--temp"),
+        (["chat", "--temp", "1"], "nanovllm chat: error: unrecognized arguments: --temp"),
         (["chat", "--max-tokens", "x"], "--max-tokens"),
         (["chat", "--max-tokens", "0"], "max_tokens must be"),
-        (["chat", "--dtype", "int8"], "dtype must be one of"),
+        (["chat", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["chat", "--logit-bias", "[1]"], "--logit-bias"),
         (["chat", "--structured-outputs", '{"what": 1}'], "unknown argument what"),
         (["chat", "--n", "2"], "n must be 1"),
@@ -443,6 +443,15 @@ def test_the_shell_completes_commands_and_flags(line: str, offered: set[str], tm
     shell |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
     subprocess.run([sys.executable, "-m", "nanovllm"], env=os.environ | shell, check=False, timeout=60)
     assert set((tmp_path / "out").read_text().splitlines()) == offered
+
+
+@pytest.mark.parametrize(("name", "module"), [("bench", "bench.main"), ("chat", "commands.chat")])
+def test_ctrl_c_ends_a_command_with_one_line(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f"nanovllm.{module}.LLM", Mock(side_effect=KeyboardInterrupt))
+    assert main([name]) == 130
+    assert capsys.readouterr().err == f"nanovllm {name}: interrupted\n"
 
 
 def test_the_benchmark_is_there(capsys: pytest.CaptureFixture[str]) -> None:

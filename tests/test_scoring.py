@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.config import LogprobsMode
+from nanovllm.config import LogprobsMode, Pooling
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams
 from tests.reference import check_position, prompt, reference_logits, reference_model
@@ -126,13 +126,13 @@ def test_what_cannot_be_scored(bundled: LLM, prompts: Any, continuations: Any, m
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: str) -> None:
+def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: Pooling) -> None:
     prompts = [prompt(n, seed=n) for n in (1, 40, 40, 70)]
     with LLM(folder, num_kvcache_blocks=12, max_num_batched_tokens=24, **SETTINGS) as small:
         found = [small.embed(prompts, pooling, use_tqdm=False) for _ in range(2)]
         assert small.embed([], use_tqdm=False).shape == (0, 64)
         with pytest.raises(ValueError, match="'last' or 'mean', not 'max'"):
-            small.embed(prompts, "max")
+            small.embed(prompts, "max")  # type: ignore[arg-type]
     for row, tokens in enumerate(prompts):
         with torch.inference_mode():
             states = reference_model(folder).model(torch.tensor([tokens])).last_hidden_state[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -16,14 +16,15 @@ import torch
 
 from nanovllm.async_llm.engine_thread import EngineThread
 from nanovllm.async_llm.request_stream import Mailbox, RequestStream
-from nanovllm.config import EngineSettings
+from nanovllm.config import EngineSettings, Pooling
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
-from nanovllm.outputs import Prompt, RequestOutput, TokensPrompt
+from nanovllm.outputs import Prompt, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.input_processor import LONG_TEXT, takes_long
 from nanovllm.text.pooling import embeddings
+from nanovllm.text.tool_calls import add_tool_calls
 from nanovllm.utils.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
@@ -56,8 +57,11 @@ class AsyncLLM(Unpicklable):
         ...     async with AsyncLLM(BUNDLED_MODEL) as llm:
         ...         outputs = await asyncio.gather(*(llm.generate(prompt) for prompt in ["one", "two"]))
         ...         print((await llm.chat([{"role": "user", "content": "2 + 3"}])).outputs[0].text)
+        ...         async for output in llm.stream_chat([{"role": "user", "content": "count to 5"}]):
+        ...             print(output.outputs[0].text, end="")
         >>> asyncio.run(main())
         5
+        1, 2, 3, 4, 5
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class AsyncLLM(Unpicklable):
 
     async def generate(
         self,
-        prompt: Prompt | list[int],
+        prompt: Prompt | TokenIds,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -106,12 +110,12 @@ class AsyncLLM(Unpicklable):
         """Complete prompts that share their parameters, all or none; see `generate`."""
         return await self._gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
 
-    async def embed(self, prompts: list[Any], pooling: str = "last", *, priority: int = 0) -> torch.Tensor:
+    async def embed(self, prompts: list[Any], pooling: Pooling = "last", *, priority: int = 0) -> torch.Tensor:
         """Return normalised hidden states of prompts, all or none; see `LLM.embed` and `generate`."""
         outputs = await self.pool(prompts, pooling, priority=priority)
         return embeddings(outputs, self.llm.model_config.hidden_size)
 
-    async def pool(self, prompts: list[Any], pooling: str = "last", *, priority: int = 0) -> list[RequestOutput]:
+    async def pool(self, prompts: list[Any], pooling: Pooling = "last", *, priority: int = 0) -> list[RequestOutput]:
         """Return the outputs of which `embed` makes embeddings."""
         process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
         is_slow = takes_long(prompts, SamplingParams())
@@ -126,7 +130,7 @@ class AsyncLLM(Unpicklable):
 
     async def stream(
         self,
-        prompt: Prompt | list[int],
+        prompt: Prompt | TokenIds,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -144,7 +148,7 @@ class AsyncLLM(Unpicklable):
 
     async def begin_stream(
         self,
-        prompt: Prompt | list[int],
+        prompt: Prompt | TokenIds,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -165,20 +169,38 @@ class AsyncLLM(Unpicklable):
 
     async def chat(
         self,
-        messages: list[Message],
+        messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
         request_id: int | str | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> RequestOutput:
-        """Answer a conversation; see `generate` and, for `template`, `LLM.chat`. To stream, see `render_chat`."""
+        """Answer a conversation; see `generate` and, for `template`, `LLM.chat`."""
         prompt = await self._render(messages, template)
-        return await self.generate(prompt, sampling_params, priority=priority, request_id=request_id)
+        output = await self.generate(prompt, sampling_params, priority=priority, request_id=request_id)
+        if template.get("tools"):
+            add_tool_calls([output], self.llm.tokenizer)
+        return output
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: int | str | None = None,
+        **template: Unpack[ChatTemplateOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation and yield what is new of the answer; see `chat` and `stream`."""
+        prompt = await self._render(messages, template)
+        async with aclosing(self.stream(prompt, sampling_params, priority=priority, request_id=request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def render_chat(
         self,
-        messages: list[Message],
+        messages: Sequence[Message],
         *,
         add_special_tokens: bool = False,
         max_prompt_tokens: int | None = None,
@@ -198,7 +220,7 @@ class AsyncLLM(Unpicklable):
         prompt = await self._render(messages, template, add_special_tokens, max_prompt_tokens)
         return list(prompt["prompt_token_ids"])
 
-    async def _render(self, messages: list[Message], template: ChatTemplateOptions, *encoding: Any) -> TokensPrompt:
+    async def _render(self, messages: Sequence[Message], template: ChatTemplateOptions, *encoding: Any) -> TokensPrompt:
         talks, is_list = conversations(messages)
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")

@@ -28,6 +28,8 @@ _ENCODINGS = {
 }  # fmt: skip
 _FOREIGN = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\x03\x04": "a zip archive"}
 _CSV_NAME = re.compile(r'\s*("[\w .-]+"|[\w .-]+)\s*')
+# Of a table with one column alone.
+_COLUMNS = ("prompt", "messages", "text")
 _HINT = "write it as JSON Lines, such as by pandas' to_json(orient='records', lines=True)"
 _SNIFFED_BYTES = 4096
 
@@ -208,7 +210,7 @@ def _refuse_foreign(head: bytes, name: str) -> None:
         raise UnreadableInputError(f"{name} is no text, but binary data: the input is JSON Lines")
     first = head.strip().split(b"\n")[0].decode(errors="replace")
     cells = re.split("[,;\t]", first)
-    if len(cells) > 1 and all(map(_CSV_NAME.fullmatch, cells)):
+    if (len(cells) > 1 or first.strip('" ') in _COLUMNS) and all(map(_CSV_NAME.fullmatch, cells)):
         raise UnreadableInputError(f"{name} looks like CSV, since it begins with {first!r:.80}: {_HINT}")
 
 

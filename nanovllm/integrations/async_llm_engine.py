@@ -6,34 +6,52 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.async_llm import AsyncLLM, RequestStream
+from nanovllm.config import EngineSettings
 from nanovllm.logprobs import Logprobs
-from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput
+from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput, TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.unpicklable import Unpicklable
+
+if TYPE_CHECKING:
+    # Of Python 3.11.
+    from typing_extensions import Unpack
 
 
 class AsyncLLMEngine(Unpicklable):
     """`AsyncLLM` with the method names of vLLM's engine; its outputs hold everything so far.
 
     Args:
-        model, kwargs: see `AsyncLLM`.
+        model, max_pending_requests, kwargs: see `AsyncLLM`.
+
+    Example:
+        >>> async def main() -> None:
+        ...     engine = AsyncLLMEngine(BUNDLED_MODEL)
+        ...     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        ...     async for output in engine.generate("Hello", params, "request 1"):
+        ...         num_tokens = len(output.outputs[0].token_ids)
+        ...     print(num_tokens)
+        ...     engine.shutdown()
+        >>> asyncio.run(main())
+        4
     """
 
-    def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
-        self.async_llm = AsyncLLM(model, **kwargs)
+    def __init__(
+        self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Unpack[EngineSettings]
+    ) -> None:
+        self.async_llm = AsyncLLM(model, max_pending_requests=max_pending_requests, **kwargs)
 
     async def add_request(
-        self, request_id: str, prompt: Prompt | list[int], params: SamplingParams, *, priority: int = 0
+        self, request_id: str, prompt: Prompt | TokenIds, params: SamplingParams, *, priority: int = 0
     ) -> CumulativeStream:
         """Queue a request and return its outputs, as `generate` yields them; raises as `AsyncLLM.generate` does."""
         outputs = await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id)
         return CumulativeStream(outputs)
 
     async def generate(
-        self, prompt: Prompt | list[int], sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield the whole output so far, whenever there are new tokens; see `AsyncLLM.stream`."""
         outputs = await self.add_request(request_id, prompt, sampling_params, priority=priority)

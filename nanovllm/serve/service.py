@@ -18,6 +18,7 @@ from anyio import to_thread
 
 import nanovllm
 from nanovllm.async_llm import AsyncLLM, RequestStream
+from nanovllm.config import Pooling
 from nanovllm.openai_format import Endpoint, TokenNames, sampling_values
 from nanovllm.outputs import RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -234,7 +235,7 @@ class Service:
         return outputs
 
     async def embed(
-        self, prompts: list[Any], pooling: str, priority: int | None
+        self, prompts: list[Any], pooling: Pooling, priority: int | None
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
         """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and what they were made of."""
         self._check_request(prompts, SamplingParams(max_tokens=1), priority)

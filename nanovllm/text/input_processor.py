@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from nanovllm.config import Pooling
 from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
 from nanovllm.outputs import TokensPrompt
@@ -161,7 +162,7 @@ class InputProcessor:
         return [(next(encoded), text) if index in texts else (ids, text) for index, (ids, text) in enumerate(parts)]
 
     def process_pooling(
-        self, prompts: list[Any], pooling: str, priority: int = 0, *, streams: bool = False
+        self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
     ) -> list[Request]:
         """Return requests for the hidden states of prompts, if all of them can be served.
 
@@ -174,7 +175,7 @@ class InputProcessor:
         Raises:
             ValueError: an unknown pooling, or see `process`.
         """
-        if pooling not in ("last", "mean"):
+        if pooling not in get_args(Pooling):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
         params = [SamplingParams(0, 1, detokenize=False)] * len(prompts)
         requests = self.process(prompts, params, [priority] * len(prompts), streams=streams)

@@ -8,6 +8,7 @@ from nanovllm.logprobs import Logprobs
 from nanovllm.outputs import RequestOutput, ScoreOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
+from nanovllm.utils.checks import token_list
 
 
 def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> list[tuple[list[int], int]]:
@@ -21,7 +22,8 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
     if len(prompts) != len(continuations):
         raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts: give one each")
     texts: list[str] = []
-    for prompt, continuation in zip(prompts, continuations, strict=True):
+    pairs = [(token_list(p), token_list(c)) for p, c in zip(prompts, continuations, strict=True)]
+    for prompt, continuation in pairs:
         if isinstance(prompt, str) and isinstance(continuation, str):
             # Tokens begin with their space, so it belongs to what follows it.
             stripped = prompt.rstrip()
@@ -32,8 +34,8 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
                 f"{prompt!r:.40} and {continuation!r:.40}"
             )
     encoded = iter(processor.tokenize(texts))
-    pairs = []
-    for prompt, continuation in zip(prompts, continuations, strict=True):
+    split = []
+    for prompt, continuation in pairs:
         if isinstance(prompt, str):
             num_prompt_tokens, token_ids = len(next(encoded)), next(encoded)
         else:
@@ -42,8 +44,8 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
             raise ValueError("a prompt to score behind has no tokens: at least one is needed")
         if len(token_ids) <= num_prompt_tokens:
             raise ValueError(f"continuation {continuation!r:.40} has no tokens behind its prompt")
-        pairs.append((token_ids, num_prompt_tokens))
-    return pairs
+        split.append((token_ids, num_prompt_tokens))
+    return split
 
 
 def score_params(num_prompt_tokens: int) -> SamplingParams:

@@ -228,7 +228,7 @@ class BadWordsConstraint:
                     words[row].view(np.uint32)[sequence[-1] // 32] &= np.uint32(~(1 << sequence[-1] % 32) & 0xFFFFFFFF)
 
 
-def encode_bad_words(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
+def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]]:
     """Return the token sequences that a text may have at the start of the output and behind a space.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.outputs import ToolCall
+from nanovllm.outputs import RequestOutput, ToolCall
 from nanovllm.text.grammar_text import lark_json
 
 
@@ -253,6 +253,13 @@ def parse_tool_calls(text: str, form: ToolCallFormat = HERMES) -> list[ToolCall]
         arguments[-1] += delta.arguments
     parsed = [(name, _loads(written)) for name, written in zip(names, arguments, strict=True)]
     return [ToolCall(name, value) for name, value in parsed if isinstance(value, dict)]
+
+
+def add_tool_calls(outputs: Iterable[RequestOutput], tokenizer: Any) -> None:
+    """Set the `tool_calls` of answers, in the form that the tokenizer's chat template asks for."""
+    form = tool_call_format("auto", tokenizer)
+    for item in (item for output in outputs for item in output.outputs):
+        item.tool_calls = parse_tool_calls(item.text, form)
 
 
 def _loads(text: str) -> Any:

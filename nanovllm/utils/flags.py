@@ -6,7 +6,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
@@ -107,7 +107,7 @@ def _default_text(default: Any, item: Field[Any]) -> str:
 def _reading(hint: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` that read a value of this type."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    lists = [kind for kind in kinds if get_origin(kind) is list]
+    lists = [kind for kind in kinds if get_origin(kind) in (list, Sequence)]
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     if lists:
@@ -115,8 +115,7 @@ def _reading(hint: Any) -> dict[str, Any]:
         return {"action": "append", "type": element, "metavar": _METAVARS[element]}
     (kind,) = (kind for kind in kinds if kind is not NoneType)
     if get_origin(kind) is Literal:
-        # The class says which values it takes.
-        kind = str
+        return {"choices": get_args(kind)}
     if kind not in _METAVARS:
         return {"type": _json_reader(kind), "metavar": "JSON"}
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
@@ -20,19 +20,31 @@ class Architecture:
 
     Attributes:
         name: in config.json's `architectures`.
+        qkv_bias: whether queries, keys and values have biases.
+        qk_norm: whether each head of queries and keys is normalised.
+        is_windowed: whether `sliding_window`, where the config has it, holds for all layers of a config without
+            `layer_types`.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
-        qkv_bias, qk_norm: how its attention differs.
     """
 
     name: str
-    model: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    is_windowed: bool = False
+    model: str = "decoder.DecoderForCausalLM"
 
 
 _ROWS = (
-    Architecture("Qwen3ForCausalLM", "qwen3.Qwen3ForCausalLM", qk_norm=True),
-    Architecture("Qwen2ForCausalLM", "qwen3.Qwen3ForCausalLM", qkv_bias=True),
+    Architecture("Qwen3ForCausalLM", qk_norm=True),
+    Architecture("Qwen2ForCausalLM", qkv_bias=True),
+    # Llama 2 and 3.x, SmolLM2, and many more that took its shape over.
+    Architecture("LlamaForCausalLM"),
+    Architecture("MistralForCausalLM", is_windowed=True),
+    Architecture("MinistralForCausalLM"),
+    Architecture("SmolLM3ForCausalLM"),
+    Architecture("Phi3ForCausalLM", is_windowed=True),
+    Architecture("SeedOssForCausalLM", qkv_bias=True),
+    Architecture("CwmForCausalLM"),
 )
 MODELS = {row.name: row for row in _ROWS}
 _HEAD_DIMS = (16, 32, 64, 128)
@@ -41,11 +53,27 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-_YARN_KEYS = {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
 
 
 @dataclass(frozen=True)
-class YarnConfig:
+class LinearScaling:
+    """Positions are divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of slow dimensions (arXiv:2407.21783), by the names of config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
     """Parameters of YaRN (Peng et al. 2023, arXiv:2309.00071), by the names of config.json."""
 
     factor: float
@@ -53,6 +81,34 @@ class YarnConfig:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+
+_SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary embedding: its base, and how longer contexts stretch it."""
+
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """How the attention of one layer differs from that of others.
+
+    Attributes:
+        window: tokens that a query sees, its own included; None for all.
+        has_rope: whether queries and keys are rotated.
+    """
+
+    window: int | None = None
+    has_rope: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,18 +119,22 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerConfig, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    yarn: YarnConfig | None
+    rope: RopeConfig
     tie_word_embeddings: bool
     max_position: int
     initializer_range: float
     dtype: str
     eos_token_ids: frozenset[int]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
 
     @classmethod
     def from_folder(cls, path: str, trust_remote_code: bool = False) -> ModelConfig:
@@ -105,22 +165,20 @@ class ModelConfig:
         """Convert a transformers config; `eos_token_ids` are added to its own."""
         architecture = _architecture(hf)
         _check_supported(hf, architecture)
-        theta, yarn = _rope(hf)
-        max_position = hf.max_position_embeddings
-        if yarn is not None:
-            max_position = max(max_position, int(yarn.factor * yarn.original_max_position_embeddings))
+        rope, max_position = _rope(hf), hf.max_position_embeddings
+        if isinstance(rope.scaling, YarnScaling):
+            max_position = max(max_position, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
             intermediate_size=hf.intermediate_size,
-            num_layers=hf.num_hidden_layers,
+            layers=_layers(hf, architecture),
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
             rms_norm_eps=hf.rms_norm_eps,
-            rope_theta=theta,
-            yarn=yarn,
+            rope=rope,
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             max_position=max_position,
             initializer_range=hf.initializer_range,
@@ -132,7 +190,7 @@ class ModelConfig:
 def _architecture(hf: Any) -> Architecture:
     name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
     if name not in MODELS:
-        raise ValueError(f"architecture {name!r} is not supported: only {' and '.join(MODELS)}")
+        raise ValueError(f"architecture {name!r} is not supported: only {', '.join(MODELS)}")
     return MODELS[name]
 
 
@@ -144,10 +202,11 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
     unsupported = {
         "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
-        "use_sliding_window": getattr(hf, "use_sliding_window", False),
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
+        "attention_out_bias": getattr(hf, "attention_out_bias", False),
+        "mlp_bias": getattr(hf, "mlp_bias", False),
         "quantization_config": getattr(hf, "quantization_config", None),
-        "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention"},
+        "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention", "sliding_attention"},
     }
     for name, value in unsupported.items():
         if value:
@@ -168,25 +227,48 @@ def _dtype(hf: Any) -> str:
     return name
 
 
-def _rope(hf: Any) -> tuple[float, YarnConfig | None]:
-    scaling: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    if any(isinstance(value, dict) for value in scaling.values()):
-        raise ValueError(f"rope_parameters={scaling!r} that differ between layers are not supported")
-    theta = scaling.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
-    rope_type = scaling.pop("rope_type", None) or scaling.get("type", "default")
-    scaling.pop("type", None)
-    if rope_type == "default":
-        return theta, None
-    if rope_type != "yarn":
-        raise ValueError(f"rope_type {rope_type!r} is not supported: only default and yarn")
-    scaling = {key: value for key, value in scaling.items() if value is not None}
-    unknown = set(scaling) - _YARN_KEYS
-    if unknown:
-        raise ValueError(f"yarn parameters {sorted(unknown)} are not supported")
-    if "factor" not in scaling:
-        raise ValueError(f"yarn needs a factor; rope parameters are {scaling}")
-    scaling.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
-    return theta, YarnConfig(**scaling)
+def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
+    count, window = hf.num_hidden_layers, getattr(hf, "sliding_window", None)
+    kinds = getattr(hf, "layer_types", None)
+    if kinds is None and getattr(hf, "use_sliding_window", False):
+        kinds = ["sliding_attention" if i >= hf.max_window_layers else "full_attention" for i in range(count)]
+    elif kinds is None:
+        kinds = ["sliding_attention" if architecture.is_windowed and window else "full_attention"] * count
+    ropes = getattr(hf, "no_rope_layers", None) or [1] * count
+    if len(kinds) != count or len(ropes) != count:
+        raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={ropes!r:.80} do not have {count} entries")
+    if "sliding_attention" in kinds:
+        check_int("sliding_window", window, 1)
+    return tuple(
+        LayerConfig(window if kind == "sliding_attention" else None, bool(has_rope))
+        for kind, has_rope in zip(kinds, ropes, strict=True)
+    )
+
+
+def _rope(hf: Any) -> RopeConfig:
+    values: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    if any(isinstance(value, dict) for value in values.values()):
+        raise ValueError(f"rope_parameters={values!r} that differ between layers are not supported")
+    theta = values.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
+    share = values.pop("partial_rotary_factor", None) or getattr(hf, "partial_rotary_factor", None) or 1.0
+    if share != 1.0:
+        raise ValueError(f"partial_rotary_factor={share} is not supported: whole heads are rotated")
+    kind = values.pop("rope_type", None) or values.get("type", "default")
+    values.pop("type", None)
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type {kind!r} is not supported: only default, {', '.join(_SCALINGS)}")
+    values = {key: value for key, value in values.items() if value is not None}
+    known = {item.name: item for item in fields(_SCALINGS[kind])}
+    if unknown := set(values) - set(known):
+        raise ValueError(f"{kind} parameters {sorted(unknown)} are not supported")
+    if "original_max_position_embeddings" in known:
+        values.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
+    missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
+    if missing:
+        raise ValueError(f"{kind} needs a {', '.join(missing)}; rope parameters are {values}")
+    return RopeConfig(theta, _SCALINGS[kind](**values))
 
 
 def _generation_eos(path: str) -> list[int]:

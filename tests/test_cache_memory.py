@@ -15,6 +15,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import RopeConfig
 from nanovllm.runner import memory
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.messages import BlockTransfer
@@ -52,7 +53,7 @@ def test_ranks_on_the_cpu_share_what_one_would_take(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache() -> None:
-    rotary = RotaryEmbedding(8, 1e4, None)
+    rotary = RotaryEmbedding(8, RopeConfig(1e4))
     layers = [Attention(heads, 8, 1e-6, rotary) for heads in (2, 1, 2)]
     specs = [layer.kv_cache_spec(torch.float32) for layer in layers]
     # Keys of another size than values, in another dtype.

@@ -245,13 +245,12 @@ def test_a_hub_id_in_the_cache_loads(monkeypatch: pytest.MonkeyPatch, checkpoint
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"architectures": ["BloomForCausalLM"]}, "architecture 'BloomForCausalLM' is not supported"),
         ({"model_type": "no_such_type"}, "is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window=True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types={'sliding_attention'}"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types={'linear_attention'}"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         ({"head_dim": 80}, "head_dim=80 is not supported"),
@@ -262,7 +261,7 @@ def test_a_hub_id_in_the_cache_loads(monkeypatch: pytest.MonkeyPatch, checkpoint
 )
 def test_unsupported_configs_are_refused_by_name(copy: Path, changes: dict[str, object], message: str) -> None:
     if "rope_parameters" in changes:
-        changes = changes | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+        changes = changes | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     change_config(copy, **changes)
     with pytest.raises(ValueError, match=message):
         load(copy)

@@ -14,8 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.layers.rotary_embedding import cos_sin_table
-from nanovllm.model_config import MODELS, Architecture, ModelConfig, YarnConfig
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import MODELS, LayerConfig, ModelConfig, RopeConfig, YarnScaling
 from nanovllm.models import model_class
 from nanovllm.models.base import CausalLM
 
@@ -52,10 +52,10 @@ def test_every_architecture_has_a_model() -> None:
 
 def test_qwen3_06b(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3_06B, {"eos_token_id": [151645, 151643]}) == ModelConfig(
-        architecture=Architecture("Qwen3ForCausalLM", "qwen3.Qwen3ForCausalLM", qk_norm=True),
+        architecture=MODELS["Qwen3ForCausalLM"],
         vocab_size=151936, hidden_size=1024,
-        intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6,
-        rope_theta=1e6, yarn=None, tie_word_embeddings=True, max_position=40960, initializer_range=0.02,
+        intermediate_size=3072, layers=(LayerConfig(),) * 28, num_heads=16, num_kv_heads=8, head_dim=128,
+        rms_norm_eps=1e-6, rope=RopeConfig(1e6), tie_word_embeddings=True, max_position=40960, initializer_range=0.02,
         dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
     )  # fmt: skip
 
@@ -64,11 +64,11 @@ def test_qwen25_7b_instruct_1m(tmp_path: Path) -> None:
     """It names a sliding window and does not use it; its head size is the quotient of two others."""
     # Neither file's EOS is in the other one, and each ends a text.
     assert read(tmp_path, QWEN25_7B_1M, {"eos_token_id": 151643}) == ModelConfig(
-        architecture=Architecture("Qwen2ForCausalLM", "qwen3.Qwen3ForCausalLM", qkv_bias=True),
+        architecture=MODELS["Qwen2ForCausalLM"],
         vocab_size=152064, hidden_size=3584,
-        intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, head_dim=128, rms_norm_eps=1e-5,
-        rope_theta=1e7, yarn=None, tie_word_embeddings=False, max_position=1010000, initializer_range=0.02,
-        dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
+        intermediate_size=18944, layers=(LayerConfig(),) * 28, num_heads=28, num_kv_heads=4, head_dim=128,
+        rms_norm_eps=1e-5, rope=RopeConfig(1e7), tie_word_embeddings=False, max_position=1010000,
+        initializer_range=0.02, dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_yarn_lengthens_a_model_and_never_shortens_it(factor: float, original: i
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     hf = Qwen3Config(max_position_embeddings=40960, rope_theta=1000000, rope_scaling=rope)
     config = ModelConfig.from_hf(hf)
-    assert config.yarn == YarnConfig(factor, original) and config.max_position == max_position
+    assert config.rope.scaling == YarnScaling(factor, original) and config.max_position == max_position
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ def test_rotary_table_is_transformers(factor: float | None, changes: dict[str, f
     config = ModelConfig.from_hf(hf)
     positions = torch.arange(2000)
     cos, sin = Qwen3RotaryEmbedding(hf)(torch.zeros(1), positions[None])
-    table = cos_sin_table(64, 2000, config.rope_theta, config.yarn, torch.device("cpu"))
+    rotary = RotaryEmbedding(64, config.rope)
+    rotary.tabulate(2000, torch.device("cpu"))
+    table = rotary.cos_sin
     torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=1e-5, atol=2e-4)
     torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=1e-5, atol=2e-4)
 

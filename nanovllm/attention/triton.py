@@ -102,7 +102,7 @@ class TritonBackend(AttentionBackend):
             return should_use_single_split(fewest_heads, seq_lens)
 
         # Of the layers: one plan serves those of one window.
-        self._windows: list[int | None] = []
+        self._windows: list[int | None] = [None]
         self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
         self.max_plan_size = cascade.size
 

@@ -1,4 +1,4 @@
-"""Angles of the rotary embedding (RoPE, Su et al. 2021), stretched by YaRN (Peng et al. 2023) where a model asks."""
+"""Angles of the rotary embedding (RoPE, Su et al. 2021, arXiv:2104.09864), stretched where a model asks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,39 @@ import math
 import torch
 from torch import nn
 
-from nanovllm.model_config import YarnConfig
+from nanovllm.model_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
-def inverse_frequencies(head_dim: int, theta: float, yarn: YarnConfig | None) -> tuple[torch.Tensor, float]:
-    """Return radians per position, [head_dim / 2] float32, and the factor of the cosines and sines.
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Return radians per position, [head_dim / 2] float32, and the factor of the cosines and sines."""
+    base, scaling = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), rope.scaling
+    if isinstance(scaling, LinearScaling):
+        return base / scaling.factor, 1.0
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3_frequencies(base, scaling), 1.0
+    if isinstance(scaling, YarnScaling):
+        return _yarn_frequencies(base, rope.theta, scaling)
+    return base, 1.0
 
-    YaRN keeps the fast dimensions, which turn more than `beta_fast` times within the original length, divides the slow
-    ones, which turn less than `beta_slow` times, by `factor`, and goes from one to the other linearly between.
+
+def _llama3_frequencies(base: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Keep dimensions that turn more than `high_freq_factor` times within the original length.
+
+    Those that turn less than `low_freq_factor` times are divided by `factor`; between, one becomes the other linearly.
     """
-    base = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if yarn is None:
-        return base, 1.0
+    turns = scaling.original_max_position_embeddings * base / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return base * kept + base / scaling.factor * (1 - kept)
+
+
+def _yarn_frequencies(base: torch.Tensor, theta: float, yarn: YarnScaling) -> tuple[torch.Tensor, float]:
+    """Keep the fast dimensions, which turn more than `beta_fast` times within the original length.
+
+    The slow ones, which turn less than `beta_slow` times, are divided by `factor`; between, one becomes the other
+    linearly.
+    """
+    head_dim = 2 * len(base)
 
     def dimension(turns: float) -> float:
         length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -32,31 +53,29 @@ def inverse_frequencies(head_dim: int, theta: float, yarn: YarnConfig | None) ->
     return frequencies, yarn.attention_factor or default_factor
 
 
-def cos_sin_table(
-    head_dim: int, max_position: int, theta: float, yarn: YarnConfig | None, device: torch.device
-) -> torch.Tensor:
-    """Return [max_position, head_dim] float32: the cosines of a position's angles, then the sines."""
-    frequencies, factor = inverse_frequencies(head_dim, theta, yarn)
-    angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
-
-
 class RotaryEmbedding(nn.Module):
-    """The angles of positions, in one table for all layers whose parameters are equal.
+    """The angles of positions, in one table for all layers that rotate alike.
 
     Args:
-        head_dim, theta, yarn: see `inverse_frequencies`.
+        head_dim: elements per head.
+        rope: None rotates nothing: all angles are zero.
 
     Attributes:
-        cos_sin: see `cos_sin_table`; there once `tabulate` was called.
+        cos_sin: [max_position, head_dim] float32; the cosines of a position's angles, then the sines. There once
+            `tabulate` was called.
     """
 
     cos_sin: torch.Tensor
 
-    def __init__(self, head_dim: int, theta: float, yarn: YarnConfig | None) -> None:
+    def __init__(self, head_dim: int, rope: RopeConfig | None) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.yarn = head_dim, theta, yarn
+        self.head_dim, self.rope = head_dim, rope
 
     def tabulate(self, max_position: int, device: torch.device) -> None:
         """Compute the table for positions below `max_position`."""
-        self.cos_sin = cos_sin_table(self.head_dim, max_position, self.theta, self.yarn, device)
+        if self.rope is None:
+            frequencies, factor = torch.zeros(self.head_dim // 2), 1.0
+        else:
+            frequencies, factor = inverse_frequencies(self.head_dim, self.rope)
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
+        self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)

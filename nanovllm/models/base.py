@@ -30,6 +30,8 @@ class CausalLM(nn.Module):
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]]
     """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
+    fused_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Projections that are one in some checkpoints, too, as Phi-3's are: name -> parts of its weight, in order."""
 
     model: nn.Module
     """Embedding, `layers` and the last norm."""
@@ -90,15 +92,25 @@ class CausalLM(nn.Module):
         """hidden: [num_rows, hidden_size], behind the last norm -> [num_rows, vocabulary entries of this rank]."""
         return self.lm_head.multiply(hidden)
 
-    def weight_target(self, name: str) -> WeightTarget | None:
-        """Map the name of a checkpoint tensor to its target, which may not exist; None for one that is not needed."""
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        """Map the name of a checkpoint tensor to its targets, which may not exist; none for one that is not needed.
+
+        Several targets are consecutive rows of the tensor.
+        """
         # A tied head is the embedding; many checkpoints store it all the same.
         if self.config.tie_word_embeddings and name == "lm_head.weight":
-            return None
-        path, part = name.split("."), None
-        if len(path) >= 2 and path[-2] in self.packed_modules_mapping:
-            path[-2], part = self.packed_modules_mapping[path[-2]]
-        return WeightTarget(".".join(path), part)
+            return []
+        # Embedding models are published without their head, and the rest without the name that it has beside one.
+        if not name.startswith(("model.", "lm_head.")):
+            name = f"model.{name}"
+        path = name.split(".")
+        module = path[-2] if len(path) >= 2 else ""
+        if module in self.fused_modules_mapping:
+            return [WeightTarget(name, part) for part in self.fused_modules_mapping[module]]
+        part = None
+        if module in self.packed_modules_mapping:
+            path[-2], part = self.packed_modules_mapping[module]
+        return [WeightTarget(".".join(path), part)]
 
 
 def _kind(layer: nn.Module) -> Hashable:

@@ -21,7 +21,7 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
-from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.quantization.loading import LoadableModule, TensorRows, WeightSlice, WeightTarget
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.loading_bar import loading_bar
 
@@ -73,22 +73,33 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
     num_bytes = sum(part.region.nbytes for part in slices.values())
     with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
         for file, name, tensor in chain.from_iterable(map(_tensors, _weight_files(folder))):
-            target = model.weight_target(name)
-            if target is None:
-                continue
-            if target not in slices:
+            targets = model.weight_targets(name)
+            if any(target not in slices for target in targets):
                 surplus.append(name)
                 continue
-            if target in filled:
-                raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
-            stored[name] = slices[target].fill(name, tensor)
-            filled.add(target)
-            bar.update(slices[target].region.nbytes)
+            for target, rows in _rows_of(tensor, [(target, slices[target]) for target in targets]):
+                if target in filled:
+                    raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
+                stored[name] = slices[target].fill(name, rows)
+                filled.add(target)
+                bar.update(slices[target].region.nbytes)
     missing = [str(target) for target in slices if target not in filled]
     if surplus or missing:
         raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
     if rank == 0:
         _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), next(model.parameters()).dtype)
+
+
+def _rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
+    """Return each target with the rows of a tensor that it gets; the last gets what is left."""
+    if len(parts) == 1:
+        yield parts[0][0], tensor
+        return
+    start, num_rows = 0, tensor.get_shape()[0]
+    for number, (target, part) in enumerate(parts, 1):
+        stop = num_rows if number == len(parts) else start + part.shape[0]
+        yield target, TensorRows(tensor, start, stop)
+        start = stop
 
 
 def _warn_of_conversions(

@@ -78,6 +78,26 @@ class WeightSlice:
         return values.dtype
 
 
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows `start ... stop - 1` of a tensor of a checkpoint, which stacks several; see `WeightSlice.fill`."""
+
+    tensor: Any
+    start: int
+    stop: int
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of these rows."""
+        num_rows, *others = self.tensor.get_shape()
+        return [min(self.stop, num_rows) - min(self.start, num_rows), *others]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, *others = index
+        place = (slice(self.start + rows.start, self.start + rows.stop), *others)
+        values: torch.Tensor = self.tensor[place]
+        return values
+
+
 class LoadableModule(nn.Module):
     """A module that makes its parameters of checkpoint tensors."""
 

@@ -18,6 +18,7 @@ from nanovllm.kernels.qkv_rope_store import KVPages
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import RopeConfig
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")
@@ -40,7 +41,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM, num_slots=512)
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
     cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
-    rotary = RotaryEmbedding(HEAD_DIM, 1e6, None)
+    rotary = RotaryEmbedding(HEAD_DIM, RopeConfig(1e6))
     rotary.tabulate(length, DEVICE)
     layers = [Attention(num_kv_heads, HEAD_DIM, 1e-6, rotary) for _ in range(num_layers)]
     for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):

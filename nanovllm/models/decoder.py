@@ -1,8 +1,9 @@
-"""Qwen3, dense (Qwen Team 2025, arXiv:2505.09388); by `config.architecture` also Qwen2 and Qwen2.5.
+"""The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that took its shape over.
 
-Pre-norm decoder with grouped-query attention, rotary embedding and a SwiGLU MLP. Qwen3 normalises each head of queries
-and keys; Qwen2 has biases on them instead. Activations are [num_tokens, size]: sequences lie one after the other, and
-only attention knows where one ends.
+Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. How families differ stands in rows of
+`MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them; and what
+differs between layers, in `ModelConfig.layers`: sliding windows, and layers that do not rotate. Activations are
+[num_tokens, size]: sequences lie one after the other, and only attention knows where one ends.
 
 Norms and linear layers are lazy: they return a deferred result (`Normed`, `Projection`, `DeferredBranch`), and the
 layer that takes it runs one fused kernel for both where there is one.
@@ -17,6 +18,7 @@ from torch import nn
 
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard
+from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, Normed, ResidualStream, RMSNorm
@@ -26,10 +28,12 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
 
 
-class Qwen3Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Self-attention of one layer."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self, config: ModelConfig, shard: ModelShard, rotary: RotaryEmbedding, options: AttentionOptions
+    ) -> None:
         super().__init__()
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         qkv_bias, qk_norm = config.architecture.qkv_bias, config.architecture.qk_norm
@@ -37,7 +41,7 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(shard.heads.times(head_dim), hidden_size)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
-        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary)
+        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options)
 
     def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
         """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""
@@ -46,7 +50,7 @@ class Qwen3Attention(nn.Module):
         return self.o_proj(out, rows)
 
 
-class Qwen3MLP(nn.Module):
+class MLP(nn.Module):
     """SwiGLU."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
@@ -61,15 +65,15 @@ class Qwen3MLP(nn.Module):
         return self.down_proj(gate_up.silu_and_mul())
 
 
-class Qwen3DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm, each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, rotary: RotaryEmbedding
+        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, attention: SelfAttention
     ) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, shard, rotary)
-        self.mlp = Qwen3MLP(config, shard)
+        self.self_attn = attention
+        self.mlp = MLP(config, shard)
         self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
@@ -80,16 +84,19 @@ class Qwen3DecoderLayer(nn.Module):
         return x
 
 
-class Qwen3Model(nn.Module):
+class Decoder(nn.Module):
     """Embedding, layers and the last norm."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size)
-        rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.yarn)
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, shard, communicator, rotary) for _ in range(config.num_layers)
-        )
+        ropes = {layer.has_rope: config.rope if layer.has_rope else None for layer in config.layers}
+        rotaries = {has_rope: RotaryEmbedding(config.head_dim, rope) for has_rope, rope in ropes.items()}
+        self.layers = nn.ModuleList()
+        for layer in config.layers:
+            options = AttentionOptions(window=layer.window)
+            attention = SelfAttention(config, shard, rotaries[layer.has_rope], options)
+            self.layers.append(DecoderLayer(config, shard, communicator, attention))
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Normed:
@@ -101,9 +108,13 @@ class Qwen3Model(nn.Module):
         return self.norm(x)
 
 
-class Qwen3ForCausalLM(CausalLM):
+class DecoderForCausalLM(CausalLM):
     """The model with its LM head; see the base class."""
 
+    fused_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q", "k", "v"),
+        "gate_up_proj": ("gate", "up"),
+    }
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -114,6 +125,6 @@ class Qwen3ForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)
-        self.model = Qwen3Model(config, self.shard, communicator)
+        self.model = Decoder(config, self.shard, communicator)
         embedding = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(self.shard.vocab, config.hidden_size, tied_to=embedding)

@@ -238,6 +238,11 @@ LARGE_BODIES = {
         "/v1/completions",
         json.dumps({"prompt": ["a"] * 100, "bad_words": ["a b " * 15_000] * 64}),
     ),
+    "long documents": (
+        b"over max_model_len",
+        "/rerank",
+        json.dumps({"query": "a", "documents": ["b" * 4000] * 1023}),
+    ),
     "short bad words": (
         b"text_completion",
         "/v1/completions",

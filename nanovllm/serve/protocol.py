@@ -21,7 +21,7 @@ _MOST_FIELDS = 128
 _MOST_TEXTS = 64
 _MOST_IDS = 4096
 _MOST_TOKENS = 2**20
-_MOST_PROMPTS = 1024
+MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
 MOST_TOOLS = 256
 
@@ -43,8 +43,8 @@ def _at_most(count: int, given: _Value) -> _Value:
 
 # The first fault ends the check of a list: one error for each of a million entries would take minutes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
-Texts = Annotated[list[str], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
-Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 

@@ -455,6 +455,9 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     chat = post("/tokenize", messages=HELLO)
     assert post("/detokenize", tokens=chat["tokens"])["prompt"].startswith("<|im_start|>user")
     assert chat["max_model_len"] == 512
+    turns = [*HELLO, {"role": "assistant", "content": "Hello! I"}]
+    open_ended = post("/tokenize", messages=turns, continue_final_message=True, add_generation_prompt=False)
+    assert post("/detokenize", tokens=open_ended["tokens"])["prompt"].endswith("assistant\nHello! I")
     # Templates without developers would drop what they say.
     prompts = [post("/tokenize", messages=[{"role": role, "content": "Be brief."}]) for role in ("developer", "system")]
     assert prompts[0] == prompts[1]
@@ -473,7 +476,7 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"max_tokens": 0}, "invalid_value", "max_tokens", "max_tokens"),
     ({"messages": []}, "invalid_value", "messages", "messages"),
     ({"messages": [{"content": "a"}]}, "missing_required_parameter", "messages[0].role", "messages[0].role"),
-    ({"messages": LONG}, "context_length_exceeded", "messages", "max_model_len"),
+    ({"messages": LONG}, "context_length_exceeded", "messages", "this model's maximum context length is 512 tokens; "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", None, "text"),
     ({"stop": [1]}, "invalid_type", "stop", "stop"),
     ({"functions": [{"name": "f"}]}, "invalid_value", "functions", "functions"),
@@ -491,6 +494,10 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
      "invalid_value", "response_format", "exclude"),
     ({"logit_bias": {"9999": 1}}, "invalid_value", "logit_bias", "vocabulary"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice", "there are no tools"),
+    ({"tool_choice": "auto"}, "invalid_value", "tool_choice", "there are no tools"),
+    ({"extra_body": {"add_generation_prompt": True, "continue_final_message": True}}, "invalid_value",
+     "continue_final_message", "exclude"),
+    ({"extra_body": {"include_reasoning": False}}, "invalid_value", "include_reasoning", "include_reasoning"),
     ({"tool_choice": NAMED, "tools": []}, "invalid_value", "tool_choice", "none of the tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name", "name"),
 ]  # fmt: skip
@@ -516,6 +523,14 @@ def test_errors_of_other_statuses_are_openais(client: Any, server: ServerProcess
     assert errors == [
         ("invalid_request_error", "model_not_found", "model"), ("invalid_request_error", "invalid_api_key", None)
     ]  # fmt: skip
+    # A whole answer has no options of a stream.
+    for create, content in (
+        (client.chat.completions.create, {"messages": HELLO}),
+        (client.completions.create, {"prompt": "a"}),
+    ):
+        with pytest.raises(openai.BadRequestError) as whole:
+            create(model=MODEL, stream_options={"include_usage": True}, **content)
+        assert (whole.value.code, whole.value.param) == ("invalid_value", "stream_options")
     # What the model has no room for.
     for fields in ({"prompt": ids("a " * 300), "max_tokens": 300}, {"prompt": "a " * 600}):
         with pytest.raises(openai.BadRequestError) as too_long:

@@ -94,8 +94,11 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         found = api_error(error)
-        if found.code == "context_length_exceeded" and found.param is None:
-            found.param = _CONTENTS.get(request.scope["path"].removeprefix(request.scope["root_path"]))
+        if found.code == "context_length_exceeded":
+            path = request.scope["path"].removeprefix(request.scope["root_path"])
+            # What programs look for in the texts of Anthropic's API, and of OpenAI's and vLLM's.
+            known = f"prompt is too long: this model's maximum context length is {service.llm.llm.max_model_len} tokens"
+            found = ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
         return answer(request, found)
 
     async def on_validation(request: Request, error: Exception) -> Response:

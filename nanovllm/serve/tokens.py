@@ -19,8 +19,14 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     service.check_model(body.model)
     llm = service.llm.llm
     if body.messages is not None and body.prompt is None:
-        options = {"add_generation_prompt": body.add_generation_prompt, "tools": body.tools}
-        token_ids = await service.render_chat(body.messages, body.chat_template_kwargs, **options)
+        token_ids = await service.render_chat(
+            body.messages,
+            body.chat_template_kwargs,
+            tools=body.tools,
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message,
+        )
     elif body.prompt is not None and body.messages is None:
         tokenize = partial(llm.input_processor.tokenize, [body.prompt], body.add_special_tokens)
         (token_ids,) = await service.llm.run_beside(tokenize, is_slow=len(body.prompt) > LONG_TEXT)

@@ -42,7 +42,7 @@ def create_app(service: Service) -> ASGIApp:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(_beside(give_back_memory()))
                 if settings.batch_dir is not None:
-                    max_lines = 2 * service.llm.llm.config.max_num_seqs
+                    max_lines = 2 * service.config.max_num_seqs
                     app.state.batches = Batches(service, Path(settings.batch_dir), max_lines)
                     await stack.enter_async_context(_beside(app.state.batches.run()))
                 yield
@@ -97,7 +97,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         if found.code == "context_length_exceeded":
             path = request.scope["path"].removeprefix(request.scope["root_path"])
             # What programs look for in the texts of Anthropic's API, and of OpenAI's and vLLM's.
-            known = f"prompt is too long: this model's maximum context length is {service.llm.llm.max_model_len} tokens"
+            known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
             found = ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
         return answer(request, found)
 

@@ -18,7 +18,6 @@ from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutpu
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.async_llm.request_stream import Mailbox, RequestStream
 from nanovllm.engine.request import Request
-from nanovllm.engine.results import NewToken
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.text.input_processor import LONG_TEXT
 from nanovllm.text.output_processor import OutputProcessor
@@ -309,7 +308,7 @@ def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
         stream = RequestStream(request, "x", Mailbox(asyncio.get_running_loop()), lambda stream: None)
         stream.state = RequestState(0, request, OutputProcessor(None))
         for token_id in (5, 6):
-            stream.state.append(NewToken(0, 0, token_id, False, b""))
+            stream.state.outputs[0].append(token_id, False, b"")
             # The news arrive, and nobody waits for them.
             stream.wake()
             output = await asyncio.wait_for(anext(stream), 10)

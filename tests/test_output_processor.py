@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.results import NewToken
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
@@ -115,7 +114,7 @@ def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str
     reader = Thread(target=take)
     state._lock = WatchedLock(reached.set)  # type: ignore[assignment]
     state._token_ids = Held()
-    state.append(NewToken(0, 0, token_id, False, b"a record"))
+    state.append(token_id, False, b"a record")
     reader.join(10)
     assert [(new.text, new.token_ids, new.logprobs) for new in taken] == [("a", [token_id], b"a record")]
 
@@ -148,7 +147,7 @@ def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() 
     params = SamplingParams(stop="stop", max_tokens=2)
     state = RequestState(0, make_request([7], params.checked()), OutputProcessor(ByteTokenizer()))
     for token_id in (1, 2):
-        assert not state.append(NewToken(0, 0, token_id, False, b""))
+        assert not state.outputs[0].append(token_id, False, b"")
     output = CompletionOutput(0, "", [1, 2], finish_reason="length")
     state.finish(RequestOutput(0, None, [7], [output], True))
     assert (output.text, output.finish_reason, output.stop_reason) == ("x", "stop", "stop")

@@ -135,6 +135,9 @@ def test_errors_are_anthropics(server: ServerProcess, client: Any) -> None:
             client.messages.create(**body)
         assert raised.value.status_code == status and raised.value.body["type"] == "error"
         assert raised.value.body["error"]["type"] == kind and raised.value.body["error"]["message"]
+    # By which agents know that they must shorten it.
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**request({"role": "user", "content": "a " * 4000}))
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError) as refused:
         stranger.messages.create(**request(QUESTION))

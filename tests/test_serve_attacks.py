@@ -238,6 +238,11 @@ LARGE_BODIES = {
         "/v1/completions",
         json.dumps({"prompt": ["a"] * 100, "bad_words": ["a b " * 15_000] * 64}),
     ),
+    "long documents": (
+        b"over max_model_len",
+        "/rerank",
+        json.dumps({"query": "a", "documents": ["b" * 4000] * 1023}),
+    ),
     "short bad words": (
         b"text_completion",
         "/v1/completions",
@@ -278,18 +283,35 @@ def test_priority_needs_a_setting(server: ServerProcess) -> None:
     assert status(ask(server, post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": 0}))) == 200
 
 
-def test_a_body_is_not_kept_while_its_answer_is_streamed() -> None:
-    parts = [{"type": "text", "text": ""}] * 25_000
-    messages = [{"role": "user", "content": parts[:4000]} for _ in range(6)]
-    body = {"messages": messages, "max_tokens": 460, "ignore_eos": True, "stream": True}
+PARTS = [{"type": "text", "text": ""}] * 4000
+HELD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": PARTS}] * 6,
+        "max_tokens": 460,
+        "ignore_eos": True,
+    },
+    # What is shown again at the end.
+    "/v1/responses": {
+        "input": "a",
+        "max_output_tokens": 460,
+        "tools": [{"type": "function", "name": "f", "parameters": {"a": PARTS}}] * 6,
+        "tool_choice": "none",
+        "text": {"format": {"type": "json_schema", "name": "p", "schema": {"pattern": "^a{400}$", "type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("path", HELD)
+def test_a_body_is_not_kept_while_its_answer_is_streamed(path: str) -> None:
+    request = post(path, {**HELD[path], "stream": True}, key=None)
     with serving() as server, ExitStack() as stack:
         # The first one takes memory that is kept for others.
-        ask(server, post("/v1/chat/completions", {**body, "max_tokens": 1}, key=None))
+        ask(server, request)
         before = memory(server)
         for _ in range(8):
             connection = stack.enter_context(connect(server))
-            connection.sendall(post("/v1/chat/completions", body, key=None))
-            assert b'"content"' in read_until(connection, b'"content":"')
+            connection.sendall(request)
+            assert b"a" in read_until(connection, b'"delta":')
         assert memory(server) < before + 8 * 6e6
 
 

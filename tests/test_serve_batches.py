@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.server_process import PATIENCE_SECONDS, ServerProcess
-
 openai = pytest.importorskip("openai")
 pytest.importorskip("python_multipart")
+
+from nanovllm.serve.batches import Batches  # noqa: E402
+from nanovllm.serve.settings import ServeSettings  # noqa: E402
+from tests.server_process import PATIENCE_SECONDS, ServerProcess  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 
@@ -57,7 +61,7 @@ def answers(client: Any, file_id: str) -> dict[str, Any]:
 @pytest.fixture
 def server(tmp_path: Path) -> Any:
     server = ServerProcess(
-        "--batch-dir", str(tmp_path / "batches"), "--max-num-seqs", "4", "--max-file-bytes", "100000"
+        "--batch-dir", str(tmp_path / "batches"), "--max-num-seqs", "4", "--max-file-bytes", "6000000"
     )
     try:
         yield server
@@ -93,13 +97,15 @@ def test_bad_files_and_requests(server: ServerProcess) -> None:
     first = lines([question("a")])
     cases = {
         b"": "empty_file", b"{}\n": "invalid_json_line", first + b"nonsense\n": "invalid_json_line",
+        lines([question("a" * 5_000_000)]): "line_too_large",
+        lines([question("a", x=[[]] * 300_000)]): "line_too_large",
         first + first: "duplicate_custom_id", lines([question("a")], "/v1/completions"): "invalid_url",
     }  # fmt: skip
     for content, code in cases.items():
         failed = ended(client, submit(client, content).id)
         assert failed.status == "failed" and failed.errors.data[0].code == code, content
     with pytest.raises(openai.APIStatusError) as refused:
-        client.files.create(file=("in.jsonl", io.BytesIO(b"x" * 200_000)), purpose="batch")
+        client.files.create(file=("in.jsonl", io.BytesIO(b"x" * 7_000_000)), purpose="batch")
     assert refused.value.status_code == 413
     with pytest.raises(openai.BadRequestError):
         submit(client, first, "/v1/models")
@@ -111,6 +117,28 @@ def test_bad_files_and_requests(server: ServerProcess) -> None:
     assert done.status == "cancelled" and done.request_counts.completed < 40
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
+
+
+def test_many_lines_hold_nobody_up(tmp_path: Path) -> None:
+    """Others get their turn while lines are gone through that have an answer, or get one at once."""
+    service: Any = SimpleNamespace(settings=ServeSettings(), is_ending=False, llm=SimpleNamespace(is_running=True))
+
+    async def run() -> None:
+        batches = Batches(service, tmp_path, 10_000)
+        file_id = batches.files.create("in.jsonl", "batch")
+        batches.files.path(file_id).write_bytes(lines([{"messages": 1}] * 1000))
+        batch = batches.create(file_id, CHAT, None)
+        for _ in range(2):
+            worker, num_turns = asyncio.create_task(batches.run()), 0
+            while batch["status"] != "completed":
+                await asyncio.sleep(0)
+                num_turns += batch["status"] == "in_progress"
+            worker.cancel()
+            assert num_turns > 1000 and batch["request_counts"] == {"total": 1000, "completed": 0, "failed": 1000}
+            # As a server finds it that was ended before.
+            batch["status"] = "in_progress"
+
+    asyncio.run(run())
 
 
 def test_a_server_that_was_ended_goes_on(server: ServerProcess, tmp_path: Path) -> None:

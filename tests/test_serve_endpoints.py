@@ -136,6 +136,8 @@ def test_names_keys_and_templates(client: Any, server: ServerProcess, llm: LLM) 
         tokens = client.post("/tokenize", json={"messages": messages, **kwargs}).json()["tokens"]
         assert llm.tokenizer.decode(tokens) == f"<|im_start|>user\nhi{tail}<|im_end|>\n<|im_start|>assistant"
     own = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    tokens = client.post("/tokenize", json={"messages": messages, "chat_template": "{{ messages[0].content }}"}).json()
+    assert llm.tokenizer.decode(tokens["tokens"]) == "hi"
     body = {"messages": messages, "documents": [{"text": "one, "}], "chat_template": own, "max_tokens": 2}
     answer = client.post("/v1/chat/completions", json={**body, "return_token_ids": True}).json()
     assert llm.tokenizer.decode(answer["prompt_token_ids"]) == "one, hi"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -141,7 +142,8 @@ def test_the_text_says_what_each_metric_is() -> None:
 
 def test_vllms_names_have_the_same_values() -> None:
     metrics = Metrics(lambda: STATS, "m", {"block_size": 16})
-    metrics.observe(output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
+    finished = output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0))
+    metrics.observe(replace(finished, num_cached_tokens=1))
     metrics.observe_params(SamplingParams(n=2, max_tokens=7))
     lines = metrics.render()[0].decode().splitlines()
     labels = 'engine="0",model_name="m"'
@@ -150,6 +152,8 @@ def test_vllms_names_have_the_same_values() -> None:
         'request_success_total{engine="0",finished_reason="length",model_name="m"} 1.0',
         "request_decode_time_seconds_sum{%s} 2.0", "request_prefill_time_seconds_sum{%s} 0.75",
         "request_inference_time_seconds_sum{%s} 2.75", "request_generation_tokens_sum{%s} 5.0",
+        "request_max_num_generation_tokens_sum{%s} 5.0", "request_prefill_kv_computed_tokens_sum{%s} 1.0",
+        "prompt_tokens_cached_total{%s} 250.0",
         "request_params_n_sum{%s} 2.0", "request_params_max_tokens_sum{%s} 7.0",
         'cache_config_info{block_size="16",%s} 1.0',
     ):  # fmt: skip

@@ -75,6 +75,7 @@ class PlayedLLM:
             recommended_values=lambda: recommended or {},
             stats=dict,
             tokenizer=PlayedTokenizer(),
+            model_config=SimpleNamespace(hidden_size=8),
             llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20)),
         )
         self.asked: list[SamplingParams] = []

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.engine.results import NewToken
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
@@ -141,7 +140,7 @@ def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[li
     taken, found = list[int](), False
     while len(taken) < len(token_ids) and not found:
         taken.append(token_ids[len(taken)])
-        found = state.append(NewToken(0, 0, taken[-1], False, b""))
+        found = state.append(taken[-1], False, b"")
         shown += state.take(False).text
         assert want.startswith(shown)
     assert shown + state.take(True).text == want

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestIds, log_refusal
+from nanovllm.serve.memory import give_back_memory
 from nanovllm.serve.routers import anthropic, batches, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
 
@@ -38,11 +39,13 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
-            if settings.batch_dir is None:
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(_beside(give_back_memory()))
+                if settings.batch_dir is not None:
+                    max_lines = 2 * service.config.max_num_seqs
+                    app.state.batches = Batches(service, Path(settings.batch_dir), max_lines)
+                    await stack.enter_async_context(_beside(app.state.batches.run()))
                 yield
-            else:
-                async with _running_batches(app, service, Path(settings.batch_dir)):
-                    yield
         finally:
             await service.llm.shutdown()
 
@@ -59,10 +62,9 @@ def create_app(service: Service) -> ASGIApp:
 
 
 @asynccontextmanager
-async def _running_batches(app: FastAPI, service: Service, folder: Path) -> AsyncIterator[None]:
-    """Do the batches of a folder inside the `with` block."""
-    app.state.batches = Batches(service, folder, 2 * service.llm.llm.config.max_num_seqs)
-    task = asyncio.create_task(app.state.batches.run())
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do work inside the `with` block, at whose end it is cancelled."""
+    task = asyncio.create_task(work)
     try:
         yield
     finally:
@@ -92,8 +94,11 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         found = api_error(error)
-        if found.code == "context_length_exceeded" and found.param is None:
-            found.param = _CONTENTS.get(request.scope["path"].removeprefix(request.scope["root_path"]))
+        if found.code == "context_length_exceeded":
+            path = request.scope["path"].removeprefix(request.scope["root_path"])
+            # What programs look for in the texts of Anthropic's API, and of OpenAI's and vLLM's.
+            known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
+            found = ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
         return answer(request, found)
 
     async def on_validation(request: Request, error: Exception) -> Response:

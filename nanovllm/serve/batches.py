@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from nanovllm.serve.batch_endpoints import ENDPOINTS, answer_line
 from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.file_store import FileStore, read_json, write_json
+from nanovllm.serve.guard import MOST_VALUES, num_values
 from nanovllm.serve.service import Service
 
 _logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Batches:
     async def _run_batch(self, batch: dict[str, Any]) -> None:
         try:
             path = self.files.path(batch["input_file_id"])
-            total, faults = await to_thread.run_sync(_check_lines, path, batch["endpoint"])
+            most = self._service.settings.max_body_bytes
+            total, faults = await to_thread.run_sync(_check_lines, path, batch["endpoint"], most)
             if faults:
                 batch["errors"] = {"object": "list", "data": faults}
                 self._set_status(batch, "failed")
@@ -150,6 +152,8 @@ class Batches:
         with places["output"].open("ab") as output, places["error"].open("ab") as errors:
             try:
                 for line in _lines(path):
+                    # Thousands of lines may have answers already, or get them at once.
+                    await asyncio.sleep(0)
                     if (end := self._why_to_end(batch)) != "completed":
                         break
                     if line.custom_id in done:
@@ -211,20 +215,30 @@ def _lines(path: Path) -> Iterator[BatchLine]:
                 yield BatchLine.model_validate_json(line)
 
 
-def _check_lines(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many requests a file has, and what is wrong with it."""
+def _check_lines(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many requests a file has, and what is wrong with it; `most_bytes`: of a line."""
     faults: list[dict[str, Any]] = []
     known: set[str] = set()
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if len(faults) == _MOST_FAULTS:
                 break
-            fault = _fault(text, endpoint, known) if text.strip() else None
+            if not text.strip():
+                continue
+            fault = _size_fault(text, most_bytes) or _fault(text, endpoint, known)
             if fault is not None:
                 faults.append({"line": number, "param": None, **fault})
     if not known and not faults:
         faults.append({"line": None, "param": None, "code": "empty_file", "message": "the file has no requests"})
     return len(known), faults
+
+
+def _size_fault(text: bytes, most_bytes: int) -> dict[str, str] | None:
+    """Return what is wrong with a line that is larger than the body of a request may be."""
+    if len(text) <= most_bytes and num_values(text) <= MOST_VALUES:
+        return None
+    most = f"{most_bytes} bytes (max_body_bytes), and {MOST_VALUES} quotes and brackets"
+    return {"code": "line_too_large", "message": f"a line has at most {most}"}
 
 
 def _fault(text: bytes, endpoint: str, known: set[str]) -> dict[str, str] | None:

@@ -155,7 +155,7 @@ class _CompletionAnswer:
         if not self._shows_output or choice.logprobs is None:
             return text_logprobs([], [], [])
         if index not in self._offsets:
-            self._offsets[index] = TextOffsets.of_output(self._service.llm.llm.tokenizer, self._params, start)
+            self._offsets[index] = TextOffsets.of_output(self._service.tokenizer, self._params, start)
         length = self._lengths[index]
         offsets = self._offsets[index].take(choice.token_ids)
         logprobs = text_logprobs(choice.logprobs, choice.token_ids, offsets, names=self._names)

@@ -61,8 +61,11 @@ def _load(config: Config, settings: ServeSettings) -> Any:
     import torch  # noqa: PLC0415
 
     from nanovllm.async_llm import AsyncLLM  # noqa: PLC0415
+    from nanovllm.serve.protocol import MOST_PROMPTS  # noqa: PLC0415
 
-    llm = AsyncLLM(**vars(config), max_pending_requests=settings.max_requests * settings.max_outputs)
+    # No request takes the place of others: texts to compare come in two lists.
+    most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
+    llm = AsyncLLM(**vars(config), max_pending_requests=most_pending)
     if config.device == "auto" and not torch.cuda.is_available():
         print("nanovllm serve: no GPU was found; the model runs on the CPU, slowly", file=sys.stderr)
     return llm

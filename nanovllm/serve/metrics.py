@@ -44,31 +44,34 @@ _HISTOGRAMS |= {
     "nanovllm_decode_time_seconds": ("Time from a request's first token to its end.", _REQUEST_BUCKETS),
     "nanovllm_inference_time_seconds": ("Time from first scheduled to a request's end.", _REQUEST_BUCKETS),
     "nanovllm_request_prompt_tokens": ("Tokens of a request's prompt.", _LENGTH_BUCKETS),
+    "nanovllm_request_computed_prompt_tokens": ("Tokens of a prompt that were not in the cache.", _LENGTH_BUCKETS),
     "nanovllm_request_output_tokens": ("Tokens of a request's longest output.", _LENGTH_BUCKETS),
     "nanovllm_request_max_tokens": ("The most tokens of an output that a request asks for.", _LENGTH_BUCKETS),
     "nanovllm_request_n": ("Outputs that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
 }
 
 _VLLM_NAMES = {
-    "nanovllm_requests_running": "vllm:num_requests_running",
-    "nanovllm_requests_waiting": "vllm:num_requests_waiting",
-    "nanovllm_cache_usage_ratio": "vllm:kv_cache_usage_perc",
-    "nanovllm_prompt_tokens": "vllm:prompt_tokens",
-    "nanovllm_output_tokens": "vllm:generation_tokens",
-    "nanovllm_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
-    "nanovllm_preemptions": "vllm:num_preemptions",
-    "nanovllm_requests": "vllm:request_success",
-    "nanovllm_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "nanovllm_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-    "nanovllm_queue_time_seconds": "vllm:request_queue_time_seconds",
-    "nanovllm_request_time_seconds": "vllm:e2e_request_latency_seconds",
-    "nanovllm_prefill_time_seconds": "vllm:request_prefill_time_seconds",
-    "nanovllm_decode_time_seconds": "vllm:request_decode_time_seconds",
-    "nanovllm_inference_time_seconds": "vllm:request_inference_time_seconds",
-    "nanovllm_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "nanovllm_request_output_tokens": "vllm:request_generation_tokens",
-    "nanovllm_request_max_tokens": "vllm:request_params_max_tokens",
-    "nanovllm_request_n": "vllm:request_params_n",
+    "nanovllm_requests_running": ("vllm:num_requests_running",),
+    "nanovllm_requests_waiting": ("vllm:num_requests_waiting",),
+    "nanovllm_cache_usage_ratio": ("vllm:kv_cache_usage_perc",),
+    # Every prompt token is looked for in the prefix cache.
+    "nanovllm_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "nanovllm_output_tokens": ("vllm:generation_tokens",),
+    "nanovllm_prefix_cache_hit_tokens": ("vllm:prefix_cache_hits", "vllm:prompt_tokens_cached"),
+    "nanovllm_preemptions": ("vllm:num_preemptions",),
+    "nanovllm_requests": ("vllm:request_success",),
+    "nanovllm_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "nanovllm_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "nanovllm_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "nanovllm_request_time_seconds": ("vllm:e2e_request_latency_seconds",),
+    "nanovllm_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "nanovllm_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "nanovllm_inference_time_seconds": ("vllm:request_inference_time_seconds",),
+    "nanovllm_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "nanovllm_request_computed_prompt_tokens": ("vllm:request_prefill_kv_computed_tokens",),
+    "nanovllm_request_output_tokens": ("vllm:request_generation_tokens", "vllm:request_max_num_generation_tokens"),
+    "nanovllm_request_max_tokens": ("vllm:request_params_max_tokens",),
+    "nanovllm_request_n": ("vllm:request_params_n",),
 }
 """What dashboards and routers that are made for vLLM look for."""
 
@@ -117,6 +120,8 @@ class Metrics:
         if num_tokens is None:
             num_tokens = max(len(completion.token_ids) for completion in output.outputs)
         self._observe("nanovllm_request_prompt_tokens", len(output.prompt_token_ids))
+        num_computed = len(output.prompt_token_ids) - output.num_cached_tokens
+        self._observe("nanovllm_request_computed_prompt_tokens", num_computed)
         self._observe("nanovllm_request_output_tokens", num_tokens)
         times = output.metrics
         if times is None:
@@ -188,14 +193,11 @@ class _WithVllmNames(Collector):
         self._cache_config = {name: str(value) for name, value in cache_config.items()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield both forms of each metric, all of one moment."""
+        """Yield all forms of each metric, all of one moment."""
         for metric in self._registry.collect():
             yield self._labelled(metric, metric.name)
-            if metric.name in _VLLM_NAMES:
-                yield self._labelled(metric, _VLLM_NAMES[metric.name])
-            if metric.name == "nanovllm_prompt_tokens":
-                # Every prompt token is looked for in the prefix cache.
-                yield self._labelled(metric, "vllm:prefix_cache_queries")
+            for name in _VLLM_NAMES.get(metric.name, ()):
+                yield self._labelled(metric, name)
         info = Metric("vllm:cache_config_info", "Settings of the cache.", "gauge")
         info.add_sample(info.name, {"model_name": self._model, "engine": "0", **self._cache_config}, 1)
         yield info

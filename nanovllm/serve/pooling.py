@@ -29,7 +29,7 @@ from nanovllm.serve.service import Service
 async def embed(service: Service, body: EmbeddingBody) -> EmbeddingAnswer:
     """Return embeddings of prompts, each of length 1."""
     service.check_model(body.model)
-    size = service.llm.llm.model_config.hidden_size
+    size = service.hidden_size
     if body.dimensions not in (None, size):
         raise ValueError(f"dimensions={body.dimensions}: this model's embeddings have {size}")
     vectors, outputs = await service.embed(prompt_list(body.input), body.pooling, body.priority)

@@ -21,7 +21,7 @@ _MOST_FIELDS = 128
 _MOST_TEXTS = 64
 _MOST_IDS = 4096
 _MOST_TOKENS = 2**20
-_MOST_PROMPTS = 1024
+MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
 MOST_TOOLS = 256
 
@@ -41,10 +41,15 @@ def _at_most(count: int, given: _Value) -> _Value:
     return given
 
 
+def _invalid(name: str, problem: str) -> ApiError:
+    """Return the error of a field that does not go with another one."""
+    return ApiError(400, f"{name} {problem}", name, code="invalid_value")
+
+
 # The first fault ends the check of a list: one error for each of a million entries would take minutes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
-Texts = Annotated[list[str], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
-Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
@@ -181,6 +186,12 @@ class SamplingBody(Body):
                 raise ApiError(400, f"{name} is retired: send {instead}", name, code="unsupported_parameter")
         return given
 
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _invalid("stream_options", "needs stream: true")
+        return self
+
     def without_content(self) -> Self:
         """Return a copy without what may be large, for an answer that may take minutes."""
         return self.model_copy(update=dict.fromkeys(_LARGE_FIELDS & set(type(self).model_fields)))
@@ -264,6 +275,15 @@ class ChatBody(SamplingBody):
     web_search_options: None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
+    include_reasoning: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.tool_choice == "auto" and self.tools is None:
+            raise _invalid("tool_choice", "is auto, but there are no tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _invalid("continue_final_message", "and add_generation_prompt exclude each other")
+        return self
 
 
 class CompletionBody(SamplingBody):
@@ -285,8 +305,10 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     tools: Objects | None = None
+    chat_template: str | None = Field(None, description="if the server lets requests have one")
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from nanovllm.async_llm import RequestStream
 from nanovllm.openai_answers import CallItem, MessageItem, OutputText, ResponseAnswer
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import RequestOutput, TokensPrompt
+from nanovllm.serve.errors import encode_json
 from nanovllm.serve.event_stream import event
 from nanovllm.serve.protocol import NamedToolChoice, SamplingBody, Tool, ToolFunction, ToolName
 from nanovllm.serve.response_input import response_messages
@@ -150,29 +152,8 @@ class _ResponseAnswer:
         self._output = _Output()
         self._usage = usage
         self._number = -1
-        choice = body.tool_choice
-        text = {} if body.text is None else body.text.model_dump(exclude_none=True)
-        self._begun: ResponseAnswer = {
-            "id": f"resp_{uuid4().hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": service.model,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "text": {"format": {"type": "text"}, **text},
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolChoice) else choice or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or []],
-            "store": False,
-            "error": None,
-            "status": "in_progress",
-            "incomplete_details": None,
-            "output": [],
-            "usage": None,
-        }
+        # As JSON: parsed, what a client has sent may take twenty times its size, for as long as its answer comes.
+        self._begun = encode_json(_begun(service, body))
 
     def whole(self, output: RequestOutput) -> ResponseAnswer:
         """Return the body of a whole answer."""
@@ -182,8 +163,8 @@ class _ResponseAnswer:
 
     async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
         """Yield the answer's events."""
-        yield self._event("response.created", response=self._begun)
-        yield self._event("response.in_progress", response=self._begun)
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._copy_begun())
         finish_reason = None
         async for _, output in self._service.read(streams):
             for kind, values in self._take(output):
@@ -205,7 +186,7 @@ class _ResponseAnswer:
         status = {"stop": "completed", "abort": "cancelled"}.get(finish_reason or "", "incomplete")
         usage = self._usage
         return {
-            **self._begun,
+            **self._copy_begun(),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._output.items,
@@ -218,9 +199,40 @@ class _ResponseAnswer:
             },
         }
 
+    def _copy_begun(self) -> ResponseAnswer:
+        begun: ResponseAnswer = json.loads(self._begun)
+        return begun
+
     def _event(self, kind: str, **values: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **values}, kind)
+
+
+def _begun(service: Service, body: ResponseBody) -> ResponseAnswer:
+    """Return an answer that has begun."""
+    choice = body.tool_choice
+    text = {} if body.text is None else body.text.model_dump(exclude_none=True)
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": service.model,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "text": {"format": {"type": "text"}, **text},
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolChoice) else choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or []],
+        "store": False,
+        "error": None,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
 
 
 def _part(text: str) -> OutputText:

@@ -49,6 +49,10 @@ class Service:
         settings: the server's.
 
     Attributes:
+        config: the engine's settings.
+        limits: what a request must keep to.
+        tokenizer: transformers'; None: the model has none.
+        hidden_size: the length of an embedding.
         names: the model's names in the API.
         model: the first of them, which answers have.
         is_ending: whether the server is being shut down, and what runs ends with what it has.
@@ -63,28 +67,28 @@ class Service:
     def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.names = settings.served_model_name or [Path(llm.llm.config.model).name]
+        self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.llm_engine.limits, llm.llm.tokenizer
+        self.hidden_size = llm.llm.model_config.hidden_size
+        self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
         self.created = int(time.time())
-        self.device = device_name(llm.llm.config.device, llm.llm.config.tensor_parallel_size)
+        self.device = device_name(self.config.device, self.config.tensor_parallel_size)
         self.is_ending = False
-        config, limits = llm.llm.config, llm.llm.llm_engine.limits
         cache_config = {
-            "block_size": config.kvcache_block_size,
-            "num_gpu_blocks": limits.num_kv_slots // config.kvcache_block_size,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "block_size": self.config.kvcache_block_size,
+            "num_gpu_blocks": self.limits.num_kv_slots // self.config.kvcache_block_size,
+            "enable_prefix_caching": self.config.enable_prefix_caching,
+            "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
         self.metrics = Metrics(llm.llm.stats, self.model, cache_config)
         self.chat_template = settings.template_text()
-        settled = f"{nanovllm.__version__} {config}"
+        settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
-        tokenizer = llm.llm.tokenizer
-        self._get_bytes = token_bytes_function(tokenizer)
-        self.tool_call_format = tool_call_format(settings.tool_call_parser, tokenizer)
-        template = getattr(tokenizer, "apply_chat_template", None)
+        self._get_bytes = token_bytes_function(self.tokenizer)
+        self.tool_call_format = tool_call_format(settings.tool_call_parser, self.tokenizer)
+        template = getattr(self.tokenizer, "apply_chat_template", None)
         self._reserved = {"self", *inspect.signature(template).parameters} - {"kwargs"} if template else set()
 
     def check_model(self, model: str | None) -> None:
@@ -100,9 +104,9 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "nanovllm",
-            "root": self.llm.llm.config.model,
+            "root": self.config.model,
             "parent": None,
-            "max_model_len": self.llm.llm.max_model_len,
+            "max_model_len": self.limits.max_model_len,
         }
 
     def sampling_params(self, body: SamplingBody, endpoint: Endpoint) -> SamplingParams:
@@ -188,7 +192,7 @@ class Service:
         Raises:
             ValueError: they are more than the model has room for.
         """
-        wanted, most = body.truncate_prompt_tokens, self.llm.llm.llm_engine.limits.max_model_len
+        wanted, most = body.truncate_prompt_tokens, self.limits.max_model_len
         if wanted is not None and wanted > most:
             raise ValueError(f"truncate_prompt_tokens={wanted} is over max_model_len={most}")
         return max(1, most - (params.max_tokens or 1)) if wanted == -1 else wanted
@@ -201,7 +205,7 @@ class Service:
             max_tokens: if the request says so; what is a default is cut to the room.
             param: the field of the prompts.
         """
-        most = self.llm.llm.llm_engine.limits.max_model_len
+        most = self.limits.max_model_len
         length = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
         if length + (max_tokens or 0) > most:
             asked = f" and max_tokens={max_tokens}" if max_tokens else ""
@@ -210,8 +214,7 @@ class Service:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
-        tokenizer = self.llm.llm.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode(token_ids))
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
     def ends_with_think(self, prompt: list[int]) -> bool:
         """Whether a chat template has begun the model's thoughts."""
@@ -246,16 +249,16 @@ class Service:
             raise
         for output in outputs:
             self._observe(output)
-        return embeddings(outputs, self.llm.llm.model_config.hidden_size), outputs
+        return embeddings(outputs, self.hidden_size), outputs
 
     def _check_request(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> None:
         """Raise if a request asks for more than the server gives to one; log it otherwise."""
         if priority and not self.settings.allow_priority:
             raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
-        limits = self.llm.llm.llm_engine.limits
+        longest = self.limits.max_model_len
         # A text has at least as many characters as tokens.
-        lengths = [min(_length(prompt), limits.max_model_len) for prompt in prompts]
-        num_tokens = len(prompts) * params.n * min(params.max_tokens or limits.max_model_len, limits.max_model_len)
+        lengths = [min(_length(prompt), longest) for prompt in prompts]
+        num_tokens = len(prompts) * params.n * min(params.max_tokens or longest, longest)
         count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
         count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
         most = self.settings.max_logprobs_per_request

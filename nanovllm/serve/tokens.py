@@ -19,16 +19,22 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     service.check_model(body.model)
     llm = service.llm.llm
     if body.messages is not None and body.prompt is None:
-        options = {"add_generation_prompt": body.add_generation_prompt, "tools": body.tools}
-        token_ids = await service.render_chat(body.messages, body.chat_template_kwargs, **options)
+        token_ids = await service.render_chat(
+            body.messages,
+            body.chat_template_kwargs,
+            tools=body.tools,
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message,
+        )
     elif body.prompt is not None and body.messages is None:
         tokenize = partial(llm.input_processor.tokenize, [body.prompt], body.add_special_tokens)
         (token_ids,) = await service.llm.run_beside(tokenize, is_slow=len(body.prompt) > LONG_TEXT)
     else:
         raise ValueError("give either a prompt or messages")
-    answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.llm_engine.limits.max_model_len}
+    answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": service.limits.max_model_len}
     if body.return_token_strs:
-        convert = partial(llm.tokenizer.convert_ids_to_tokens, token_ids)
+        convert = partial(service.tokenizer.convert_ids_to_tokens, token_ids)
         answer["token_strs"] = await service.llm.run_beside(convert, is_slow=len(token_ids) > LONG_TEXT)
     return answer
 
@@ -40,7 +46,7 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
         ValueError: an id is outside the vocabulary.
     """
     service.check_model(body.model)
-    vocab_size = service.llm.llm.llm_engine.limits.vocab_size
+    vocab_size = service.limits.vocab_size
     highest = max(body.tokens, default=0)
     if highest >= vocab_size:
         raise ValueError(f"token id {highest} is outside the vocabulary, 0 ... {vocab_size - 1}")
@@ -54,7 +60,7 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
     Raises:
         ValueError: the model has no tokenizer.
     """
-    tokenizer = service.llm.llm.tokenizer
+    tokenizer = service.tokenizer
     if tokenizer is None:
         raise ValueError("the model has no tokenizer")
     settings = {name: value for name, value in tokenizer.init_kwargs.items() if _is_plain(value)}

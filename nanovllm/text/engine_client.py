@@ -135,28 +135,26 @@ class EngineClient:
                     self._forget(failure.request_ids)
                 self._forget(results.dropped)
                 if results.new_tokens:
-                    with self._lock:
-                        stopped = [
-                            (new.request_id, new.output_index) for new in results.new_tokens if self._append(new)
-                        ]
-                    if stopped:
-                        # What has finished by it comes with the next turn.
-                        self.engine.stop(stopped)
+                    self._take_tokens(results.new_tokens)
 
-    def _append(self, token: NewToken) -> bool:
-        """Give a request a token; returns whether its output ends with it. One without text fails alone."""
-        state = self._states.get(token.request_id)
-        if state is None:
-            return False
-        self.updated[token.request_id] = state
-        try:
-            return state.append(token)
-        # A panic of the tokenizers library derives from BaseException.
-        except BaseException as error:
-            self.engine.drop({token.request_id})
-            self._results.drop({token.request_id})
-            self._fail(token.request_id, error)
-            return False
+    def _take_tokens(self, tokens: list[NewToken]) -> None:
+        """Give requests their new tokens; a request whose text cannot be decoded fails alone."""
+        stopped = []
+        with self._lock:
+            for request_id, index, token_id, is_end, logprobs in tokens:
+                if (state := self._states.get(request_id)) is None:
+                    continue
+                self.updated[request_id] = state
+                try:
+                    if state.outputs[index].append(token_id, is_end, logprobs):
+                        stopped.append((request_id, index))
+                # A panic of the tokenizers library derives from BaseException.
+                except BaseException as error:
+                    self.engine.drop({request_id})
+                    self._fail(request_id, error)
+        if stopped:
+            # What has finished by it is taken in next.
+            self.engine.stop(stopped)
 
     def _make_texts(self, request_ids: Set[int]) -> None:
         """Make the texts of those of these requests that have finished, unless they are streamed."""

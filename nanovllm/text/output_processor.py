@@ -5,7 +5,6 @@ from __future__ import annotations
 from threading import Lock
 from typing import Any, NamedTuple
 
-from nanovllm.engine.results import NewToken
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import OutputText, detokenizer
 
@@ -45,18 +44,18 @@ class OutputState:
         # Whether the last new token is EOS or a stop token.
         self._ends = False
 
-    def append(self, token: NewToken) -> bool:
-        """Take a token; returns whether it completes a stop string."""
+    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> bool:
+        """Take a token; returns whether it completes a stop string. See `NewToken`."""
         with self._lock:
             if self._has_stopped:
                 return False
             self.num_tokens += 1
-            self._token_ids.append(token.token_id)
-            self._ends = token.is_end
-            self._logprobs += token.logprobs
+            self._token_ids.append(token_id)
+            self._ends = is_end
+            if logprobs:
+                self._logprobs += logprobs
             if self._finds_stops:
-                self._decode([token.token_id], token.is_end)
-                self._has_stopped = self.stop_string is not None
+                self._has_stopped = self._decode([token_id], is_end)
             return self._has_stopped
 
     def take(self, final: bool) -> NewTokens:
@@ -77,10 +76,11 @@ class OutputState:
         """The stop string that ended the output."""
         return None if self._text is None else self._text.stop_string
 
-    def _decode(self, token_ids: list[int], ends: bool) -> None:
+    def _decode(self, token_ids: list[int], ends: bool) -> bool:
+        """Add tokens to the text; returns whether a stop string is complete."""
         assert self._text is not None
         # The text of an EOS or stop token is left out, as that of a stop string is.
-        self._text.append(token_ids[:-1] if ends and not self._include_stop else token_ids, final=ends)
+        return self._text.append(token_ids[:-1] if ends and not self._include_stop else token_ids, final=ends)
 
     def _take_text(self, final: bool) -> str:
         assert self._text is not None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from nanovllm.engine.request import Request
-from nanovllm.engine.results import NewToken
 from nanovllm.logprobs import Logprob, Logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
 
 
 class RequestState:
-    """A request, and what has come of its outputs if the engine reports its tokens.
+    """A request in an engine, of whose token ids outputs are made, whole or as they come.
 
     An engine in another process goes on for a few tokens after a stop string; they are left out.
 
@@ -18,23 +17,22 @@ class RequestState:
         request_id: in the engine.
         request: from `InputProcessor`.
         processor: makes texts.
+
+    Attributes:
+        outputs: what has come of each output if the engine reports its tokens.
     """
 
-    __slots__ = ("__weakref__", "_cumulative", "_outputs", "_processor", "request", "request_id")
+    __slots__ = ("__weakref__", "_cumulative", "_processor", "outputs", "request", "request_id")
 
     def __init__(self, request_id: int, request: Request, processor: OutputProcessor) -> None:
         self.request_id = request_id
         self.request = request
         self._processor = processor
-        self._outputs: list[OutputState] = []
+        self.outputs: list[OutputState] = []
         self._cumulative: list[float] = []
         if request.reports_tokens:
-            self._outputs = [OutputState(processor.tokenizer, request.params) for _ in range(request.params.n)]
+            self.outputs = [OutputState(processor.tokenizer, request.params) for _ in range(request.params.n)]
             self._cumulative = [0.0] * request.params.n
-
-    def append(self, token: NewToken) -> bool:
-        """Take a token that the engine reports; returns whether it completes a stop string of its output."""
-        return self._outputs[token.output_index].append(token)
 
     def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
         """Return what is new of a streamed request's outputs; None if nothing is.
@@ -42,14 +40,14 @@ class RequestState:
         final: the engine's output, once the request has finished.
         """
         outputs = []
-        for i, state in enumerate(self._outputs):
+        for i, state in enumerate(self.outputs):
             new = state.take(final is not None)
             if final is not None or new.text or new.token_ids:
                 outputs.append(self._completion(i, new))
         if final is None:
             request, tokens = self.request, self.request.prompt_token_ids or self.request.token_ids.tolist()
             return RequestOutput(self.request_id, request.prompt, tokens, outputs, False) if outputs else None
-        for state, output, whole in zip(self._outputs, outputs, final.outputs, strict=True):
+        for state, output, whole in zip(self.outputs, outputs, final.outputs, strict=True):
             _end(state, whole)
             output.finish_reason, output.stop_reason = whole.finish_reason, whole.stop_reason
         final.outputs = outputs
@@ -60,9 +58,9 @@ class RequestState:
         """Give the engine's output of the finished request its texts."""
         params = self.request.params
         for i, item in enumerate(output.outputs):
-            if self._outputs:
-                item.text = self._outputs[i].take(final=True).text
-                _end(self._outputs[i], item)
+            if self.outputs:
+                item.text = self.outputs[i].take(final=True).text
+                _end(self.outputs[i], item)
             else:
                 item.text = self._processor.decode(item.token_ids, params, item.finish_reason == "stop")
             if params.detokenize and isinstance(item.logprobs, Logprobs):

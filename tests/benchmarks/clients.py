@@ -1,8 +1,8 @@
 """Runs agents' and extraction clients against a server, unchanged: `python clients.py http://127.0.0.1:8000/v1`.
 
 It needs none of nanovllm, so it runs in an environment of its own, with `pip install openai langchain-openai instructor
-'pydantic-ai-slim[openai]' openai-agents`. A client that is not installed is left out. What a model calls when it may
-choose depends on the model; what is checked here holds for any.
+'pydantic-ai-slim[openai]' openai-agents anthropic litellm`. A client that is not installed is left out. What a model
+calls when it may choose depends on the model; what is checked here holds for any.
 """
 
 # Its clients are not in the environment that is checked.
@@ -69,6 +69,8 @@ def with_openai() -> None:
         )
     parsed = client.chat.completions.parse(**first, response_format=Weather).choices[0].message.parsed
     assert isinstance(parsed, Weather)
+    with client.chat.completions.stream(**first, response_format=Weather) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
 
 
 def with_openai_responses() -> None:
@@ -93,10 +95,12 @@ def with_openai_responses() -> None:
     assert kinds[2] == "response.output_item.added" and "response.function_call_arguments.done" in kinds
     done = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     client.responses.create(**{**fields, "input": [*fields["input"], call, done]})
+    parsed = client.responses.parse(model=fields["model"], input=ASK, text_format=Weather, max_output_tokens=400)
+    assert isinstance(parsed.output_parsed, Weather)
 
 
 def with_langchain() -> None:
-    """`bind_tools`, and `with_structured_output` by each of its methods."""
+    """`bind_tools`, and `with_structured_output` by its default and by each of its methods; by responses too."""
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -118,12 +122,15 @@ def with_langchain() -> None:
     assert whole.tool_calls[0]["args"]["city"] in ("Paris", "Rome")
     returned = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
     model.bind_tools([weather]).invoke([HumanMessage(ASK), message, returned])
-    for method in ("json_schema", "function_calling"):
-        assert isinstance(model.with_structured_output(Weather, method=method).invoke(ASK), Weather)
+    for options in ({}, {"method": "json_schema"}, {"method": "function_calling"}):
+        assert isinstance(model.with_structured_output(Weather, **options).invoke(ASK), Weather)
+    responses = ChatOpenAI(base_url=URL, api_key=KEY, model=_model(), max_retries=0, use_responses_api=True)
+    assert responses.bind_tools([weather], tool_choice="weather").invoke(ASK).tool_calls[0]["name"] == "weather"
+    assert isinstance(responses.with_structured_output(Weather).invoke(ASK), Weather)
 
 
 def with_instructor() -> None:
-    """The default mode, which forces a call."""
+    """The default mode, which forces a call, whole and streamed."""
     import instructor
     from openai import OpenAI
 
@@ -133,11 +140,15 @@ def with_instructor() -> None:
         model=_model(), response_model=Weather, messages=messages, max_tokens=400, max_retries=0
     )
     assert isinstance(found, Weather)
+    partial = client.chat.completions.create_partial(
+        model=_model(), response_model=Weather, messages=messages, max_tokens=400
+    )
+    assert list(partial)[-1].city in ("Paris", "Rome")
 
 
 def with_pydantic_ai() -> None:
-    """An output type by the default mode, which requires a call; by chats and by responses."""
-    from pydantic_ai import Agent
+    """An output type by the default mode, which requires a call, and by a schema; by chats and by responses."""
+    from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -145,6 +156,10 @@ def with_pydantic_ai() -> None:
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
         agent = Agent(kind(_model(), provider=provider), output_type=Weather, model_settings={"max_tokens": 400})
         assert isinstance(agent.run_sync(ASK).output, Weather)
+        native = Agent(
+            kind(_model(), provider=provider), output_type=NativeOutput(Weather), model_settings={"max_tokens": 400}
+        )
+        assert isinstance(native.run_sync(ASK).output, Weather)
 
 
 def with_openai_agents() -> None:
@@ -187,6 +202,51 @@ def with_openai_agents() -> None:
         asyncio.run(run(kind))
 
 
+def with_anthropic() -> None:
+    """Messages: a required and a named tool, whole and streamed, the turn after, and a parsed answer."""
+    from anthropic import Anthropic
+
+    client = Anthropic(base_url=URL.removesuffix("/v1"), api_key=KEY, max_retries=0)
+    first: dict[str, Any] = {"model": _model(), "max_tokens": 400, "messages": [{"role": "user", "content": ASK}]}
+    tools = [{"name": "weather", "input_schema": PARAMETERS}]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
+        whole = client.messages.create(**first, tools=tools, tool_choice=choice)
+        with client.messages.stream(**first, tools=tools, tool_choice=choice) as stream:
+            streamed = stream.get_final_message()
+        for message in (whole, streamed):
+            (call,) = message.content
+            assert message.stop_reason == "tool_use" and call.input["city"] in ("Paris", "Rome")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    turns = [{"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
+    client.messages.create(**{**first, "messages": [*first["messages"], *turns]}, tools=tools)
+    assert isinstance(client.messages.parse(**first, output_format=Weather).parsed_output, Weather)
+
+
+def with_litellm() -> None:
+    """Chats with a required call, whole and streamed, and with a form; embeddings, responses, ranks, a long prompt."""
+    import litellm
+
+    given: dict[str, Any] = {"model": f"hosted_vllm/{_model()}", "api_base": URL, "api_key": KEY, "num_retries": 0}
+    chat: dict[str, Any] = {**given, "messages": [{"role": "user", "content": ASK}], "max_tokens": 400}
+    forced = {**chat, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    for answer in (
+        litellm.completion(**forced),
+        litellm.stream_chunk_builder(list(litellm.completion(**forced, stream=True))),
+    ):
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    Weather.model_validate_json(litellm.completion(**chat, response_format=Weather).choices[0].message.content)
+    assert litellm.embedding(**given, input=["a", "b"]).data[1]["embedding"]
+    assert litellm.responses(**given, input=ASK, max_output_tokens=9).output
+    ranked = litellm.rerank(**{**given, "api_base": URL.removesuffix("/v1")}, query="a", documents=["b", "a"], top_n=1)
+    assert ranked.results[0]["index"] == 1
+    try:
+        litellm.completion(**{**chat, "messages": [{"role": "user", "content": "a b c " * 200_000}]})
+    except litellm.ContextWindowExceededError:
+        return
+    raise AssertionError("a prompt that is too long was answered")
+
+
 def _model() -> str:
     from openai import OpenAI
 
@@ -200,6 +260,8 @@ CLIENTS: list[tuple[str, str, Callable[[], None]]] = [
     ("instructor", "instructor", with_instructor),
     ("pydantic-ai-slim", "pydantic_ai", with_pydantic_ai),
     ("openai-agents", "agents", with_openai_agents),
+    ("anthropic", "anthropic", with_anthropic),
+    ("litellm", "litellm", with_litellm),
 ]
 
 

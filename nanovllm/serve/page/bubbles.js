@@ -6,6 +6,9 @@ import { showsProbabilities } from "./settings.js";
 import { format } from "./state.js";
 import { showTokens } from "./tokens.js";
 
+// What came in less says nothing of the model's speed.
+const LEAST_SECONDS = 0.1;
+
 function setMode(container, mode) {
   if (container.dataset.mode !== mode) container.replaceChildren();
   container.dataset.mode = mode;
@@ -143,7 +146,7 @@ export class Answer extends Bubble {
     if (this.firstAt) {
       const seconds = (performance.now() - this.firstAt) / 1000;
       notes.push(`first after ${Math.round(this.firstAt - this.began)} ms`);
-      if (this.numTokens > 1) notes.push(`${format((this.numTokens - 1) / seconds)} tokens/s`);
+      if (this.numTokens > 1 && seconds >= LEAST_SECONDS) notes.push(`${format((this.numTokens - 1) / seconds)} tokens/s`);
     }
     this.turn.meta = this.meta.textContent = notes.filter(Boolean).join(" · ");
   }

@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `run`, `serve`, `bench` and `eval`."""
+"""The command line: `nanovllm generate`, `chat`, `run`, `serve`, `bench`, `convert` and `eval`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from nanovllm.utils.flags import CommandParser, add_flags, flag_dest
 # What imports torch is imported by the command that needs it, so that help and errors come at once.
 _WITH_OWN_PARSER = {
     "bench": "nanovllm.bench.main",
+    "convert": "nanovllm.commands.convert",
     "eval": "nanovllm.integrations.lm_eval",
 }
 _COMMANDS = {
@@ -152,5 +153,6 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
     # They have parsers of their own, which need torch; these entries are for the help.
     commands.add_parser("bench", help="measure throughput", add_help=False)
+    commands.add_parser("convert", help="write a GGUF file's model as a folder", add_help=False)
     commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
     return named, parser

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -615,3 +615,14 @@ def test_an_extra_that_is_missing_is_named_in_one_line(
     assert main(["eval", "--tasks", "x"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nanovllm eval: error: ") and "pip install 'nanovllm[eval]'" in line
+
+
+def test_convert_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.gguf").write_text("no GGUF")
+    for file, part in (("text.gguf", "is no GGUF file"), ("absent.gguf", "No such file")):
+        with patch("nanovllm.commands.convert.find_spec"), pytest.raises(SystemExit):
+            main(["convert", str(tmp_path / file), str(tmp_path / "out")])
+        assert part in capsys.readouterr().err
+    with patch("nanovllm.commands.convert.find_spec", return_value=None), pytest.raises(SystemExit):
+        main(["convert", "any.gguf", "out"])
+    assert "pip install 'nanovllm[gguf]'" in capsys.readouterr().err

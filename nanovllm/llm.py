@@ -38,7 +38,9 @@ from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.run_requests import (
+    Schedule,
     check_priorities,
+    check_schedule,
     one_each,
     prompt_list,
     run_good_requests,
@@ -116,7 +118,9 @@ class LLM(Unpicklable):
             make_constraint=constraints,
         )
         self._folder = folder
-        self.input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, constraints)
+        self.input_processor = InputProcessor(
+            self.tokenizer, self.llm_engine.limits, constraints, self.llm_engine.seeds
+        )
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(self.llm_engine, self.output_processor)
 
@@ -129,6 +133,7 @@ class LLM(Unpicklable):
         priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
         on_error: Literal["raise", "return"] = "raise",
+        schedule: Schedule = "prefix",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
@@ -137,10 +142,13 @@ class LLM(Unpicklable):
                 `TokensPrompt`); a single text or dict is a list of one.
             sampling_params: one for all prompts, or one each; the defaults if None.
             use_tqdm: show a progress bar.
-            priority: of each prompt; lower ones run first, ties in the order of the prompts.
+            priority: of each prompt; lower ones run first, ties as `schedule` says.
             on_output: called with each output as it finishes.
             on_error: "return" puts an output with an `error` where a prompt is out of bounds or its step fails, and
                 goes on with the others.
+            schedule: "prefix" runs prompts of equal priority in the order of their tokens, so that those which begin
+                alike follow each other and share the prefix cache, however small it is; "arrival" runs them as they
+                are given. Which noise a prompt gets follows from its place in `prompts` alone.
 
         Returns:
             The outputs in the order of the prompts.
@@ -158,15 +166,16 @@ class LLM(Unpicklable):
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+        check_schedule(schedule)
         self.engine_client.engine.require_open()
         requests = prompt_list(prompts)
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         with self.engine_client.driving():
             if on_error == "raise":
                 processed = self.input_processor.process(requests, params, priorities)
-                return run_requests(self.engine_client, processed, use_tqdm, on_output)
+                return run_requests(self.engine_client, processed, use_tqdm, on_output, schedule=schedule)
             each = self.input_processor.process_each(requests, params, priorities)
-            return run_good_requests(self.engine_client, each, requests, use_tqdm, on_output)
+            return run_good_requests(self.engine_client, each, requests, use_tqdm, on_output, schedule)
 
     def chat(
         self,
@@ -176,6 +185,7 @@ class LLM(Unpicklable):
         *,
         priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        schedule: Schedule = "prefix",
         **template: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
         """Answer conversations, which the tokenizer's chat template turns into prompts.
@@ -183,7 +193,7 @@ class LLM(Unpicklable):
         Args:
             messages: one conversation, a list of dicts with `role` and `content`, text or OpenAI's parts of type text;
                 or a list of conversations.
-            sampling_params, use_tqdm, priority, on_output: see `generate`.
+            sampling_params, use_tqdm, priority, on_output, schedule: see `generate`.
             template: see `ChatTemplateOptions`. With `tools`, the calls in an answer are its `tool_calls`.
 
         Raises:
@@ -194,7 +204,9 @@ class LLM(Unpicklable):
             'Hello! How can I help you?'
         """
         prompts = self._render(messages, template)
-        outputs = self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output)
+        outputs = self.generate(
+            prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output, schedule=schedule
+        )
         if template.get("tools"):
             form = tool_call_format("auto", self.tokenizer)
             for item in (item for output in outputs for item in output.outputs):
@@ -253,7 +265,12 @@ class LLM(Unpicklable):
             yield from stream_requests(self.engine_client, requests)
 
     def score(
-        self, prompts: list[str] | list[list[int]], continuations: list[str] | list[list[int]], use_tqdm: bool = True
+        self,
+        prompts: list[str] | list[list[int]],
+        continuations: list[str] | list[list[int]],
+        use_tqdm: bool = True,
+        *,
+        schedule: Schedule = "prefix",
     ) -> list[ScoreOutput]:
         """Return the log-probabilities of continuations, each behind its prompt.
 
@@ -265,6 +282,7 @@ class LLM(Unpicklable):
             prompts: texts or token ids, which may not be empty.
             continuations: one for each prompt, of the same kind.
             use_tqdm: show a progress bar.
+            schedule: see `generate`.
 
         Raises:
             ValueError: a continuation without tokens, or see `generate`.
@@ -277,16 +295,20 @@ class LLM(Unpicklable):
         pairs = split_pairs(self.input_processor, prompts, continuations)
         # Equal ones are checked once.
         params = {n: score_params(n) for _, n in pairs}
-        outputs = self.generate([token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs], use_tqdm)
+        tokens, each = [token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs]
+        outputs = self.generate(tokens, each, use_tqdm, schedule=schedule)
         return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
 
-    def embed(self, prompts: Prompts, pooling: str = "last", use_tqdm: bool = True) -> torch.Tensor:
+    def embed(
+        self, prompts: Prompts, pooling: str = "last", use_tqdm: bool = True, *, schedule: Schedule = "prefix"
+    ) -> torch.Tensor:
         """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
 
         Args:
             prompts: see `generate`.
             pooling: "last" takes the last token's, "mean" the mean of all.
             use_tqdm: show a progress bar.
+            schedule: see `generate`.
 
         Raises:
             ValueError: an unknown pooling, or see `generate`.
@@ -295,9 +317,10 @@ class LLM(Unpicklable):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
+        check_schedule(schedule)
         with self.engine_client.driving():
             requests = self.input_processor.process_pooling(prompt_list(prompts), pooling)
-            outputs = run_requests(self.engine_client, requests, use_tqdm)
+            outputs = run_requests(self.engine_client, requests, use_tqdm, schedule=schedule)
         return embeddings(outputs, self.model_config.hidden_size)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:

@@ -50,6 +50,7 @@ class Request:
         bad_words: token sequences that are never generated.
         grammar: what the outputs match.
         is_streamed: whether its tokens are wanted as they come.
+        seed: of its noise unless `params` has one; from `RequestSeeds`.
     """
 
     token_ids: array[int]
@@ -62,6 +63,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     is_streamed: bool = False
+    seed: int = 0
 
     @property
     def reports_tokens(self) -> bool:
@@ -80,7 +82,7 @@ class Request:
 
     def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
         # The list has the same integers as the array, which is smaller and faster.
-        own = self.priority, self.cache_salt, self.pooling, self.bad_words, self.grammar, self.is_streamed
+        own = self.priority, self.cache_salt, self.pooling, self.bad_words, self.grammar, self.is_streamed, self.seed
         return Request, (self.token_ids, self.params, self.prompt, None, *own)
 
 

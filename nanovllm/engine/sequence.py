@@ -215,9 +215,10 @@ class Sequence:
 
 
 def make_sequences(
-    request: Request, seq_ids: list[int], seed: int, max_tokens: int, constraints: list[TokenConstraint | None]
+    request: Request, seq_ids: list[int], max_tokens: int, constraints: list[TokenConstraint | None]
 ) -> SequenceGroup:
     """Return a request's sequences, one for each of its outputs; their seeds follow from the request's."""
+    seed = request.seed if request.params.seed is None else request.params.seed
     seqs = []
     for i, (seq_id, constraint) in enumerate(zip(seq_ids, constraints, strict=True)):
         seq = Sequence(seq_id, request, (seed + i * GOLDEN_RATIO_64) % 2**64, i, constraint)

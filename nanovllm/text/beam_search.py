@@ -97,7 +97,7 @@ def run_beam_searches(client: EngineClient, searches: list[BeamSearch], use_tqdm
             params.logprobs = search.num_candidates
             prompts = [array("i", search.prompt_token_ids + beam.token_ids) for beam in search.running]
             requests += [Request(prompt, params) for prompt in prompts]
-        outputs = iter(run_requests(client, requests, use_tqdm))
+        outputs = iter(run_requests(client, requests, use_tqdm, schedule="arrival"))
         for search in running:
             search.extend([_continuations(next(outputs), search.num_candidates) for _ in search.running])
 

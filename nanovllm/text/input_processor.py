@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
+from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, render_text
@@ -40,12 +41,14 @@ class InputProcessor:
         tokenizer: a transformers tokenizer; None takes token ids alone.
         limits: what the engine can serve.
         grammars: compiles grammars.
+        seeds: numbers requests in the order in which they come.
     """
 
-    def __init__(self, tokenizer: Any, limits: RequestLimits, grammars: ConstraintFactory) -> None:
+    def __init__(self, tokenizer: Any, limits: RequestLimits, grammars: ConstraintFactory, seeds: RequestSeeds) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._grammars = grammars
+        self._seeds = seeds
 
     @cached_property
     def max_characters(self) -> int:
@@ -85,11 +88,13 @@ class InputProcessor:
                 concerns_all = found is None and all(other is param for other in params)
                 raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
             salt = prompts[index].get("cache_salt") if isinstance(prompts[index], Mapping) else None
+            seed = self._seeds.of(self._seeds.reserve(found.params.n))
             requests.append(
                 Request(
-                    tokens, found.params, text, token_ids, priority, salt, None, found.bad_words, found.grammar, streams
+                    tokens, found.params, text, token_ids, priority, salt, None, found.bad_words, found.grammar,
+                    streams, seed,
                 )
-            )
+            )  # fmt: skip
         return requests
 
     def encode(

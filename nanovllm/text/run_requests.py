@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
@@ -14,6 +14,16 @@ from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.interrupt import deferred_signals
+
+Schedule = Literal["prefix", "arrival"]
+"""The order in which the requests of a job that have the same priority are admitted: so that prompts which begin alike
+are neighbours, and find each other's blocks before these are evicted; or as they are given."""
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raise a `ValueError` unless it is a `Schedule`."""
+    if schedule not in ("prefix", "arrival"):
+        raise ValueError(f"schedule must be 'prefix' or 'arrival', not {schedule!r:.80}")
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -54,21 +64,32 @@ def run_requests(
     use_tqdm: bool,
     on_output: Callable[[RequestOutput], None] | None = None,
     *,
+    schedule: Schedule = "prefix",
     returns_errors: bool = False,
 ) -> list[RequestOutput]:
     """Queue requests, step until they are done, and return their outputs in order; on any exception drop them.
 
+    schedule: how they are admitted.
     returns_errors: requests that fail while the engine goes on have an output with their error.
     """
     ids: list[int] = []
+    order = list(range(len(requests)))
+    if schedule == "prefix":
+        order.sort(key=lambda index: _prefix_key(requests[index]))
+    ordered = [requests[index] for index in order]
     try:
-        _enqueue(client, requests, ids)
-        by_id = dict(zip(ids, requests, strict=True))
+        _enqueue(client, ordered, ids)
+        by_id = dict(zip(ids, ordered, strict=True))
         outputs = _step_until_done(client, by_id, use_tqdm, on_output, returns_errors)
     except BaseException:
         client.drop(set(ids))
         raise
-    return [outputs[request_id] for request_id in ids]
+    return [outputs[request_id] for _, request_id in sorted(zip(order, ids, strict=True))]
+
+
+def _prefix_key(request: Request) -> tuple[str, bytes]:
+    """Return by what prompts that share blocks of the prefix cache are neighbours when sorted."""
+    return request.cache_salt or "", request.token_ids.tobytes()
 
 
 def run_good_requests(
@@ -77,13 +98,14 @@ def run_good_requests(
     prompts: list[Any],
     use_tqdm: bool,
     on_output: Callable[[RequestOutput], None] | None,
+    schedule: Schedule,
 ) -> list[RequestOutput]:
     """Run the requests that can be served, and return all outputs in order; the others' have their errors.
 
     each: a request, or why it cannot be served, for each of `prompts`.
     """
     good = [item for item in each if isinstance(item, Request)]
-    outputs = iter(run_requests(client, good, use_tqdm, on_output, returns_errors=True))
+    outputs = iter(run_requests(client, good, use_tqdm, on_output, schedule=schedule, returns_errors=True))
     return [
         next(outputs)
         if isinstance(item, Request)

@@ -32,21 +32,22 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
-from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
+from nanovllm.text.chat import (
+    ChatTemplateOptions,
+    Message,
+    conversation_source,
+    conversations,
+    one_conversation,
+    render_chat,
+    render_text,
+    template_options,
+)
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.input_processor import InputProcessor, pooling_params
+from nanovllm.text.jobs import Delivery, Job, JobOptions, Schedule, run_job
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
-from nanovllm.text.run_requests import (
-    Schedule,
-    check_priorities,
-    check_schedule,
-    one_each,
-    prompt_list,
-    run_good_requests,
-    run_requests,
-    stream_requests,
-)
+from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
@@ -133,28 +134,33 @@ class LLM(Unpicklable):
         priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
         on_error: Literal["raise", "return"] = "raise",
+        keep: bool = True,
         schedule: Schedule = "prefix",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
             prompts: texts, token ids (lists, tuples, arrays or tensors), or dicts of either (`TextPrompt`,
-                `TokensPrompt`); a single text or dict is a list of one.
-            sampling_params: one for all prompts, or one each; the defaults if None.
+                `TokensPrompt`); a single text or dict is a list of one. Anything else that gives such prompts, such as
+                a generator, is read by a thread of its own, a few thousand prompts ahead.
+            sampling_params: one for all prompts, or one each of a list; the defaults if None.
             use_tqdm: show a progress bar.
-            priority: of each prompt; lower ones run first, ties as `schedule` says.
+            priority: of each prompt of a list; lower ones run first, ties as `schedule` says.
             on_output: called with each output as it finishes.
-            on_error: "return" puts an output with an `error` where a prompt is out of bounds or its step fails, and
-                goes on with the others.
-            schedule: "prefix" runs prompts of equal priority in the order of their tokens, so that those which begin
-                alike follow each other and share the prefix cache, however small it is; "arrival" runs them as they
-                are given. Which noise a prompt gets follows from its place in `prompts` alone.
+            on_error: what to do where a prompt is out of bounds, which is found when it is met, or its step fails:
+                "raise" drops what is left; "return" puts an output with an `error` there, and goes on with the others.
+            keep: whether outputs are returned; if not, `on_output` gets them, and none is held.
+            schedule: "prefix" runs prompts of equal priority in the order of their tokens (of their texts, if they are
+                more than a thousand; of what a generator gives, within each thousand), so that those which begin alike
+                follow each other and share the prefix cache, however small it is; "arrival" runs them as they are
+                given. The noise of a prompt follows from its place in `prompts` alone.
 
         Returns:
-            The outputs in the order of the prompts.
+            The outputs in the order of the prompts; an empty list unless `keep`.
 
         Raises:
-            ValueError: any of the prompts or parameters is out of bounds; none was begun.
+            ValueError: one of the prompts or parameters is out of bounds; says which. Of up to a thousand prompts none
+                was begun.
             StepError: a step failed, and with it requests of this call; it is a RuntimeError.
             RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
@@ -164,27 +170,19 @@ class LLM(Unpicklable):
             >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
             [True, True]
         """
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
-        check_schedule(schedule)
-        self.engine_client.engine.require_open()
-        requests = prompt_list(prompts)
-        params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
-        with self.engine_client.driving():
-            if on_error == "raise":
-                processed = self.input_processor.process(requests, params, priorities)
-                return run_requests(self.engine_client, processed, use_tqdm, on_output, schedule=schedule)
-            each = self.input_processor.process_each(requests, params, priorities)
-            return run_good_requests(self.engine_client, each, requests, use_tqdm, on_output, schedule)
+        delivery = Delivery(use_tqdm, on_output, on_error, keep)
+        return self._run(prompts, sampling_params, priority, delivery, schedule=schedule)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[Message] | Iterable[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        keep: bool = True,
         schedule: Schedule = "prefix",
         **template: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
@@ -192,8 +190,8 @@ class LLM(Unpicklable):
 
         Args:
             messages: one conversation, a list of dicts with `role` and `content`, text or OpenAI's parts of type text;
-                or a list of conversations.
-            sampling_params, use_tqdm, priority, on_output, schedule: see `generate`.
+                or a list of conversations, or what gives conversations.
+            sampling_params, use_tqdm, priority, on_output, on_error, keep, schedule: see `generate`.
             template: see `ChatTemplateOptions`. With `tools`, the calls in an answer are its `tool_calls`.
 
         Raises:
@@ -203,15 +201,19 @@ class LLM(Unpicklable):
             >>> llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
             'Hello! How can I help you?'
         """
-        prompts = self._render(messages, template)
-        outputs = self.generate(
-            prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output, schedule=schedule
-        )
+        options, form = template_options(template), None
         if template.get("tools"):
             form = tool_call_format("auto", self.tokenizer)
-            for item in (item for output in outputs for item in output.outputs):
-                item.tool_calls = parse_tool_calls(item.text, form)
-        return outputs
+
+        def finish(output: RequestOutput) -> None:
+            for item in output.outputs:
+                item.tool_calls = [] if form is None else parse_tool_calls(item.text, form)
+
+        delivery = Delivery(use_tqdm, on_output, on_error, keep, None if form is None else finish)
+        return self._run(
+            conversation_source(messages), sampling_params, priority, delivery, schedule=schedule,
+            template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
+        )  # fmt: skip
 
     def stream(
         self,
@@ -233,7 +235,7 @@ class LLM(Unpicklable):
             1 True
         """
         self.engine_client.engine.require_open()
-        requests = prompt_list(prompts)
+        requests = list(prompt_list(prompts))
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
         return self._stream(processed)
@@ -259,6 +261,19 @@ class LLM(Unpicklable):
         talks, _ = conversations(messages)
         options = template_options(template)
         return [render_chat(self.tokenizer, talk, **options) for talk in talks]
+
+    def _run(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        delivery: Delivery,
+        **options: Unpack[JobOptions],
+    ) -> list[RequestOutput]:
+        self.engine_client.engine.require_open()
+        job = Job(self.input_processor, prompts, params, priority, **options)
+        with self.engine_client.driving():
+            return run_job(self.engine_client, job, delivery, most_pending=3 * self.config.max_num_running)
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         with self.engine_client.driving():
@@ -317,10 +332,8 @@ class LLM(Unpicklable):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
-        check_schedule(schedule)
-        with self.engine_client.driving():
-            requests = self.input_processor.process_pooling(prompt_list(prompts), pooling)
-            outputs = run_requests(self.engine_client, requests, use_tqdm, schedule=schedule)
+        params = pooling_params(pooling)
+        outputs = self._run(prompts, params, None, Delivery(use_tqdm), schedule=schedule, pooling=pooling)
         return embeddings(outputs, self.model_config.hidden_size)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
@@ -338,7 +351,7 @@ class LLM(Unpicklable):
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
-        requests = prompt_list(prompts)
+        requests = list(prompt_list(prompts))
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
         with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))

@@ -34,7 +34,8 @@ class Grammar:
         return Grammar, (self.text, self.is_choice)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: that triples the time to make one.
+@dataclass(slots=True, eq=False)
 class Request:
     """A request that an engine can serve; see `InputProcessor` and `RequestLimits`.
 
@@ -42,8 +43,6 @@ class Request:
         token_ids: the prompt.
         params: in range.
         prompt: its text, if it came as one.
-        prompt_token_ids: the prompt as the list that it came as, for the output: a new one of a thousand integers takes
-            as long as the rest of an output.
         priority: lower ones run first.
         cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
         pooling: "last" or "mean" asks for the hidden states of the prompt.
@@ -56,7 +55,6 @@ class Request:
     token_ids: array[int]
     params: SamplingParams
     prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
     priority: int = 0
     cache_salt: str | None = None
     pooling: str | None = None
@@ -81,9 +79,8 @@ class Request:
         return [sequence for sequence in self.bad_words if len(sequence) > 1]
 
     def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
-        # The list has the same integers as the array, which is smaller and faster.
         own = self.priority, self.cache_salt, self.pooling, self.bad_words, self.grammar, self.is_streamed, self.seed
-        return Request, (self.token_ids, self.params, self.prompt, None, *own)
+        return Request, (self.token_ids, self.params, self.prompt, *own)
 
 
 class TokenConstraint(Protocol):

@@ -44,10 +44,10 @@ from nanovllm.text.chat import (
 )
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.input_processor import InputProcessor, pooling_params
-from nanovllm.text.jobs import Delivery, Job, JobOptions, Schedule, run_job
+from nanovllm.text.jobs import Job, JobRun, Outputs, Schedule
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
-from nanovllm.text.run_requests import check_priorities, one_each, prompt_list, stream_requests
+from nanovllm.text.run_requests import Progress, check_priorities, one_each, prompt_list, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
@@ -170,8 +170,9 @@ class LLM(Unpicklable):
             >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
             [True, True]
         """
-        delivery = Delivery(use_tqdm, on_output, on_error, keep)
-        return self._run(prompts, sampling_params, priority, delivery, schedule=schedule)
+        outputs = Outputs(on_output, keep)
+        job = Job(self.input_processor, prompts, sampling_params, priority, schedule=schedule)
+        return self._run(job, outputs, use_tqdm, on_error)
 
     def chat(
         self,
@@ -209,10 +210,14 @@ class LLM(Unpicklable):
             for item in output.outputs:
                 item.tool_calls = [] if form is None else parse_tool_calls(item.text, form)
 
-        delivery = Delivery(use_tqdm, on_output, on_error, keep, None if form is None else finish)
         return self._run(
-            conversation_source(messages), sampling_params, priority, delivery, schedule=schedule,
-            template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
+            Job(
+                self.input_processor, conversation_source(messages), sampling_params, priority, schedule=schedule,
+                template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
+            ),
+            Outputs(on_output, keep, None if form is None else finish),
+            use_tqdm,
+            on_error,
         )  # fmt: skip
 
     def stream(
@@ -263,17 +268,20 @@ class LLM(Unpicklable):
         return [render_chat(self.tokenizer, talk, **options) for talk in talks]
 
     def _run(
-        self,
-        prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        delivery: Delivery,
-        **options: Unpack[JobOptions],
+        self, job: Job, outputs: Outputs, use_tqdm: bool, on_error: Literal["raise", "return"] = "raise"
     ) -> list[RequestOutput]:
-        self.engine_client.engine.require_open()
-        job = Job(self.input_processor, prompts, params, priority, **options)
-        with self.engine_client.driving():
-            return run_job(self.engine_client, job, delivery, most_pending=3 * self.config.max_num_running)
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+        client = self.engine_client
+        client.engine.require_open()
+        run = JobRun(client, outputs.take, most_pending=self.most_pending, returns_errors=on_error == "return")
+        with (
+            client.driving(),
+            job.read() as prompts,
+            Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
+        ):
+            run.run(prompts, progress)
+        return outputs.in_order()
 
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         with self.engine_client.driving():
@@ -332,9 +340,8 @@ class LLM(Unpicklable):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
-        params = pooling_params(pooling)
-        outputs = self._run(prompts, params, None, Delivery(use_tqdm), schedule=schedule, pooling=pooling)
-        return embeddings(outputs, self.model_config.hidden_size)
+        job = Job(self.input_processor, prompts, pooling_params(pooling), schedule=schedule, pooling=pooling)
+        return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of prompts; equals transformers' beam search.
@@ -367,6 +374,11 @@ class LLM(Unpicklable):
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, one of transformers; None if the model's folder has none."""
         return self.tokenizer
+
+    @property
+    def most_pending(self) -> int:
+        """Requests that a job has in the engine at a time: those that run, and as many that wait."""
+        return 2 * self.config.max_num_running
 
     @property
     def max_model_len(self) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.input_processor import InputProcessor, good_items, of_prompt, parse_prompt
+from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.read_ahead import ReadAhead
 from nanovllm.text.run_requests import Progress, check_priorities, one_each, prompt_list
 from nanovllm.utils.checks import check_bool
@@ -30,46 +30,15 @@ Schedule = Literal["prefix", "arrival"]
 other's blocks before these are evicted; or as they are given."""
 
 
-class JobOptions(TypedDict, total=False):
-    """What calls ask of a `Job` beyond prompts and parameters."""
-
-    schedule: Schedule
-    template: Callable[[Any], str] | None
-    pooling: str | None
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """What becomes of a job's outputs.
-
-    Attributes:
-        use_tqdm: whether there is a progress bar.
-        on_output: gets each as it finishes.
-        on_error: what is done about a request that fails.
-        keep: whether they are returned.
-        finish: completes each of them first.
-    """
-
-    use_tqdm: bool
-    on_output: Callable[[RequestOutput], None] | None = None
-    on_error: Literal["raise", "return"] = "raise"
-    keep: bool = True
-    finish: Callable[[RequestOutput], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', not {self.on_error!r}")
-        check_bool("keep", self.keep)
-        if not self.keep and self.on_output is None:
-            raise ValueError("keep=False needs on_output: nobody would get the outputs")
-
-
 class PreparedPrompt(NamedTuple):
     """A prompt of a job: its place, and its request, or why it cannot be served."""
 
     place: int
     prompt: Any
     request: Request | ValueError
+
+
+FinishedPrompt = tuple[PreparedPrompt, RequestOutput]
 
 
 class Job:
@@ -165,68 +134,59 @@ class Job:
         return prepared
 
 
-class _JobRun:
-    """A job that runs.
+class JobRun:
+    """Runs prompts that are read ahead.
 
     Args:
         client: drives the engine.
-        job: what is asked for.
-        delivery: what becomes of the outputs.
+        deliver: gets what each step has finished, and prompts that cannot be served.
         most_pending: requests that the engine has at a time.
+        returns_errors: whether prompts that cannot be served, and requests that fail while the engine goes on, have an
+            output with their error.
     """
 
-    def __init__(self, client: EngineClient, job: Job, delivery: Delivery, most_pending: int) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        deliver: Callable[[list[FinishedPrompt]], None],
+        *,
+        most_pending: int,
+        returns_errors: bool,
+    ) -> None:
         self._client = client
-        self._job = job
-        self._delivery = delivery
+        self._deliver = deliver
         self._most_pending = most_pending
+        self._returns_errors = returns_errors
         # What the engine does not need yet.
         self._ready: deque[PreparedPrompt] = deque()
         self._pending: dict[int, PreparedPrompt] = {}
-        self._outputs: dict[int, RequestOutput] = {}
 
-    def run(self) -> list[RequestOutput]:
-        """Run the job, and return the outputs in the order of the prompts; on any exception drop what is queued."""
-        client, pending, num_prompts = self._client, self._pending, self._job.num_prompts
-        with (
-            self._job.read() as prompts,
-            Progress(client.engine, num_prompts, "request", disable=not self._delivery.use_tqdm) as progress,
-        ):
-            try:
-                while self._fill(prompts, progress):
-                    client.run_step()
-                    progress.update(self._deliver(self._claim()))
-            except BaseException:
-                client.drop(set(pending))
-                raise
-        return [self._outputs[index] for index in range(len(self._outputs))]
+    def run(self, prompts: ReadAhead[Any, list[PreparedPrompt]], progress: Progress) -> None:
+        """Run all prompts; on any exception drop what is queued."""
+        try:
+            while self._fill(prompts, progress):
+                self._client.run_step()
+                self._pass_on(self._claim(), progress)
+        except BaseException:
+            self._client.drop(set(self._pending))
+            raise
 
-    def _fill(self, prompts: ReadAhead[tuple[int, Any], list[PreparedPrompt]], progress: Progress) -> bool:
+    def _fill(self, prompts: ReadAhead[Any, list[PreparedPrompt]], progress: Progress) -> bool:
         """Queue requests until there are enough; returns whether one is left. With none, waits for a chunk."""
         while (missing := self._most_pending - len(self._pending)) > 0:
             if not self._ready:
                 chunk = prompts.take(wait=not self._pending)
                 if chunk is None:
                     break
-                progress.update(self._take_chunk(chunk))
+                self._take_chunk(chunk, progress)
             self._enqueue(missing)
         return bool(self._pending)
 
-    def _take_chunk(self, chunk: list[PreparedPrompt]) -> int:
-        """Take prepared prompts; returns how many of them cannot be served, and are delivered."""
-        failed = [item for item in chunk if isinstance(item.request, ValueError)]
-        if failed and self._delivery.on_error == "raise":
-            self._raise(chunk, failed)
+    def _take_chunk(self, chunk: list[PreparedPrompt], progress: Progress) -> None:
+        if not self._returns_errors:
+            _raise_errors(chunk)
         self._ready.extend(item for item in chunk if isinstance(item.request, Request))
-        return self._deliver([(item, _refused(item)) for item in failed])
-
-    def _raise(self, chunk: list[PreparedPrompt], failed: list[PreparedPrompt]) -> None:
-        if len(chunk) == len(failed):
-            # One prompt, or what concerns all of them.
-            good_items([item.request for item in sorted(failed, key=_place_of)])
-        first = min(failed, key=_place_of)
-        assert isinstance(first.request, ValueError)
-        raise of_prompt(first.place, first.request) from first.request
+        self._pass_on([(item, _refused(item)) for item in chunk if isinstance(item.request, ValueError)], progress)
 
     def _enqueue(self, count: int) -> None:
         # Deferred, so that the id of every queued request is known.
@@ -236,36 +196,69 @@ class _JobRun:
                 assert isinstance(item.request, Request)
                 self._pending[self._client.enqueue(item.request).request_id] = item
 
-    def _claim(self) -> list[tuple[PreparedPrompt, RequestOutput]]:
+    def _claim(self) -> list[FinishedPrompt]:
         """Return what has finished; other requests' results stay for their callers."""
         pending = self._pending
         try:
             done = self._client.claim(pending.keys())
         except StepError as error:
             failed = [request_id for request_id in error.request_ids if request_id in pending]
-            if self._delivery.on_error == "raise" or not failed:
+            if not self._returns_errors or not failed:
                 raise
             self._client.drop(set(failed))
             return [(item := pending.pop(i), _failed(i, item, error)) for i in failed]
         return [(pending.pop(request_id), output) for request_id, output in done.items()]
 
-    def _deliver(self, done: list[tuple[PreparedPrompt, RequestOutput]]) -> int:
-        """Pass outputs on to who wants them; returns how many there are."""
-        delivery = self._delivery
+    def _pass_on(self, done: list[FinishedPrompt], progress: Progress) -> None:
+        if done:
+            self._deliver(done)
+            progress.update(len(done))
+
+
+class Outputs:
+    """What `LLM.generate` and its like do with outputs.
+
+    Args:
+        on_output: gets each as it finishes.
+        keep: whether they are returned.
+        finish: completes each of them first.
+    """
+
+    def __init__(
+        self,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        keep: bool = True,
+        finish: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        check_bool("keep", keep)
+        if not keep and on_output is None:
+            raise ValueError("keep=False needs on_output: nobody would get the outputs")
+        self._on_output, self._keep, self._finish = on_output, keep, finish
+        self._by_place: dict[int, RequestOutput] = {}
+
+    def take(self, done: list[FinishedPrompt]) -> None:
+        """Take what has finished."""
         for item, output in done:
-            if delivery.finish is not None:
-                delivery.finish(output)
-            if delivery.keep:
-                self._outputs[item.place] = output
-        if delivery.on_output is not None:
+            if self._finish is not None:
+                self._finish(output)
+            if self._keep:
+                self._by_place[item.place] = output
+        if self._on_output is not None:
             for _, output in done:
-                delivery.on_output(output)
-        return len(done)
+                self._on_output(output)
+
+    def in_order(self) -> list[RequestOutput]:
+        """Return the outputs in the order of the prompts."""
+        return [self._by_place[place] for place in range(len(self._by_place))]
 
 
-def run_job(client: EngineClient, job: Job, delivery: Delivery, most_pending: int) -> list[RequestOutput]:
-    """Run a job with at most so many requests in the engine, and return what of its outputs is kept."""
-    return _JobRun(client, job, delivery, most_pending).run()
+def _raise_errors(chunk: list[PreparedPrompt]) -> None:
+    """Raise the first error of a chunk, with the place of its prompt unless it is one of all of them."""
+    errors = [(item.place, item.request) for item in chunk if isinstance(item.request, ValueError)]
+    if errors:
+        place, error = min(errors, key=itemgetter(0))
+        concerns_all = all(item.request is error for item in chunk) and (len(chunk) > 1 or place == 0)
+        raise error if concerns_all else of_prompt(place, error) from error
 
 
 def _refused(item: PreparedPrompt) -> RequestOutput:
@@ -276,10 +269,6 @@ def _refused(item: PreparedPrompt) -> RequestOutput:
 def _failed(request_id: int, item: PreparedPrompt, error: StepError) -> RequestOutput:
     assert isinstance(item.request, Request)
     return failed_output(request_id, error, item.request.prompt, item.request.token_ids)
-
-
-def _place_of(item: PreparedPrompt) -> int:
-    return item.place
 
 
 def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:

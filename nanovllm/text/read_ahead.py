@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 U = TypeVar("U")
 
-_FLUSH_SECONDS = 0.1
-"""A source so slow is passed on as it comes."""
 _NUM_CHUNKS = 2
+_PATIENCE_SECONDS = 0.05
+"""How long who takes chunks waits for a full one, of a source that is slow or waits itself for what was taken."""
 
 
 class ReadAhead(Generic[T, U]):
@@ -27,19 +27,23 @@ class ReadAhead(Generic[T, U]):
     """
 
     def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
-        self._prepare = prepare
         self._source = source
+        self._prepare = prepare
         self._size = size
-        self._is_small = isinstance(source, list) and len(source) <= size
-        self._room = Semaphore(_NUM_CHUNKS)
+        # Read, and not prepared yet; and since when there is any.
+        self._items: list[T] = []
+        self._since = 0.0
+        self._lock = Lock()
         # Chunks; at last None, or what reading has raised.
         self._chunks: SimpleQueue[U | BaseException | None] = SimpleQueue()
+        self._room = Semaphore(_NUM_CHUNKS)
         self._preparing = Lock()
-        self._closed = False
-        self._thread = None if self._is_small else Thread(target=self._read, name="read-ahead", daemon=True)
-        self.ended = False
-        if self._thread is not None:
-            self._thread.start()
+        self._closed = self._ended = False
+        if isinstance(source, list) and len(source) <= size:
+            self._small: list[T] | None = source
+        else:
+            self._small = None
+            Thread(target=self._read, name="read-ahead", daemon=True).start()
 
     def take(self, wait: bool) -> U | None:
         """Return the next chunk; None if there is none, or none yet.
@@ -50,25 +54,29 @@ class ReadAhead(Generic[T, U]):
         Raises:
             BaseException: what reading the source has raised.
         """
-        if self.ended:
-            return None
-        if isinstance(self._source, list) and self._is_small:
-            self.ended = True
-            return self._prepare(self._source) if self._source else None
-        try:
-            chunk = self._chunks.get(block=wait)
-        except Empty:
-            return None
-        self._room.release()
-        if chunk is None or isinstance(chunk, BaseException):
-            self.ended = True
-            if chunk is not None:
+        if self._small is not None:
+            items, self._small = self._small, []
+            return self._prepare(items) if items else None
+        while not self._ended:
+            try:
+                chunk = self._chunks.get(block=wait, timeout=_PATIENCE_SECONDS)
+            except Empty:
+                if items := self._take_items():
+                    return self._prepare(items)
+                if wait:
+                    continue
+                return None
+            self._room.release()
+            if isinstance(chunk, BaseException):
+                self._ended = True
                 raise chunk
-        return chunk
+            self._ended = chunk is None
+            return chunk
+        return None
 
     def close(self) -> None:
         """End the thread, at the latest with the next item of its source; from now on nothing is prepared."""
-        self.ended = self._closed = True
+        self._closed = self._ended = True
         self._room.release()
         # The interpreter may end next, and must not end a thread in a tokenizer's native code.
         with self._preparing:
@@ -82,27 +90,37 @@ class ReadAhead(Generic[T, U]):
     ) -> None:
         self.close()
 
+    def _take_items(self) -> list[T]:
+        """Return what has been read and waits for the rest of its chunk, if it has for some time."""
+        with self._lock:
+            if not self._items or time.monotonic() - self._since < _PATIENCE_SECONDS:
+                return []
+            items, self._items = self._items, []
+            return items
+
     def _read(self) -> None:
         try:
-            chunk: list[T] = []
-            flushed = time.monotonic()
             for item in self._source:
-                chunk.append(item)
                 if self._closed:
                     return
-                if len(chunk) >= self._size or time.monotonic() - flushed > _FLUSH_SECONDS:
-                    self._pass_on(chunk)
-                    chunk, flushed = [], time.monotonic()
-            if chunk:
-                self._pass_on(chunk)
+                with self._lock:
+                    if not self._items:
+                        self._since = time.monotonic()
+                    self._items.append(item)
+                    is_full = len(self._items) >= self._size
+                if is_full:
+                    self._pass_on()
+            self._pass_on()
         except BaseException as error:
             self._chunks.put(error)
         self._chunks.put(None)
 
-    def _pass_on(self, chunk: list[T]) -> None:
+    def _pass_on(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
         with self._preparing:
-            if self._closed:
+            if self._closed or not items:
                 return
-            prepared = self._prepare(chunk)
+            chunk = self._prepare(items)
         self._room.acquire()
-        self._chunks.put(prepared)
+        self._chunks.put(chunk)

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.batch_files.inputs import InputFile, ReadAhead
+from nanovllm.batch_files.inputs import InputFile, UnansweredLines
 from nanovllm.batch_files.result_file import ResultFile
 from nanovllm.commands.run import BatchRun
 from tests.null_runner import NullRunner
@@ -89,15 +89,15 @@ def run_lines(llm: LLM, options: argparse.Namespace) -> None:
     """Measure `nanovllm run`."""
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
-        lines = (json.dumps({"id": i, "prompt": text}) for i, text in enumerate(make_texts(llm, options.count)))
-        path.write_text("\n".join(lines), encoding="utf-8")
+        given = (json.dumps({"id": i, "prompt": text}) for i, text in enumerate(make_texts(llm, options.count)))
+        path.write_text("\n".join(given), encoding="utf-8")
         defaults = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
 
         def work() -> None:
             with ResultFile(str(out)) as results:
                 results.clear()
-                ahead = ReadAhead(InputFile(str(path)).lines, results.answered, llm.config.max_num_running)
-                BatchRun(llm, ahead, defaults, "0" * 16, results.write).run()
+                lines = UnansweredLines(InputFile(str(path)).lines, results.answered)
+                BatchRun(llm, lines, defaults, "0" * 16, results.write).run()
 
         measure(work, options.count, options.rounds, options.profile)
 

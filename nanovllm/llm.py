@@ -33,19 +33,22 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
-from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, render_chat, template_options
+from nanovllm.text.chat import (
+    ChatTemplateOptions,
+    Message,
+    conversation_source,
+    conversations,
+    one_conversation,
+    render_chat,
+    render_text,
+    template_options,
+)
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.input_processor import InputProcessor, pooling_params
+from nanovllm.text.jobs import Job, JobRun, Outputs, Schedule
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
-from nanovllm.text.run_requests import (
-    check_priorities,
-    one_each,
-    prompt_list,
-    run_good_requests,
-    run_requests,
-    stream_requests,
-)
+from nanovllm.text.run_requests import Progress, check_priorities, one_each, prompt_list, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
@@ -117,7 +120,9 @@ class LLM(Unpicklable):
             make_constraint=constraints,
         )
         self._folder = folder
-        self.input_processor = InputProcessor(self.tokenizer, self.llm_engine.limits, constraints)
+        self.input_processor = InputProcessor(
+            self.tokenizer, self.llm_engine.limits, constraints, self.llm_engine.seeds
+        )
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(self.llm_engine, self.output_processor)
 
@@ -130,24 +135,33 @@ class LLM(Unpicklable):
         priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
         on_error: Literal["raise", "return"] = "raise",
+        keep: bool = True,
+        schedule: Schedule = "prefix",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
             prompts: texts, token ids (lists, tuples, arrays or tensors), or dicts of either (`TextPrompt`,
-                `TokensPrompt`); a single text or dict is a list of one.
-            sampling_params: one for all prompts, or one each; the defaults if None.
+                `TokensPrompt`); a single text or dict is a list of one. Anything else that gives such prompts, such as
+                a generator, is read by a thread of its own, a few thousand prompts ahead.
+            sampling_params: one for all prompts, or one each of a list; the defaults if None.
             use_tqdm: show a progress bar.
-            priority: of each prompt; lower ones run first, ties in the order of the prompts.
+            priority: of each prompt of a list; lower ones run first, ties as `schedule` says.
             on_output: called with each output as it finishes.
-            on_error: "return" puts an output with an `error` where a prompt is out of bounds or its step fails, and
-                goes on with the others.
+            on_error: what to do where a prompt is out of bounds, which is found when it is met, or its step fails:
+                "raise" drops what is left; "return" puts an output with an `error` there, and goes on with the others.
+            keep: whether outputs are returned; if not, `on_output` gets them, and none is held.
+            schedule: "prefix" runs prompts of equal priority in the order of their tokens (of their texts, if they are
+                more than a thousand; of what a generator gives, within each thousand), so that those which begin alike
+                follow each other and share the prefix cache, however small it is; "arrival" runs them as they are
+                given. The noise of a prompt follows from its place in `prompts` alone.
 
         Returns:
-            The outputs in the order of the prompts.
+            The outputs in the order of the prompts; an empty list unless `keep`.
 
         Raises:
-            ValueError: any of the prompts or parameters is out of bounds; none was begun.
+            ValueError: one of the prompts or parameters is out of bounds; says which. Of up to a thousand prompts none
+                was begun.
             StepError: a step failed, and with it requests of this call; it is a RuntimeError.
             RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
             KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
@@ -157,34 +171,29 @@ class LLM(Unpicklable):
             >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
             [True, True]
         """
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
-        self.engine_client.engine.require_open()
-        requests = prompt_list(prompts)
-        params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
-        with self.engine_client.driving():
-            if on_error == "raise":
-                processed = self.input_processor.process(requests, params, priorities)
-                return run_requests(self.engine_client, processed, use_tqdm, on_output)
-            each = self.input_processor.process_each(requests, params, priorities)
-            return run_good_requests(self.engine_client, each, requests, use_tqdm, on_output)
+        outputs = Outputs(on_output, keep)
+        job = Job(self.input_processor, prompts, sampling_params, priority, schedule=schedule)
+        return self._run(job, outputs, use_tqdm, on_error)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[Message] | Iterable[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        keep: bool = True,
+        schedule: Schedule = "prefix",
         **template: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
         """Answer conversations, which the tokenizer's chat template turns into prompts.
 
         Args:
             messages: one conversation, a list of dicts with `role` and `content`, text or OpenAI's parts of type text;
-                or a list of conversations.
-            sampling_params, use_tqdm, priority, on_output: see `generate`.
+                or a list of conversations, or what gives conversations.
+            sampling_params, use_tqdm, priority, on_output, on_error, keep, schedule: see `generate`.
             template: see `ChatTemplateOptions`. With `tools`, the calls in an answer are its `tool_calls`.
 
         Raises:
@@ -194,11 +203,20 @@ class LLM(Unpicklable):
             >>> llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
             'Hello! How can I help you?'
         """
-        prompts = self._render(messages, template)
-        outputs = self.generate(prompts, sampling_params, use_tqdm, priority=priority, on_output=on_output)
-        if template.get("tools"):
-            add_tool_calls(outputs, self.tokenizer)
-        return outputs
+
+        def finish(output: RequestOutput) -> None:
+            add_tool_calls([output], self.tokenizer)
+
+        options = template_options(template)
+        return self._run(
+            Job(
+                self.input_processor, conversation_source(messages), sampling_params, priority, schedule=schedule,
+                template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
+            ),
+            Outputs(on_output, keep, finish if template.get("tools") else None),
+            use_tqdm,
+            on_error,
+        )  # fmt: skip
 
     def stream(
         self,
@@ -220,7 +238,7 @@ class LLM(Unpicklable):
             1 True
         """
         self.engine_client.engine.require_open()
-        requests = prompt_list(prompts)
+        requests = list(prompt_list(prompts))
         params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
         return self._stream(processed)
@@ -247,6 +265,22 @@ class LLM(Unpicklable):
         options = template_options(template)
         return [render_chat(self.tokenizer, talk, **options) for talk in talks]
 
+    def _run(
+        self, job: Job, outputs: Outputs, use_tqdm: bool, on_error: Literal["raise", "return"] = "raise"
+    ) -> list[RequestOutput]:
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+        client = self.engine_client
+        client.engine.require_open()
+        run = JobRun(client, outputs.take, most_pending=self.most_pending, returns_errors=on_error == "return")
+        with (
+            client.driving(),
+            job.read() as prompts,
+            Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
+        ):
+            run.run(prompts, progress)
+        return outputs.in_order()
+
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         with self.engine_client.driving():
             yield from stream_requests(self.engine_client, requests)
@@ -256,6 +290,8 @@ class LLM(Unpicklable):
         prompts: Sequence[str] | Sequence[TokenIds],
         continuations: Sequence[str] | Sequence[TokenIds],
         use_tqdm: bool = True,
+        *,
+        schedule: Schedule = "prefix",
     ) -> list[ScoreOutput]:
         """Return the log-probabilities of continuations, each behind its prompt.
 
@@ -267,6 +303,7 @@ class LLM(Unpicklable):
             prompts: texts or token ids, which may not be empty.
             continuations: one for each prompt, of the same kind.
             use_tqdm: show a progress bar.
+            schedule: see `generate`.
 
         Raises:
             ValueError: a continuation without tokens, or see `generate`.
@@ -279,16 +316,20 @@ class LLM(Unpicklable):
         pairs = split_pairs(self.input_processor, prompts, continuations)
         # Equal ones are checked once.
         params = {n: score_params(n) for _, n in pairs}
-        outputs = self.generate([token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs], use_tqdm)
+        tokens, each = [token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs]
+        outputs = self.generate(tokens, each, use_tqdm, schedule=schedule)
         return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
 
-    def embed(self, prompts: Prompts, pooling: Pooling = "last", use_tqdm: bool = True) -> torch.Tensor:
+    def embed(
+        self, prompts: Prompts, pooling: Pooling = "last", use_tqdm: bool = True, *, schedule: Schedule = "prefix"
+    ) -> torch.Tensor:
         """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
 
         Args:
             prompts: see `generate`.
             pooling: "last" takes the last token's, "mean" the mean of all.
             use_tqdm: show a progress bar.
+            schedule: see `generate`.
 
         Raises:
             ValueError: an unknown pooling, or see `generate`.
@@ -297,10 +338,8 @@ class LLM(Unpicklable):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
-        with self.engine_client.driving():
-            requests = self.input_processor.process_pooling(prompt_list(prompts), pooling)
-            outputs = run_requests(self.engine_client, requests, use_tqdm)
-        return embeddings(outputs, self.model_config.hidden_size)
+        job = Job(self.input_processor, prompts, pooling_params(pooling), schedule=schedule, pooling=pooling)
+        return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of prompts; equals transformers' beam search.
@@ -317,7 +356,7 @@ class LLM(Unpicklable):
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
-        requests = prompt_list(prompts)
+        requests = list(prompt_list(prompts))
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
         with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
@@ -339,6 +378,11 @@ class LLM(Unpicklable):
             'Hello'
         """
         return self.tokenizer
+
+    @property
+    def most_pending(self) -> int:
+        """Requests that a job has in the engine at a time: those that run, and as many that wait."""
+        return 2 * self.config.max_num_running
 
     @property
     def max_model_len(self) -> int:

@@ -173,9 +173,8 @@ class SamplingParams:
 
     @property
     def has_extra(self) -> bool:
-        """Whether a step must know more than the temperature."""
-        own = self.__dict__
-        return any(own[name] != value for name, value in _OFF.items())
+        """Whether a step must know more than the temperature: as the values were when they were checked."""
+        return self._has_extra
 
     @property
     def uses_penalties(self) -> bool:
@@ -212,6 +211,9 @@ class SamplingParams:
             check_bool(name, getattr(self, name))
         self._check_lists()
         self._check_contradictions()
+        own = self.__dict__
+        # Once for all requests that share them; it is no field.
+        self._has_extra = any(own[name] != value for name, value in _OFF.items())
 
     def _check_lists(self) -> None:
         """Check what holds several values; an empty one is None, but for `allowed_token_ids`."""

@@ -16,8 +16,8 @@ from types import ModuleType
 
 import pytest
 
-from nanovllm.batch_files.digests import AnsweredRequests
-from nanovllm.batch_files.inputs import InputFile, ReadAhead, UnreadableInputError
+from nanovllm.batch_files.digests import AnsweredRequests, request_digest
+from nanovllm.batch_files.inputs import InputFile, UnansweredLines, UnreadableInputError
 from nanovllm.cli import main
 from tests.batch_lines import ENGINE, command
 
@@ -139,16 +139,17 @@ def test_a_slow_stream_gives_each_line_when_it_is_there(compress: Callable[[byte
     read_end, write_end = os.pipe()
     lines = [b'{"prompt": "%d"}\n' % i for i in range(3)]
     content, sent = compress(b"".join(lines)), 0
-    reader = ReadAhead(InputFile(f"/dev/fd/{read_end}").lines, AnsweredRequests(), 4)
+    source = UnansweredLines(InputFile(f"/dev/fd/{read_end}").lines, AnsweredRequests())
+    reader = iter(source)
     for number, line in enumerate(lines, 1):
         end = len(compress(b"".join(lines[:number])))
         # Byte by byte, so that each is a read of its own for some time.
         for position in range(sent, end):
             os.write(write_end, content[position : position + 1])
         sent = end
-        assert reader.take(wait=True) == (number, line)
+        assert next(reader) == (number, request_digest(line), line)
     os.close(write_end)
-    assert reader.take(wait=True) is None and reader.num_lines == 3
+    assert next(reader, None) is None and source.num_lines == 3
     os.close(read_end)
 
 

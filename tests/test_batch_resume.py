@@ -56,7 +56,7 @@ def test_what_a_kill_left_of_a_line_is_cut_off(tmp_path: Path) -> None:
         results.load(RUN)
         with results:
             assert len(results.answered) == 1 and results.answered.check(3, 5)
-            results.write(whole[1])
+            results.write([whole[1]])
         assert path.read_bytes() == b"".join(whole)
 
 
@@ -112,8 +112,7 @@ def test_one_result_of_each_line_is_left(tmp_path: Path) -> None:
     assert checks == {1: True, 2: True, 3: True, 4: False, 5: False}
     new = [b'{"line": 5, "error": 6}\n', answered_line(4, 4)]
     with results:
-        for line in new:
-            results.write(line)
+        results.write(new)
         results.remove_replaced()
     assert path.read_bytes() == b"".join([old[1], old[2], old[4], *new])
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640 and len(list(tmp_path.iterdir())) == 2

@@ -27,7 +27,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.batch_files.digests import AnsweredRequests, request_digest
-from nanovllm.batch_files.inputs import ReadAhead
+from nanovllm.batch_files.inputs import UnansweredLines
 from nanovllm.cli import main, make_parsers
 from nanovllm.commands.chat import Conversation
 from nanovllm.commands.run import BatchRun
@@ -52,14 +52,14 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def read_ahead(source: Iterable[bytes], answered: AnsweredRequests | None = None) -> ReadAhead:
-    return ReadAhead(source, AnsweredRequests() if answered is None else answered, 4)
+def unanswered(source: Iterable[bytes], answered: AnsweredRequests | None = None) -> UnansweredLines:
+    return UnansweredLines(source, AnsweredRequests() if answered is None else answered)
 
 
 def answer(llm: LLM, lines: list[Any], answered: AnsweredRequests | None = None, **defaults: Any) -> dict[int, Any]:
     """Return the output for lines, by line number."""
     written: list[bytes] = []
-    BatchRun(llm, read_ahead(encode(lines), answered), defaults, RUN, written.append).run()
+    BatchRun(llm, unanswered(encode(lines), answered), defaults, RUN, written.extend).run()
     assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in written)
     results = [json.loads(line) for line in written]
     assert len({result["line"] for result in results}) == len(results)
@@ -225,9 +225,9 @@ def test_a_lost_device_writes_no_results(monkeypatch: pytest.MonkeyPatch) -> Non
 
         for name in ("forward", "synchronize"):
             monkeypatch.setattr(runner, name, fail)
-        lines = read_ahead(encode([{"prompt": "x"}]))
+        lines = unanswered(encode([{"prompt": "x"}]))
         with pytest.raises(RuntimeError, match="closed"):
-            BatchRun(llm, lines, {}, RUN, written.append).run()
+            BatchRun(llm, lines, {}, RUN, written.extend).run()
         assert not written
 
 
@@ -253,9 +253,9 @@ def test_few_lines_are_held_and_the_batch_stays_full(llm: LLM) -> None:
             yield encode([{"prompt": "x", "max_tokens": length, "ignore_eos": True}])[0]
 
     steps = llm.stats()["num_steps"]
-    BatchRun(llm, read_ahead(lines()), {}, RUN, written.append).run()
+    BatchRun(llm, unanswered(lines()), {}, RUN, written.extend, chunk_size=1).run()
     assert len(written) == num_read == len(lengths)
-    # Four run, four wait in the engine, four in the queue, and one is in the reader's hand.
+    # Four run, four wait in the engine, two are prepared, one waits for room, and one is in the reader's hand.
     assert 8 <= most_held <= 4 + 4 + 4 + 2
     # Blocks that drain would take at least half as many again.
     assert llm.stats()["num_steps"] - steps <= sum(lengths) // 4 + 32
@@ -270,7 +270,7 @@ def test_a_slow_input_does_not_hold_up_answers(llm: LLM) -> None:
             time.sleep(0.01)
         yield encode([{"prompt": "y", "max_tokens": 2}])[0]
 
-    BatchRun(llm, read_ahead(lines()), {}, RUN, written.append).run()
+    BatchRun(llm, unanswered(lines()), {}, RUN, written.extend).run()
     assert len(written) == 2
 
 
@@ -280,7 +280,7 @@ def test_a_read_error_is_raised(llm: LLM) -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        BatchRun(llm, read_ahead(lines()), {}, RUN, list[bytes]().append).run()
+        BatchRun(llm, unanswered(lines()), {}, RUN, list[bytes]().extend).run()
     while not llm.is_finished():
         llm.step()
 

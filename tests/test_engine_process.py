@@ -88,7 +88,7 @@ def test_requests_pickle_small_and_whole(llm: LLM) -> None:
     assert len(data) < 100 * (4 * 64 + 80) + 2000
     for request, copy in zip(requests, pickle.loads(data), strict=True):
         assert (copy.token_ids, copy.params, copy.priority) == (request.token_ids, request.params, 3)
-        assert copy.bad_sequences == request.bad_sequences != [] and copy.is_streamed and copy.prompt_token_ids is None
+        assert copy.bad_sequences == request.bad_sequences != [] and copy.is_streamed
         assert request.grammar is not None and request.grammar.compiled is not None
         assert copy.grammar.text == request.grammar.text and copy.grammar.compiled is None
     # What makes their constraints goes along, too.

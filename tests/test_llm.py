@@ -285,7 +285,7 @@ def test_lists_of_different_lengths(llm: LLM) -> None:
     with pytest.raises(ValueError, match="must be SamplingParams"):
         llm.add_request([1], {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a prompt as a dict is"):
-        llm.generate({"a": 1})  # type: ignore[arg-type]
+        llm.generate({"a": 1})
     assert llm.is_finished()
 
 

@@ -13,8 +13,6 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from queue import Empty, Queue
-from threading import Thread
 from typing import Any, BinaryIO
 
 from nanovllm.batch_files.digests import AnsweredRequests, request_digest
@@ -38,53 +36,29 @@ class UnreadableInputError(ValueError):
     """The input is of a kind that is not read."""
 
 
-class ReadAhead:
-    """Reads lines in a thread of its own, so that a slow source does not hold up the engine.
+class UnansweredLines:
+    """The lines of a source that are not blank, and whose requests have no answer.
 
     Args:
         source: gives lines.
         answered: requests that are not wanted.
-        limit: most lines that wait for `take`.
 
     Attributes:
-        num_lines: lines of the source, once `take` has met its end.
+        num_lines: lines of the source so far.
     """
 
-    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, limit: int) -> None:
+    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests) -> None:
         self._source = source
         self._answered = answered
-        # Lines; at last None, or what reading has raised.
-        self._queue: Queue[tuple[int, bytes] | BaseException | None] = Queue(limit)
-        self._ended = False
         self.num_lines = 0
-        Thread(target=self._read, daemon=True).start()
 
-    def take(self, wait: bool) -> tuple[int, bytes] | None:
-        """Return the next line that is not blank, and its number, from 1; None if there is none, or none yet.
-
-        Args:
-            wait: wait for a line; then None means the end.
-        """
-        if self._ended:
-            return None
-        try:
-            item = self._queue.get(block=wait)
-        except Empty:
-            return None
-        if isinstance(item, BaseException):
-            raise item
-        self._ended = item is None
-        return item
-
-    def _read(self) -> None:
-        try:
-            for number, line in enumerate(self._source, 1):
-                self.num_lines = number
-                if not self._answered.check(number, request_digest(line)):
-                    self._queue.put((number, line))
-        except BaseException as error:
-            self._queue.put(error)
-        self._queue.put(None)
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        """Iterate over the lines, each with its number, from 1, and its digest."""
+        for number, line in enumerate(self._source, 1):
+            self.num_lines = number
+            digest = request_digest(line)
+            if not self._answered.check(number, digest):
+                yield number, digest, line
 
 
 class InputFile:

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.openai_format import ENDPOINTS, sampling_values
-from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.chat import conversations, render_chat
+from nanovllm.text.chat import conversations, render_text
 
 _IDS = ("id", "custom_id")
 _OPENAI = {"custom_id", "method", "url", "body"}
 _SAMPLING = {item.name for item in fields(SamplingParams)}
 _TEMPLATE = {"tools", "chat_template_kwargs"}
-# What `render_chat` and `apply_chat_template` decide themselves.
+_OWN = {"prompt", "messages", *_IDS, *_SAMPLING, *_TEMPLATE}
+_OPENAI_ONLY = {"url", "body", "method"}
+# What `render_text` and `apply_chat_template` decide themselves.
 _RESERVED = {"tokenizer", "conversation", "tokenize"}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BatchRequest:
     """What a line asks for.
 
@@ -42,18 +43,16 @@ class BatchRequest:
     template: dict[str, Any] = field(default_factory=dict)
     url: str | None = None
 
-    def rendered(self, tokenizer: Any) -> str | list[int] | TokensPrompt:
-        """Return the prompt; of a conversation what the chat template makes of it.
+    def rendered(self, tokenizer: Any) -> str:
+        """Return the text that the chat template makes of the conversation.
 
         Raises:
             ValueError: the messages do not fit the model's chat template.
         """
-        if self.prompt is not None:
-            return self.prompt
         talks, is_list = conversations(self.messages)
         if is_list:
             raise ValueError("a line has one conversation: messages must be a list of dicts")
-        return render_chat(tokenizer, talks[0], **{"add_generation_prompt": True, **self.template})
+        return render_text(tokenizer, talks[0], **{"add_generation_prompt": True, **self.template})
 
 
 def load_line(text: bytes) -> dict[str, Any]:
@@ -76,28 +75,46 @@ def line_ids(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in _IDS if name in record}
 
 
-def parse_request(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
-    """Return what a line asks for.
+class RequestParser:
+    """Makes requests of lines; those with equal sampling parameters share them.
 
     Args:
-        record: the line's object.
         defaults: sampling parameters of lines that do not say.
-
-    Raises:
-        ValueError: an unknown field, or a bad value.
     """
-    if record.keys() & {"url", "body", "method"}:
-        return _parse_openai(record, defaults)
-    _refuse_unknown(record, {"prompt", "messages", *_IDS, *_SAMPLING, *_TEMPLATE})
-    if ("prompt" in record) == ("messages" in record):
-        raise ValueError("a line has either a prompt or messages")
-    values = {name: value for name, value in record.items() if name in _SAMPLING}
-    params = _sampling_params({"max_tokens": None, **defaults, **values})
-    if "prompt" in record:
-        if record.keys() & _TEMPLATE:
-            raise ValueError("tools and chat_template_kwargs need messages")
-        return BatchRequest(_check_prompt(record["prompt"]), params)
-    return BatchRequest(None, params, record["messages"], _template(record))
+
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
+        # By the values that lines give, as far as these are no lists.
+        self._params: dict[Any, SamplingParams] = {}
+
+    def parse(self, record: Mapping[str, Any]) -> BatchRequest:
+        """Return what a line's object asks for.
+
+        Raises:
+            ValueError: an unknown field, or a bad value.
+        """
+        if not record.keys().isdisjoint(_OPENAI_ONLY):
+            return _parse_openai(record, self._defaults)
+        _refuse_unknown(record, _OWN)
+        if ("prompt" in record) == ("messages" in record):
+            raise ValueError("a line has either a prompt or messages")
+        params = self._sampling_params({name: value for name, value in record.items() if name in _SAMPLING})
+        if "prompt" in record:
+            if not record.keys().isdisjoint(_TEMPLATE):
+                raise ValueError("tools and chat_template_kwargs need messages")
+            return BatchRequest(_check_prompt(record["prompt"]), params)
+        return BatchRequest(None, params, record["messages"], _template(record))
+
+    def _sampling_params(self, values: dict[str, Any]) -> SamplingParams:
+        # Types too: True is 1.
+        key = *values.items(), *map(type, values.values())
+        try:
+            found = self._params.get(key)
+        except TypeError:
+            return _sampling_params({"max_tokens": None, **self._defaults, **values})
+        if found is None:
+            found = self._params[key] = _sampling_params({"max_tokens": None, **self._defaults, **values})
+        return found
 
 
 def _parse_openai(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
@@ -123,8 +140,8 @@ def _parse_openai(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> Bat
 
 
 def _refuse_unknown(record: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(set(record) - known)
-    if unknown:
+    if not record.keys() <= known:
+        unknown = sorted(set(record) - known)
         raise ValueError(f"unknown field {', '.join(map(repr, unknown))[:200]}")
 
 

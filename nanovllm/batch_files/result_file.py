@@ -94,9 +94,9 @@ class ResultFile:
         if not self.is_stream:
             self._file.truncate(0)
 
-    def write(self, line: bytes) -> None:
-        """Append a result."""
-        self._file.write(line)
+    def write(self, lines: list[bytes]) -> None:
+        """Append results."""
+        self._file.write(b"".join(lines))
         # A line that is not in the file when the process is killed is answered again.
         self._file.flush()
 

@@ -12,6 +12,8 @@ from nanovllm.logprobs import Logprob
 from nanovllm.openai_format import ENDPOINTS, LEAST_LOGPROB, completion_body
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+
 
 def result_line(
     line: int, ids: Mapping[str, Any], output: RequestOutput, request: BatchRequest, model: str
@@ -43,7 +45,7 @@ def error_line(line: int, ids: Mapping[str, Any], code: str, message: str) -> di
 
 def encode_line(result: Mapping[str, Any]) -> bytes:
     """Return a result as a line. Characters beyond ASCII are escaped: some of them end lines for some readers."""
-    return json.dumps(result, allow_nan=False).encode() + b"\n"
+    return _encode(result).encode() + b"\n"
 
 
 def _plain_output(output: CompletionOutput) -> dict[str, Any]:

@@ -8,54 +8,56 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanovllm.batch_files.digests import AnsweredRequests, answer_header, request_digest, run_digest
-from nanovllm.batch_files.inputs import InputFile, ReadAhead, UnreadableInputError
-from nanovllm.batch_files.requests import BatchRequest, line_ids, load_line, parse_request
+from nanovllm.batch_files.digests import AnsweredRequests, answer_header, run_digest
+from nanovllm.batch_files.inputs import InputFile, UnansweredLines, UnreadableInputError
+from nanovllm.batch_files.requests import BatchRequest, RequestParser, line_ids, load_line
 from nanovllm.batch_files.result_file import ResultFile
 from nanovllm.batch_files.results import encode_line, error_line, result_line
 from nanovllm.commands.start import check_flags
+from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.jobs import CHUNK_SIZE, FinishedPrompt, JobRun, PreparedPrompt
+from nanovllm.text.read_ahead import ReadAhead
 from nanovllm.text.run_requests import Progress
 from nanovllm.utils.flags import user_errors
 
 
-@dataclass(frozen=True)
-class PendingLine:
-    """A line whose request is in the engine.
+class Line(NamedTuple):
+    """A line of the input.
 
     Attributes:
         number: of the line, from 1.
         digest: of the line.
         ids: what its author called it.
-        request: what it asks for.
+        request: what it asks for; None if it cannot be read.
     """
 
     number: int
     digest: int
     ids: dict[str, Any]
-    request: BatchRequest
+    request: BatchRequest | None
 
 
 class BatchRun:
     """Answers lines.
 
-    At any time at most three times `max_num_running` lines are held: those that run, as many in the engine's queue, and
-    as many in that of `ReadAhead`.
+    The engine has at most so many lines as jobs have prompts there; two chunks of lines wait, prepared, and one is
+    being read.
 
     Args:
         llm: answers.
         lines: what is to be answered.
         defaults: sampling parameters of lines that do not say.
         run: digest of the run.
-        write: takes a line of the output.
+        write: takes lines of the output.
         num_lines: how many there are; None if it is not known.
+        chunk_size: lines that are prepared in one call.
 
     Attributes:
         num_answered, num_failed: lines so far.
@@ -64,20 +66,22 @@ class BatchRun:
     def __init__(
         self,
         llm: LLM,
-        lines: ReadAhead,
+        lines: UnansweredLines,
         defaults: Mapping[str, Any],
         run: str,
-        write: Callable[[bytes], object],
+        write: Callable[[list[bytes]], object],
+        *,
         num_lines: int | None = None,
+        chunk_size: int = CHUNK_SIZE,
     ) -> None:
         self._llm = llm
         self._lines = lines
-        self._defaults = defaults
+        self._parser = RequestParser(defaults)
+        self._known = llm.input_processor.known_params()
         self._run = run
         self._write = write
         self._num_lines = num_lines
-        self._most_pending = 2 * llm.config.max_num_running
-        self._pending: dict[int, PendingLine] = {}
+        self._chunk_size = chunk_size
         self.num_answered = self.num_failed = 0
 
     def run(self) -> None:
@@ -87,66 +91,78 @@ class BatchRun:
             OSError: a file cannot be read or written.
             RuntimeError: the engine is closed, since the device is lost.
         """
-        num_done = 0
-        # No progress bar where nobody looks.
-        with Progress(self._llm.llm_engine, self._num_lines, "line", disable=None) as progress:
-            while self._fill():
-                self._step()
-                before, num_done = num_done, self.num_answered + self.num_failed
-                if num_done > before:
-                    progress.update(num_done - before)
+        client = self._llm.engine_client
+        run = JobRun(client, self._answer, most_pending=self._llm.most_pending, returns_errors=True)
+        with (
+            client.driving(),
+            ReadAhead(self._lines, self._prepare, self._chunk_size) as lines,
+            # No progress bar where nobody looks.
+            Progress(client.engine, self._num_lines, "line", disable=None) as progress,
+        ):
+            run.run(lines, progress)
 
-    def _fill(self) -> bool:
-        """Queue lines until there are enough; returns whether a request is left. With none, waits for a line."""
-        while len(self._pending) < self._most_pending:
-            line = self._lines.take(wait=not self._pending)
-            if line is None:
-                break
-            self._add(*line)
-        return bool(self._pending)
+    def _prepare(self, lines: list[tuple[int, int, bytes]]) -> list[PreparedPrompt]:
+        """Return the requests of lines."""
+        prepared, prompts, chats = list[PreparedPrompt](), list[Line](), list[Line]()
+        for number, digest, text in lines:
+            ids: dict[str, Any] = {}
+            try:
+                record = load_line(text)
+                ids = line_ids(record)
+                request = self._parser.parse(record)
+            except ValueError as error:
+                prepared.append(PreparedPrompt(number, Line(number, digest, ids, None), error))
+            else:
+                line = Line(number, digest, ids, request)
+                (prompts if request.messages is None else chats).append(line)
+        return [*prepared, *self._process(prompts), *self._process(chats, self._rendered)]
 
-    def _add(self, number: int, text: bytes) -> None:
-        ids: dict[str, Any] = {}
-        try:
-            record = load_line(text)
-            ids = line_ids(record)
-            request = parse_request(record, self._defaults)
-            if request.params.seed is None and self._llm.config.seed is not None:
-                # The engine would take the request's number, which is another one when a run goes on.
-                request.params.seed = Random(f"{self._llm.config.seed} {number}").getrandbits(64)
-            request_id = self._llm.add_request(request.rendered(self._llm.tokenizer), request.params)
-        except ValueError as error:
-            self._fail(number, ids, "invalid_request", str(error))
-        else:
-            self._pending[request_id] = PendingLine(number, request_digest(text), ids, request)
+    def _process(
+        self, lines: list[Line], template: Callable[[BatchRequest], str] | None = None
+    ) -> Iterator[PreparedPrompt]:
+        asked = [line.request for line in lines if line.request is not None]
+        requests = self._llm.input_processor.process_each(
+            [request.prompt for request in asked] if template is None else asked,
+            [request.params for request in asked],
+            [0] * len(asked),
+            template=template,
+            seeds=self._seeds(lines),
+            known=self._known,
+        )
+        for line, request in zip(lines, requests, strict=True):
+            yield PreparedPrompt(line.number, line, request)
 
-    def _step(self) -> None:
-        try:
-            finished = self._llm.step().finished
-        except StepError as error:
+    def _rendered(self, request: BatchRequest) -> str:
+        return request.rendered(self._llm.tokenizer)
+
+    def _seeds(self, lines: list[Line]) -> list[int] | None:
+        seed = self._llm.config.seed
+        # The request's number would be another one when a run goes on.
+        return None if seed is None else [Random(f"{seed} {line.number}").getrandbits(64) for line in lines]
+
+    def _answer(self, done: list[FinishedPrompt]) -> None:
+        """Write what has finished."""
+        if any(output.error is not None for _, output in done):
             # Lines that failed with the device have no result, so that a later run answers them.
             self._llm.llm_engine.require_open()
-            for request_id in error.request_ids:
-                line = self._pending.pop(request_id)
-                self._fail(line.number, line.ids, "server_error", str(error))
-            return
-        for request_id, output in finished:
-            self._answer(self._pending.pop(request_id), output)
+        self._write([self._result(item.prompt, item.request, output) for item, output in done])
 
-    def _answer(self, line: PendingLine, output: RequestOutput) -> None:
+    def _result(self, line: Line, request: Request | ValueError, output: RequestOutput) -> bytes:
+        if output.error is not None or line.request is None:
+            code = "invalid_request" if isinstance(request, ValueError) else "server_error"
+            return self._failure(line, code, output.error or "")
         result = result_line(line.number, line.ids, output, line.request, self._llm.config.model)
         try:
             encoded = encode_line(answer_header(line.number, self._run, line.digest) | result)
         except ValueError as error:
             # JSON has no NaN, which is the log-probability of a token where constraints allow none.
-            self._fail(line.number, line.ids, "server_error", f"the answer cannot be written: {error}")
-            return
-        self._write(encoded)
+            return self._failure(line, "server_error", f"the answer cannot be written: {error}")
         self.num_answered += 1
+        return encoded
 
-    def _fail(self, number: int, ids: dict[str, Any], code: str, message: str) -> None:
-        self._write(encode_line(error_line(number, ids, code, message)))
+    def _failure(self, line: Line, code: str, message: str) -> bytes:
         self.num_failed += 1
+        return encode_line(error_line(line.number, line.ids, code, message))
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -169,8 +185,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 results.clear()
             # For the bar; a large file takes seconds.
             num_lines = source.count_unanswered(results.answered) if sys.stderr.isatty() else None
-            lines = ReadAhead(source.lines, results.answered, config.max_num_running)
-            batch = BatchRun(llm, lines, defaults, digest, results.write, num_lines)
+            lines = UnansweredLines(source.lines, results.answered)
+            batch = BatchRun(llm, lines, defaults, digest, results.write, num_lines=num_lines)
             try:
                 _answer(batch, lines, source, results)
             except UnreadableInputError as error:
@@ -186,7 +202,7 @@ def _load_results(results: ResultFile, source: InputFile, options: argparse.Name
         results.load(digest)
 
 
-def _answer(batch: BatchRun, lines: ReadAhead, source: InputFile, results: ResultFile) -> None:
+def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:
     try:
         batch.run()
         if not source.is_stream:

@@ -88,7 +88,7 @@ class BlockManager:
             return False
         matched = self._match_prefix(seq)
         num_new = self.num_blocks_for(seq.num_tokens) - len(matched)
-        num_revived = sum(block.ref_count == 0 for block in matched)
+        num_revived = sum(block.ref_count == 0 for block in matched) if matched else 0
         num_missing = num_new + num_revived - len(self._free)
         if num_missing > 0:
             seq.fits_from = self._num_gained + num_missing

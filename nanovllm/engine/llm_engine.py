@@ -12,7 +12,6 @@ thread: they go into an inbox, which the next step empties. What a step brings i
 from __future__ import annotations
 
 import os
-import secrets
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -29,9 +28,10 @@ from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import request_output
+from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.results import Results, StepTokens
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import GOLDEN_RATIO_64, Sequence, SequenceGroup, SequenceStatus, make_sequences
+from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.token_masks import token_masks
 from nanovllm.engine.trace import Trace, TracedRunner
@@ -89,7 +89,7 @@ class LLMEngine(Unpicklable):
             num_kv_slots=runner.num_kvcache_blocks * config.kvcache_block_size,
             max_logprobs=config.most_logprobs(vocab_size),
         )
-        self._seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.seeds = RequestSeeds(config.seed)
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
         # Unfinished ones, by the id of each of their sequences.
@@ -113,7 +113,8 @@ class LLMEngine(Unpicklable):
         """
         params = self.limits.check_without_text(SamplingParams() if sampling_params is None else sampling_params)
         token_ids = self.limits.check_prompt(prompt, params)
-        return self.enqueue(Request(token_ids, params, priority=check_int("priority", priority)))
+        priority, seed = check_int("priority", priority), self.seeds.of(self.seeds.reserve(params.n))
+        return self.enqueue(Request(token_ids, params, priority=priority, seed=seed))
 
     def enqueue(self, request: Request) -> int:
         """Queue a request that `limits` has passed, and return its id; its constraints are made in this thread."""
@@ -123,9 +124,8 @@ class LLMEngine(Unpicklable):
         if request.is_constrained:
             constraints = [self._make_constraint(request) for _ in range(num_outputs)]
         seq_ids = [next(self._request_ids) for _ in range(num_outputs)]
-        seed = (self._seed + (seq_ids[0] + 1) * GOLDEN_RATIO_64) % 2**64 if params.seed is None else params.seed
         max_tokens = self.limits.max_tokens(len(request.token_ids), params)
-        group = make_sequences(request, seq_ids, seed, max_tokens, constraints)
+        group = make_sequences(request, seq_ids, max_tokens, constraints)
         self._groups.update(dict.fromkeys(seq_ids, group))
         self._inbox.extend(group.seqs)
         return seq_ids[0]

@@ -34,7 +34,8 @@ class Grammar:
         return Grammar, (self.text, self.is_choice)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: that triples the time to make one.
+@dataclass(slots=True, eq=False)
 class Request:
     """A request that an engine can serve; see `InputProcessor` and `RequestLimits`.
 
@@ -42,20 +43,18 @@ class Request:
         token_ids: the prompt.
         params: in range.
         prompt: its text, if it came as one.
-        prompt_token_ids: the prompt as the list that it came as, for the output: a new one of a thousand integers takes
-            as long as the rest of an output.
         priority: lower ones run first.
         cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
         pooling: "last" or "mean" asks for the hidden states of the prompt.
         bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that are never generated.
         grammar: what the outputs match.
         is_streamed: whether its tokens are wanted as they come.
+        seed: of its noise unless `params` has one; from `RequestSeeds`.
     """
 
     token_ids: array[int]
     params: SamplingParams
     prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
     priority: int = 0
     cache_salt: str | None = None
     pooling: str | None = None
@@ -63,6 +62,7 @@ class Request:
     bad_sequences: Sequence[list[int]] = ()
     grammar: Grammar | None = None
     is_streamed: bool = False
+    seed: int = 0
 
     @property
     def reports_tokens(self) -> bool:
@@ -75,10 +75,9 @@ class Request:
         return self.grammar is not None or bool(self.bad_sequences)
 
     def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
-        # The list has the same integers as the array, which is smaller and faster.
         bad = self.bad_token_ids, self.bad_sequences
-        own = self.priority, self.cache_salt, self.pooling, *bad, self.grammar, self.is_streamed
-        return Request, (self.token_ids, self.params, self.prompt, None, *own)
+        own = self.priority, self.cache_salt, self.pooling, *bad, self.grammar, self.is_streamed, self.seed
+        return Request, (self.token_ids, self.params, self.prompt, *own)
 
 
 class TokenConstraint(Protocol):

@@ -77,21 +77,25 @@ class RequestLimits:
         except TypeError as error:
             kind = type(prompt).__name__
             raise ValueError(f"a prompt is a string or a list of token ids, not {kind}: {prompt!r:.80}") from error
-        if len(token_ids) > self.max_model_len:
-            message = f"the prompt has {len(token_ids)} tokens, over max_model_len={self.max_model_len}"
+        self.check_size(len(token_ids), params)
+        return token_ids
+
+    def check_size(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Raise a `ValueError` if a prompt of so many tokens cannot be served."""
+        if num_prompt_tokens > self.max_model_len:
+            message = f"the prompt has {num_prompt_tokens} tokens, over max_model_len={self.max_model_len}"
             raise PromptTooLongError(message)
-        if params.prompt_logprobs_start > len(token_ids):
+        if params.prompt_logprobs_start > num_prompt_tokens:
             raise ValueError(
-                f"prompt_logprobs_start={params.prompt_logprobs_start} is over the prompt's {len(token_ids)} tokens"
+                f"prompt_logprobs_start={params.prompt_logprobs_start} is over the prompt's {num_prompt_tokens} tokens"
             )
         # The last token is returned and never computed, so its keys and values are not stored.
-        num_stored = max(len(token_ids), len(token_ids) + self.max_tokens(len(token_ids), params) - 1)
+        num_stored = max(num_prompt_tokens, num_prompt_tokens + self.max_tokens(num_prompt_tokens, params) - 1)
         if num_stored > self.num_kv_slots:
             raise ValueError(
-                f"a prompt of {len(token_ids)} tokens and max_tokens={params.max_tokens} need {num_stored} KV slots, "
-                f"over the cache's {self.num_kv_slots} (num_kvcache_blocks * kvcache_block_size)"
+                f"a prompt of {num_prompt_tokens} tokens and max_tokens={params.max_tokens} need {num_stored} KV "
+                f"slots, over the cache's {self.num_kv_slots} (num_kvcache_blocks * kvcache_block_size)"
             )
-        return token_ids
 
     def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return the most tokens that a request can generate, at least 1."""

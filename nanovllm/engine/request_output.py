@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,12 @@ from nanovllm.runner.messages import TokenLogprobs
 def request_output(group: SequenceGroup) -> RequestOutput:
     """Return the output, without text, of a request whose sequences have all ended."""
     seqs, first = group.seqs, group.seqs[0]
+    # The field takes an array as well.
+    tokens: Any = group.request.token_ids
     return RequestOutput(
         request_id=first.seq_id,
         prompt=None,
-        prompt_token_ids=group.request.prompt_token_ids or group.request.token_ids.tolist(),
+        prompt_token_ids=tokens,
         outputs=[_completion_output(seq) for seq in seqs],
         finished=True,
         prompt_logprobs=_prompt_logprobs(first),

@@ -341,7 +341,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         # They refer to one another, and would wait for the garbage collector.
-        seq.siblings = []
+        seq.siblings = ()
         seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
         self._num_extra -= seq.has_extra
         del self._sequences[seq.seq_id]

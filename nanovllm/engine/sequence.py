@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import typing
 from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,7 +20,7 @@ GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 """Multiples of it, modulo 2**64, are far apart."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceGroup:
     """The sequences of a request's outputs, in order."""
 
@@ -71,6 +72,17 @@ class Sequence:
     are kept with those of all others in `rows`.
     """
 
+    # fmt: off
+    __slots__ = (
+        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_table", "constraint",
+        "end_token_ids", "finish_reason", "fits_from", "has_extra", "index", "logprobs", "max_tokens", "metrics",
+        "num_admissions", "num_cached_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_registered_blocks",
+        "num_shared_tokens", "params", "prompt_outputs", "record_bytes", "registered_identity", "request",
+        "request_id", "rows", "seed", "seq_id", "siblings", "slot", "sort_key", "status", "stop_reason",
+        "watches_tokens",
+    )
+    # fmt: on
+
     def __init__(
         self,
         seq_id: int,
@@ -96,7 +108,7 @@ class Sequence:
         self.index = index
         self.constraint = constraint
         # All sequences of a request with several outputs, until this one has finished.
-        self.siblings: list[Sequence] = []
+        self.siblings: typing.Sequence[Sequence] = ()
         # The most tokens of its output; None has no limit but the model's length.
         self.max_tokens = params.max_tokens
         # Whether steps must know more of it than its temperature.
@@ -215,9 +227,10 @@ class Sequence:
 
 
 def make_sequences(
-    request: Request, seq_ids: list[int], seed: int, max_tokens: int, constraints: list[TokenConstraint | None]
+    request: Request, seq_ids: list[int], max_tokens: int, constraints: list[TokenConstraint | None]
 ) -> SequenceGroup:
     """Return a request's sequences, one for each of its outputs; their seeds follow from the request's."""
+    seed = request.seed if request.params.seed is None else request.params.seed
     seqs = []
     for i, (seq_id, constraint) in enumerate(zip(seq_ids, constraints, strict=True)):
         seq = Sequence(seq_id, request, (seed + i * GOLDEN_RATIO_64) % 2**64, i, constraint)

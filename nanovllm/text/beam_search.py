@@ -92,9 +92,10 @@ def run_beam_searches(client: EngineClient, searches: list[BeamSearch], use_tqdm
     while running := [search for search in searches if not search.done]:
         requests = []
         for search in running:
-            params = SamplingParams(search.params.temperature, 1, detokenize=False, ignore_eos=True)
-            # More than users may ask for.
-            params.logprobs = search.num_candidates
+            # More log-probabilities than users may ask for.
+            params = SamplingParams(
+                search.params.temperature, 1, detokenize=False, ignore_eos=True, logprobs=search.num_candidates
+            )
             prompts = [array("i", search.prompt_token_ids + beam.token_ids) for beam in search.running]
             requests += [Request(prompt, params) for prompt in prompts]
         outputs = iter(run_requests(client, requests, use_tqdm))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, TypedDict
 
 from nanovllm.outputs import TokensPrompt
@@ -41,6 +42,31 @@ def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
         if len(lists) == len(messages) and all(isinstance(message, dict) for item in lists for message in item):
             return [plain_messages(item) for item in lists], True
     raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
+
+
+def conversation_source(messages: Any) -> Any:
+    """Return what `LLM.chat` is given as conversations, not checked yet: a list, or what gives them.
+
+    Raises:
+        ValueError: it is neither a conversation, nor does it give any.
+    """
+    if isinstance(messages, (list, tuple)) and messages:
+        return [messages] if isinstance(messages[0], dict) else messages
+    if isinstance(messages, (str, dict, list, tuple)) or not isinstance(messages, Iterable):
+        raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
+    return messages
+
+
+def one_conversation(messages: Any) -> list[Message]:
+    """Return a conversation with contents as text.
+
+    Raises:
+        ValueError: it is no list of messages; or a content is not text.
+    """
+    (conversation, *others), _ = conversations(messages)
+    if others or not isinstance(messages[0], dict):
+        raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
+    return conversation
 
 
 def plain_messages(messages: Any) -> list[Message]:

@@ -54,10 +54,14 @@ class Detokenizer:
 
 def detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
     """Return the detokenizer of an output with these parameters."""
-    options = {"skip_special_tokens": params.skip_special_tokens}
-    if not params.skip_special_tokens:
-        options["spaces_between_special_tokens"] = params.spaces_between_special_tokens
-    return Detokenizer(tokenizer, **options)
+    return Detokenizer(tokenizer, **decode_options(params))
+
+
+def decode_options(params: SamplingParams) -> dict[str, bool]:
+    """Return the keywords of a tokenizer's `decode` for an output with these parameters."""
+    if params.skip_special_tokens:
+        return {"skip_special_tokens": True}
+    return {"skip_special_tokens": False, "spaces_between_special_tokens": params.spaces_between_special_tokens}
 
 
 class OutputText:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from nanovllm.config import Pooling
 from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
+from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, render_text
 from nanovllm.text.structured_output import ConstraintFactory, encode_bad_words
-from nanovllm.utils.checks import check_int, token_list
+from nanovllm.utils.checks import check_int, pack_token_ids, token_list
+
+T = TypeVar("T")
 
 LONG_TEXT = 2**16
 """Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
 
-class _CheckedParams(NamedTuple):
+class ParamsFound(NamedTuple):
     """What is found once of the parameters that many requests share.
 
     Attributes:
@@ -35,6 +37,35 @@ class _CheckedParams(NamedTuple):
     grammar: Grammar | None
 
 
+class CheckedParams:
+    """Parameters that have been checked, or why they are refused: equal ones are looked at once.
+
+    Args:
+        check: looks at them.
+    """
+
+    def __init__(self, check: Callable[[Any], ParamsFound]) -> None:
+        self._check = check
+        self._found: dict[Any, tuple[Any, ParamsFound | ValueError]] = {}
+        self._last: tuple[Any, ParamsFound | ValueError] | None = None
+
+    def find(self, params: Any) -> ParamsFound | ValueError:
+        """Return what is found of parameters."""
+        if self._last is None or self._last[0] is not params:
+            key = _values_of(params)
+            if key not in self._found:
+                # With the object, whose id may be the key.
+                self._found[key] = params, self._look_at(params)
+            self._last = params, self._found[key][1]
+        return self._last[1]
+
+    def _look_at(self, params: Any) -> ParamsFound | ValueError:
+        try:
+            return self._check(params)
+        except ValueError as error:
+            return error
+
+
 class InputProcessor:
     """Encodes prompts and checks requests.
 
@@ -42,12 +73,14 @@ class InputProcessor:
         tokenizer: a transformers tokenizer; None takes token ids alone.
         limits: what the engine can serve.
         grammars: compiles grammars.
+        seeds: numbers requests in the order in which they come.
     """
 
-    def __init__(self, tokenizer: Any, limits: RequestLimits, grammars: ConstraintFactory) -> None:
+    def __init__(self, tokenizer: Any, limits: RequestLimits, grammars: ConstraintFactory, seeds: RequestSeeds) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._grammars = grammars
+        self.seeds = seeds
 
     @cached_property
     def max_characters(self) -> int:
@@ -72,35 +105,71 @@ class InputProcessor:
         Raises:
             ValueError: one cannot be served; says what is out of bounds.
         """
-        encoded = self._encode(prompts)
-        # Most requests of a call share their parameters, which are checked and looked at once.
-        known: dict[int, _CheckedParams] = {}
-        requests = []
-        for index, (token_ids, text) in enumerate(encoded):
-            param = params[index]
+        return good_items(self.process_each(prompts, params, priorities, streams=streams))
+
+    def process_each(
+        self,
+        prompts: list[Any],
+        params: list[Any],
+        priorities: list[Any],
+        *,
+        streams: bool = False,
+        pooling: str | None = None,
+        template: Callable[[Any], str] | None = None,
+        seeds: Sequence[int] | None = None,
+        known: CheckedParams | None = None,
+    ) -> list[Request | ValueError]:
+        """Return requests, and in the places of those that cannot be served why.
+
+        Args:
+            prompts, params, priorities, streams: see `process`.
+            pooling: see `process_pooling`.
+            template: makes texts of conversations, which these prompts are; they bring their special tokens.
+            seeds: of each; None numbers the requests in this order.
+            known: parameters of earlier calls.
+        """
+        known = self.known_params() if known is None else known
+        encoded = self._encode(prompts, template is None, template)
+        packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)
+        found: list[Request | ValueError] = []
+        for index, (prompt, param) in enumerate(zip(encoded, params, strict=True)):
+            checked = known.find(param)
+            if isinstance(prompt.token_ids, ValueError):
+                found.append(prompt.token_ids)
+                continue
+            if isinstance(checked, ValueError):
+                found.append(checked)
+                continue
             try:
-                if (found := known.get(id(param))) is None:
-                    found = known[id(param)] = self._check(param)
                 priority = check_int("priority", priorities[index])
-                tokens = self.limits.check_prompt(token_ids, found.params)
+                tokens = packed[index]
+                if tokens is None:
+                    tokens = self.limits.check_prompt(prompt.token_ids, checked.params)
+                else:
+                    self.limits.check_size(len(tokens), checked.params)
             except ValueError as error:
-                concerns_all = found is None and all(other is param for other in params)
-                raise _of_prompt(index, 1 if concerns_all else len(prompts), error) from error
-            salt = prompts[index].get("cache_salt") if isinstance(prompts[index], Mapping) else None
+                found.append(error)
+                continue
+            seed = self.seeds.of(self.seeds.reserve(checked.params.n)) if seeds is None else seeds[index]
             request = Request(
                 tokens,
-                found.params,
-                prompt=text,
-                prompt_token_ids=token_ids,
+                checked.params,
+                prompt=prompt.text,
                 priority=priority,
-                cache_salt=salt,
-                bad_token_ids=found.bad_token_ids,
-                bad_sequences=found.bad_sequences,
-                grammar=found.grammar,
+                cache_salt=prompt.cache_salt,
+                pooling=pooling,
+                bad_token_ids=checked.bad_token_ids,
+                bad_sequences=checked.bad_sequences,
+                grammar=checked.grammar,
                 is_streamed=streams,
+                seed=seed,
             )
-            requests.append(request)
-        return requests
+            found.append(request)
+        return found
+
+    def known_params(self) -> CheckedParams:
+        """Return what checks the parameters of one call, equal ones once."""
+        return CheckedParams(self._check)
 
     def encode(
         self, prompts: list[Any], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -120,7 +189,9 @@ class InputProcessor:
             most = self.max_characters
             prompts = [prompt[-most:] if isinstance(prompt, str) else prompt for prompt in prompts]
         found: list[TokensPrompt] = []
-        for ids, text in self._encode(prompts, add_special_tokens):
+        encoded = self._encode(prompts, add_special_tokens)
+        all_ids = good_items([prompt.token_ids for prompt in encoded])
+        for ids, text in zip(all_ids, (prompt.text for prompt in encoded), strict=True):
             is_cut = max_tokens is not None and len(ids) > max_tokens
             prompt: TokensPrompt = {"prompt_token_ids": ids[len(ids) - (max_tokens or 0) :] if is_cut else ids}
             if text is not None and not is_cut:
@@ -138,28 +209,32 @@ class InputProcessor:
         """Return the prompt of a conversation; see `render_text` for `options`, and `encode`."""
         return self.encode([render_text(self.tokenizer, conversation, **options)], add_special_tokens, max_tokens)[0]
 
-    def _encode(self, prompts: list[Any], add_special_tokens: bool = True) -> list[tuple[Any, str | None]]:
-        """Return the token ids of prompts, not checked yet, and the texts of those that have one."""
-        parts: list[tuple[Any, str | None]] = []
-        for index, prompt in enumerate(prompts):
+    def _encode(
+        self, prompts: list[Any], add_special_tokens: bool = True, template: Callable[[Any], str] | None = None
+    ) -> list[ParsedPrompt]:
+        """Return parts of prompts with their token ids, not checked yet; in the place of these why they have none."""
+        parts: list[ParsedPrompt] = []
+        for prompt in prompts:
             try:
-                parts.append(_token_ids_and_text(prompt))
-                if parts[-1][0] is None and self.tokenizer is not None:
-                    self._check_length("the prompt", parts[-1][1] or "", PromptTooLongError)
+                part = parse_prompt(prompt) if template is None else ParsedPrompt(None, template(prompt))
+                if part.token_ids is None and self.tokenizer is not None:
+                    self._check_length("the prompt", part.text or "", PromptTooLongError)
             except ValueError as error:
-                raise _of_prompt(index, len(prompts), error) from error
-        texts = {index: text for index, (ids, text) in enumerate(parts) if ids is None and text is not None}
+                part = ParsedPrompt(error)
+            parts.append(part)
+        places = [i for i, part in enumerate(parts) if part.token_ids is None and part.text is not None]
+        encoded = self._tokenize_each([parts[i].text or "" for i in places], add_special_tokens)
+        for i, token_ids in zip(places, encoded, strict=True):
+            parts[i] = ParsedPrompt(token_ids, parts[i].text, parts[i].cache_salt)
+        return parts
+
+    def _tokenize_each(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+        """Encode texts; those that cannot be have the error in their place."""
         try:
-            encoded = iter(self.tokenize(list(texts.values()), add_special_tokens))
-        except ValueError:
+            return self.tokenize(texts, add_special_tokens)
+        except ValueError as error:
             # One at a time shows which it is.
-            for index, text in texts.items():
-                try:
-                    self.tokenize([text])
-                except ValueError as error:
-                    raise _of_prompt(index, len(prompts), error) from error
-            raise
-        return [(next(encoded), text) if index in texts else (ids, text) for index, (ids, text) in enumerate(parts)]
+            return [error] if len(texts) == 1 else [self._tokenize_each([t], add_special_tokens)[0] for t in texts]
 
     def process_pooling(
         self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
@@ -175,26 +250,8 @@ class InputProcessor:
         Raises:
             ValueError: an unknown pooling, or see `process`.
         """
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
-        params = [SamplingParams(0, 1, detokenize=False)] * len(prompts)
-        requests = self.process(prompts, params, [priority] * len(prompts), streams=streams)
-        return [replace(request, pooling=pooling) for request in requests]
-
-    def process_each(
-        self, prompts: list[Any], params: list[SamplingParams], priorities: list[int]
-    ) -> list[Request | ValueError]:
-        """Return requests, and in the places of those that cannot be served why; see `process`."""
-        try:
-            return [*self.process(prompts, params, priorities)]
-        except ValueError:
-            found: list[Request | ValueError] = []
-            for prompt, param, priority in zip(prompts, params, priorities, strict=True):
-                try:
-                    found += self.process([prompt], [param], [priority])
-                except ValueError as error:
-                    found.append(error)
-            return found
+        params, priorities = [pooling_params(pooling)] * len(prompts), [priority] * len(prompts)
+        return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode texts, all in one call, since tokenizers then use every core."""
@@ -204,7 +261,8 @@ class InputProcessor:
             raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
         try:
             # Not `verbose`, which warns of texts that are too long: they are refused, or cut.
-            options = {"add_special_tokens": add_special_tokens, "verbose": False}
+            unwanted = dict.fromkeys(("verbose", "return_attention_mask", "return_token_type_ids"), False)
+            options = {"add_special_tokens": add_special_tokens, **unwanted}
             token_ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         except TypeError as error:
             if len(texts) > 1:
@@ -218,7 +276,7 @@ class InputProcessor:
             most = f"the {self.max_characters} that max_model_len={self.limits.max_model_len} tokens can have"
             raise kind(f"{name} has {len(text)} characters, over {most}")
 
-    def _check(self, param: Any) -> _CheckedParams:
+    def _check(self, param: Any) -> ParamsFound:
         """Return checked parameters, and what follows from them for each request."""
         params = self.limits.check_params(param)
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
@@ -230,29 +288,75 @@ class InputProcessor:
         structured = params.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
-        return _CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
+        return ParamsFound(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
 
 
-def _of_prompt(index: int, count: int, error: ValueError) -> ValueError:
-    """Return an error that says which of several prompts it is of."""
+def good_items(found: Sequence[T | ValueError]) -> list[T]:
+    """Return what was found of prompts, if there are no errors.
+
+    Raises:
+        ValueError: the first error, with the prompt's number unless it is one of all of them.
+    """
+    good = [item for item in found if not isinstance(item, ValueError)]
+    if len(good) < len(found):
+        index, error = next((i, item) for i, item in enumerate(found) if isinstance(item, ValueError))
+        raise error if all(item is error for item in found) else of_prompt(index, error) from error
+    return good
+
+
+def of_prompt(index: int, error: ValueError) -> ValueError:
+    """Return an error that says which prompt it is of."""
     kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
-    return error if count == 1 else kind(f"prompts[{index}]: {error}")
+    return kind(f"prompts[{index}]: {error}")
 
 
-def _token_ids_and_text(prompt: Any) -> tuple[Any, str | None]:
-    """Return a prompt's token ids, not checked yet, and its text; one of them may be None."""
+def pooling_params(pooling: Pooling) -> SamplingParams:
+    """Return the parameters of requests for hidden states.
+
+    Raises:
+        ValueError: an unknown pooling.
+    """
+    if pooling not in get_args(Pooling):
+        raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+    return SamplingParams(0, 1, detokenize=False)
+
+
+def _values_of(params: Any) -> Any:
+    """Return what equal parameters have in common; of those with lists in them, what is theirs alone."""
+    try:
+        key = tuple(vars(params).values())
+        hash(key)
+    except TypeError:
+        return id(params)
+    return key
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt as it is given: its token ids, not checked yet, or its text, or both, and its salt."""
+
+    token_ids: Any
+    text: str | None = None
+    cache_salt: str | None = None
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Return the parts of a prompt.
+
+    Raises:
+        ValueError: it is a dict of another form.
+    """
     if isinstance(prompt, str):
-        return None, prompt
-    if not isinstance(prompt, Mapping):
-        return token_list(prompt), None
+        return ParsedPrompt(None, prompt)
+    if isinstance(prompt, list) or not isinstance(prompt, Mapping):
+        return ParsedPrompt(token_list(prompt))
     ids, text, salt = (prompt.get(name) for name in ("prompt_token_ids", "prompt", "cache_salt"))
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ValueError(f"cache_salt is a text that is not empty, not {salt!r:.80}")
     if set(prompt) <= {"prompt", "prompt_token_ids", "cache_salt"} and isinstance(text, (str, type(None))):
         if ids is None and text is not None:
-            return None, text
+            return ParsedPrompt(None, text, salt)
         if ids is not None and not isinstance(ids, str):
-            return token_list(ids), text
+            return ParsedPrompt(token_list(ids), text, salt)
     raise ValueError(
         "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
     )

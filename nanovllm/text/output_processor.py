@@ -6,7 +6,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import OutputText, detokenizer
+from nanovllm.text.detokenizer import OutputText, decode_options
+from nanovllm.text.tokenizer import decode_function
 
 
 class NewTokens(NamedTuple):
@@ -111,7 +112,7 @@ class OutputProcessor:
         if self.tokenizer is None or not params.detokenize:
             return ""
         whole = token_ids[:-1] if ends and not params.include_stop_str_in_output else token_ids
-        return detokenizer(self.tokenizer, params).append(whole, final=True)
+        return decode_function(self.tokenizer)(whole, **decode_options(params))
 
     def decode_token(self, token_id: int) -> str | None:
         """Return the text of one token."""

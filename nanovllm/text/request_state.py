@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanovllm.engine.request import Request
 from nanovllm.logprobs import Logprob, Logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -45,8 +47,9 @@ class RequestState:
             if final is not None or new.text or new.token_ids:
                 outputs.append(self._completion(i, new))
         if final is None:
-            request, tokens = self.request, self.request.prompt_token_ids or self.request.token_ids.tolist()
-            return RequestOutput(self.request_id, request.prompt, tokens, outputs, False) if outputs else None
+            # The field takes an array as well.
+            tokens: Any = self.request.token_ids
+            return RequestOutput(self.request_id, self.request.prompt, tokens, outputs, False) if outputs else None
         for state, output, whole in zip(self.outputs, outputs, final.outputs, strict=True):
             _end(state, whole)
             output.finish_reason, output.stop_reason = whole.finish_reason, whole.stop_reason

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.protocol import Engine
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput, StepError, failed_output
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.engine_client import EngineClient
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 
-def prompt_list(prompts: Any) -> list[Any]:
-    """Return prompts as a list; a single text or dict is a list of one."""
+def prompt_list(prompts: Any) -> Any:
+    """Return prompts as a list, a single text or dict as a list of one; other iterables as they are."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if getattr(prompts, "ndim", None) == 2 and hasattr(prompts, "tolist"):
-        rows: list[Any] = prompts.tolist()
-        return rows
-    if not isinstance(prompts, (list, tuple)):
-        raise ValueError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-    return list(prompts)
+    num_dimensions = getattr(prompts, "ndim", None)
+    if num_dimensions == 2 and hasattr(prompts, "tolist"):
+        return prompts.tolist()
+    if isinstance(prompts, (list, tuple)):
+        return list(prompts)
+    if num_dimensions is not None or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a string or a list, or give prompts, not {type(prompts).__name__}")
+    return prompts
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -40,56 +43,31 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: in
 
 
 def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
-    """Return a priority for each of `count` prompts, not checked yet."""
+    """Return a priority for each of `count` prompts."""
     if priority is None:
         return [0] * count
     if not isinstance(priority, (list, tuple)) or len(priority) != count:
         raise ValueError(f"priority must be a list of {count} integers, one for each prompt, not {priority!r:.80}")
-    return list(priority)
+    return [check_int("priority", value) for value in priority]
 
 
-def run_requests(
-    client: EngineClient,
-    requests: list[Request],
-    use_tqdm: bool,
-    on_output: Callable[[RequestOutput], None] | None = None,
-    *,
-    returns_errors: bool = False,
-) -> list[RequestOutput]:
-    """Queue requests, step until they are done, and return their outputs in order; on any exception drop them.
-
-    returns_errors: requests that fail while the engine goes on have an output with their error.
-    """
+def run_requests(client: EngineClient, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    """Queue requests, step until they are done, and return their outputs in order; on any exception drop them."""
     ids: list[int] = []
+    outputs = dict[int, RequestOutput]()
     try:
         _enqueue(client, requests, ids)
-        by_id = dict(zip(ids, requests, strict=True))
-        outputs = _step_until_done(client, by_id, use_tqdm, on_output, returns_errors)
+        wanted = set(ids)
+        with Progress(client.engine, len(requests), "request", disable=not use_tqdm) as progress:
+            while len(outputs) < len(requests):
+                client.run_step()
+                done = client.claim(wanted)
+                outputs.update(done)
+                progress.update(len(done))
     except BaseException:
         client.drop(set(ids))
         raise
     return [outputs[request_id] for request_id in ids]
-
-
-def run_good_requests(
-    client: EngineClient,
-    each: list[Request | ValueError],
-    prompts: list[Any],
-    use_tqdm: bool,
-    on_output: Callable[[RequestOutput], None] | None,
-) -> list[RequestOutput]:
-    """Run the requests that can be served, and return all outputs in order; the others' have their errors.
-
-    each: a request, or why it cannot be served, for each of `prompts`.
-    """
-    good = [item for item in each if isinstance(item, Request)]
-    outputs = iter(run_requests(client, good, use_tqdm, on_output, returns_errors=True))
-    return [
-        next(outputs)
-        if isinstance(item, Request)
-        else failed_output(-1, item, prompt if isinstance(prompt, str) else None)
-        for item, prompt in zip(each, prompts, strict=True)
-    ]
 
 
 def stream_requests(client: EngineClient, requests: list[Request]) -> Iterator[RequestOutput]:
@@ -115,35 +93,6 @@ def _enqueue(client: EngineClient, requests: list[Request], ids: list[int]) -> N
             ids.append(client.enqueue(request).request_id)
 
 
-def _step_until_done(
-    client: EngineClient,
-    requests: dict[int, Request],
-    use_tqdm: bool,
-    on_output: Callable[[RequestOutput], None] | None,
-    returns_errors: bool,
-) -> dict[int, RequestOutput]:
-    """Return the outputs of requests by id; other requests' results stay for their callers."""
-    outputs = dict[int, RequestOutput]()
-    with Progress(client.engine, len(requests), "request", disable=not use_tqdm) as progress:
-        while len(outputs) < len(requests):
-            client.run_step()
-            try:
-                done = client.claim(requests.keys())
-            except StepError as error:
-                failed = {i: requests[i] for i in error.request_ids if i in requests}
-                if not returns_errors or not failed:
-                    raise
-                client.drop(set(failed))
-                done = {i: failed_output(i, error, r.prompt, r.prompt_token_ids) for i, r in failed.items()}
-            outputs.update(done)
-            if done:
-                progress.update(len(done))
-            if on_output is not None:
-                for output in done.values():
-                    on_output(output)
-    return outputs
-
-
 class Progress:
     """A progress bar over requests, with rates and the engine's state.
 
@@ -167,7 +116,7 @@ class Progress:
 
     def update(self, num_done: int) -> None:
         """Show that so many more requests are done."""
-        if not self._bar.disable:
+        if num_done and not self._bar.disable:
             stats, seconds = self._engine.stats(), time.perf_counter() - self._started
             names = "num_prompt_tokens", "num_output_tokens"
             rates = [(stats[name] - self._before[name]) / seconds for name in names]

@@ -96,7 +96,7 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
     if not token_ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     try:
-        # Half the time of array("i", token_ids). The first step of `generate` waits until all prompts are checked.
+        # Half the time of array("i", token_ids).
         packed = array("i", struct.pack(f"{len(token_ids)}i", *token_ids))
         values = np.asarray(packed)
         low, high = int(values.min()), int(values.max())
@@ -109,6 +109,23 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
         bad = low if low < 0 else high
         raise ValueError(f"token id {bad} is outside the vocabulary, 0 ... {vocab_size - 1}")
     return packed
+
+
+def pack_token_ids(prompts: list[Any], vocab_size: int) -> list[array[int] | None]:
+    """Return what `check_token_ids` does of many prompts, in a third of the time; None of those that it has to see."""
+    try:
+        packed = [struct.pack(f"{len(token_ids)}i", *token_ids) for token_ids in prompts]
+        is_empty = not all(packed)
+    # Of one of them.
+    except (struct.error, TypeError):
+        return [None] * len(prompts)
+    if is_empty or not packed or not all(isinstance(token_ids, list) for token_ids in prompts):
+        return [None] * len(prompts)
+    starts = np.cumsum([0, *map(len, packed[:-1])]) // 4
+    values = np.frombuffer(b"".join(packed), dtype=np.int32)
+    # True and False are 1 and 0.
+    is_good = (np.minimum.reduceat(values, starts) > 1) & (np.maximum.reduceat(values, starts) < vocab_size)
+    return [array("i", data) if good else None for data, good in zip(packed, is_good.tolist(), strict=True)]
 
 
 def check_bool(name: str, value: Any) -> None:

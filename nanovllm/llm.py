@@ -381,7 +381,12 @@ class LLM(Unpicklable):
 
     @property
     def most_pending(self) -> int:
-        """Requests that a job has in the engine at a time: those that run, and as many that wait."""
+        """Requests that a job has in the engine at a time: those that run, and as many that wait.
+
+        Example:
+            >>> llm.most_pending == 2 * llm.config.max_num_running
+            True
+        """
         return 2 * self.config.max_num_running
 
     @property

@@ -103,10 +103,10 @@ class Logprobs(Sequence[At_co]):
         for _ in range(self._num_missing):
             yield missing
         # All at once: one number at a time would take several times longer.
-        columns = self._values.tolist(), self._records[:, 2::2].tolist(), self._records[:, 0].tolist()
-        for values, token_ids, rank in zip(*columns, strict=True):
-            at: Any = self._dict(values, token_ids, rank)
-            yield at
+        token_ids, ranks = self._records[:, 2::2].tolist(), self._records[:, 0].tolist()
+        for values, ids, rank in zip(self._values.tolist(), token_ids, ranks, strict=True):
+            logprobs: Any = self._dict(values, ids, rank)
+            yield logprobs
 
     def __add__(self, other: Sequence[At_co]) -> Sequence[At_co]:
         if isinstance(other, Logprobs) and not other._num_missing and self._width == other._width:
@@ -159,14 +159,14 @@ class Logprobs(Sequence[At_co]):
 
     def _dict(self, values: list[float], token_ids: list[int], rank: int) -> dict[int, Logprob]:
         own, decode = token_ids[0], self._decode_token or _no_text
-        at = {own: Logprob(values[0], rank, decode(own))}
+        found = {own: Logprob(values[0], rank, decode(own))}
         # The most likely tokens are in order; the position's own may be one of them.
         for place in range(1, len(token_ids)):
             token_id, value = token_ids[place], values[place]
             # Tokens that cannot come are left out: there may be fewer possible ones, and the rest need not be tokens.
-            if token_id not in at and value > -math.inf:
-                at[token_id] = Logprob(value, place, decode(token_id))
-        return at
+            if token_id not in found and value > -math.inf:
+                found[token_id] = Logprob(value, place, decode(token_id))
+        return found
 
 
 def _no_text(token_id: int) -> None:

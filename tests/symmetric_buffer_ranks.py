@@ -9,6 +9,7 @@ import torch
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.rms_norm import Norm
 
 NUM_RANKS = 3
 NUM_STEPS = 3
@@ -84,7 +85,9 @@ def run_step(buffer: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, to
     """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
     buffer.step.add_(1)
     results = [
-        all_reduce_rms_norm(case.parts[buffer.rank], case.weight, 1e-6, case.residual, buffer, call, case.one_shot)
+        all_reduce_rms_norm(
+            case.parts[buffer.rank], Norm(case.weight, 1e-6), case.residual, buffer, call, case.one_shot
+        )
         for call, case in enumerate(step.calls)
     ]
     drawn = all_reduce_argmax(step.scores[buffer.rank], step.tokens[buffer.rank], buffer)

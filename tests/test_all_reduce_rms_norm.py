@@ -18,6 +18,7 @@ from nanovllm.kernels.collective import symmetric_buffer
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax, pack_candidates, unpack_tokens
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, all_reduce_rms_norm_ref, fits
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.rms_norm import Norm
 from tests import symmetric_buffer_ranks
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
@@ -28,8 +29,8 @@ def check_step(results: list[Any], step: symmetric_buffer_ranks.Step) -> None:
     """Check all ranks' results of one step: the same bits everywhere, and as near to float32 as torch gets."""
     for i, case in enumerate(step.calls):
         wide = None if case.residual is None else case.residual.float()
-        exact = all_reduce_rms_norm_ref([part.float() for part in case.parts], case.weight.float(), 1e-6, wide)
-        same = all_reduce_rms_norm_ref(case.parts, case.weight, 1e-6, case.residual)
+        exact = all_reduce_rms_norm_ref([part.float() for part in case.parts], Norm(case.weight.float(), 1e-6), wide)
+        same = all_reduce_rms_norm_ref(case.parts, Norm(case.weight, 1e-6), case.residual)
         for result in results:
             for out, first, torchs, right in zip(result[i], results[0][i], same, exact, strict=True):
                 assert torch.equal(out, first)
@@ -83,7 +84,7 @@ def test_calls_that_follow_one_another_write_to_different_places(op: str, monkey
             if op == "argmax":
                 all_reduce_argmax(scores, tokens, buffer)
             else:
-                all_reduce_rms_norm(rows, weight, 1e-6, None, buffer, call, op == "one-shot")
+                all_reduce_rms_norm(rows, Norm(weight, 1e-6), None, buffer, call, op == "one-shot")
             places.append(set(memory[1].nonzero().flatten().tolist()))
     assert all(places)
     for now, following in pairwise(places):
@@ -117,7 +118,7 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
     communicator._buffer = buffer
     forms = set()
 
-    def all_reduce_rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any, *args: Any) -> None:
+    def all_reduce_rms_norm(x: torch.Tensor, norm: Norm, residual: Any, *args: Any) -> None:
         _, call, one_shot, (normed, total) = args
         assert call == communicator._call and fits(x, buffer, one_shot)
         assert one_shot or len(x) >= size
@@ -136,7 +137,7 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 5000), (256, 76032)])
-def test_logits_are_gathered_in_an_even_number_of_calls_behind_those_of_the_forward_pass(
+def test_logits_are_gathered_in_an_even_number_of_calls_after_those_of_the_forward_pass(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)

@@ -73,8 +73,76 @@ def test_the_engine_needs_no_torch_and_knows_of_the_runner_its_messages_alone() 
         assert below <= {MESSAGES, *leaves}, name
 
 
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def scopes() -> Iterator[tuple[Path, ast.AST]]:
+    """Every function, and every module's own code, of the package."""
+    for file in ROOT.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        yield file, tree
+        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """What stands in a scope, without the functions in it."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, Function):
+            yield node
+            yield from inside(node)
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is compiled for the device, where arguments are pointers and sizes one by one."""
+    names = [ast.unparse(node).split("(")[0].rpartition(".")[2] for node in function.decorator_list]
+    return bool({"jit", "kernel"} & set(names))
+
+
+def holds_tuple(value: ast.AST | None) -> bool:
+    """Whether an expression is a tuple that is written out, on either side of an `if` or a sum."""
+    if isinstance(value, ast.IfExp):
+        return holds_tuple(value.body) or holds_tuple(value.orelse)
+    if isinstance(value, ast.BinOp):
+        return holds_tuple(value.left) or holds_tuple(value.right)
+    return isinstance(value, ast.Tuple)
+
+
+def packed_names(scope: ast.AST) -> set[str]:
+    """The names that a scope binds to a tuple that is written out."""
+    names = set()
+    for node in inside(scope):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                names |= {bound.id for bound, value in pairs if isinstance(bound, ast.Name) and holds_tuple(value)}
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name):
+            names |= {node.target.id} if holds_tuple(node.value) else set()
+    return names
+
+
+def test_no_function_has_eight_positional_parameters() -> None:
+    # What belongs together is a dataclass with a name.
+    for file, function in scopes():
+        if isinstance(function, Function) and not is_kernel(function):
+            count = len(function.args.posonlyargs + function.args.args)
+            assert count < 8, f"{file}:{function.lineno}: {function.name} has {count}"
+
+
+def test_no_call_unpacks_what_was_packed_to_save_a_line() -> None:
+    for file, scope in scopes():
+        packed = packed_names(scope)
+        for call in (node for node in inside(scope) if isinstance(node, ast.Call)):
+            for argument in (node.value for node in call.args if isinstance(node, ast.Starred)):
+                is_packed = holds_tuple(argument) or (isinstance(argument, ast.Name) and argument.id in packed)
+                # `kernel[grid](...)`: a launch names each argument, so that it can be read against the kernel.
+                is_launch = isinstance(call.func, ast.Subscript)
+                assert not is_packed and not is_launch, f"{file}:{call.lineno}: {ast.unparse(call)}"
+
+
 def test_files_stay_short() -> None:
-    # A file is as long as its subject; one with more code than this, docstrings apart, has two of them.
+    # A file is as long as its subject; one with far more code than the others, docstrings apart, has two of them.
     for file in ROOT.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -193,7 +193,7 @@ def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypa
             made.append(Counting(step_limits(config, model_config)))
             super().__init__(config, model_config, *args, **kwargs | {"communicator": made[0]})
 
-    def all_reduce_rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any, *args: Any) -> None:
+    def all_reduce_rms_norm(x: torch.Tensor, norm: Any, residual: Any, *args: Any) -> None:
         _, call, _, (normed, total) = args
         made[0].most_calls = max(made[0].most_calls, call + 1)
         total.copy_(x if residual is None else x + residual)

@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention.cascade_buffers import CascadeBuffers
 from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
 from nanovllm.attention.triton import FEW_SEQS, TritonBackend
-from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
+from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.runner import cuda_graph
 from nanovllm.runner.batch import StepShape

@@ -100,10 +100,10 @@ PROGRAM = """
     from nanovllm.kernels.compilers import Compilers
     from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention
     from nanovllm.kernels.attention.prefill_attention import ChunkRows
-    from nanovllm.kernels.linear.hopper_batch_linear import batch_linear
+    from nanovllm.kernels.linear.splitk_gemm import splitk_gemm
     from nanovllm.kernels.attention.decode_attention import plan_decode
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention
-    from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear, hopper_qkv_rope_store
+    from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm, persistent_qkv_rope_store
     from nanovllm.kernels.attention.cascade_attention import CascadeGroups
     from nanovllm.kernels import rms_norm, silu_and_mul
     from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
@@ -118,8 +118,8 @@ PROGRAM = """
     wide = cache.view(1, 256, 1, 128)
     pages, chunks = KVPages(cache, cache), ChunkRows(ints, ints[0], ints[0], ints[0])
     runs = [
-        partial(hopper_gated_linear, half, half, 132),
-        partial(batch_linear, half, half, True),
+        partial(persistent_gated_gemm, half, half, 132),
+        partial(splitk_gemm, half, half, True),
         partial(hopper_prefill_attention, heads, pages, heads, chunks, 1.0, 132),
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], whole, 1.0),
         partial(
@@ -128,7 +128,7 @@ PROGRAM = """
         ),
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], behind, 1.0),
         partial(
-            hopper_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16),
+            persistent_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16),
             NormRope((half[0], half[0]), 1e-6, x), ints[0], KVPages(wide, wide), ints[0], 132,
         ),
         partial(rms_norm.rms_norm, x, x[0], 1e-6, x),
@@ -136,9 +136,9 @@ PROGRAM = """
         partial(silu_and_mul.silu_and_mul, half),
     ]
     kernels = [
-        "_gated_linear_kernel", "_batch_linear_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
-        "_hopper_decode_kernel", "_cascade_kernel", "_hopper_decode_kernel", "_merge_splits_kernel", "_qkv_kernel",
-        "_rms_norm_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel",
+        "_persistent_gated_kernel", "_splitk_gemm_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
+        "_hopper_decode_kernel", "_cascade_kernel", "_hopper_decode_kernel", "_merge_splits_kernel",
+        "_persistent_qkv_kernel", "_rms_norm_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel",
     ]
 
     bars = []

@@ -116,9 +116,9 @@ def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Hopper's kernels take whatever they can, however few the rows."""
     if not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import choose  # noqa: PLC0415
 
-    monkeypatch.setattr(hopper_linear, "should_use", lambda *args: True)
+    monkeypatch.setattr(choose, "should_use_persistent", lambda *args: True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])

@@ -24,8 +24,10 @@ from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
-from nanovllm.kernels.linear import norm_linear, skinny_linear
+from nanovllm.kernels.linear import choose, norm_linear, skinny_gemm
+from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.rms_norm import Norm
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -136,9 +138,9 @@ def check_norm_linear(function: Any, rows: int, size: tuple[int, int], dtype: to
     (in_features, out_features), eps = size, 0.1
     weight = randn(out_features * (1 + parts["gated"]), in_features, dtype=dtype) * in_features**-0.5
     bias = randn(out_features, dtype=dtype) if parts["bias"] else None
-    norm = (randn(in_features, dtype=dtype), eps) if parts["norm"] else None
+    norm = Norm(randn(in_features, dtype=dtype), eps) if parts["norm"] else None
     wide_bias = None if bias is None else bias.float()
-    wide_norm = None if norm is None else (norm[0].float(), eps)
+    wide_norm = None if norm is None else Norm(norm.weight.float(), eps)
     x = randn(rows, in_features, dtype=dtype)
     residual = randn(rows, in_features, dtype=dtype) if parts["residual"] else None
     out, total = function(x, weight, bias, norm, residual, parts["gated"])
@@ -151,8 +153,8 @@ def check_norm_linear(function: Any, rows: int, size: tuple[int, int], dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", LINEARS)
 @pytest.mark.parametrize("size", [(48, 80), (1024, 3072), (3072, 1024), (12288, 520)] if GPU else [(48, 80), (80, 34)])
-def test_thin_norm_linear(dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
-    check_norm_linear(norm_linear.norm_linear_triton, 1, size, dtype, parts)
+def test_gemv(dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
+    check_norm_linear(gemv, 1, size, dtype, parts)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
@@ -170,26 +172,26 @@ def test_skinny_linear(rows: int, dtype: torch.dtype, bias: bool, gated: bool, s
     same, _ = norm_linear.norm_linear_ref(x, weight, biases, gated=gated)
     wide = None if biases is None else biases.float()
     exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), wide, gated=gated)
-    check_error(skinny_linear.skinny_linear(x, weight, biases, gated), same, exact)
+    check_error(skinny_gemm.skinny_gemm(x, weight, biases, gated), same, exact)
 
 
 # What the largest of the sizes takes. An H100 or later has it; elsewhere the dispatcher leaves the kernel alone.
-ONE_SHOT_BYTES = 192 * 1024
+RESIDENT_BYTES = 192 * 1024
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(GPU and device_limits(torch.device("cuda"))[1] < ONE_SHOT_BYTES, reason="needs more shared memory")
+@pytest.mark.skipif(GPU and device_limits(torch.device("cuda"))[1] < RESIDENT_BYTES, reason="needs more shared memory")
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("parts", LINEARS)
 @pytest.mark.parametrize("size", [(48, 66), (896, 1152), (1024, 3072), (1024, 4096), (2048, 4096), (3072, 1024)])
-def test_one_shot_linear(rows: int, dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
-    from nanovllm.kernels.linear.one_shot_linear import one_shot_linear  # noqa: PLC0415
+def test_resident_gemm(rows: int, dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
+    from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
 
     in_features, out_features = size
     if parts["norm"] or parts["gated"]:
         in_features = min(in_features, 1000)
-    check_norm_linear(one_shot_linear, rows, (in_features, out_features), dtype, parts)
+    check_norm_linear(resident_gemm, rows, (in_features, out_features), dtype, parts)
 
 
 @pytest.mark.parametrize(
@@ -209,15 +211,15 @@ def test_one_shot_linear(rows: int, dtype: torch.dtype, parts: dict[str, bool], 
         (False, False, 3080, 1024, False),
     ],
 )
-def test_one_shot_pays_where_its_programs_fit_at_once(
+def test_resident_gemm_pays_where_its_programs_fit_at_once(
     normed: bool, gated: bool, in_features: int, out_features: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
-    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (132, 232448))
-    assert skinny_linear.should_use_one_shot(weight[:16], weight, normed, gated) == pays
-    assert not skinny_linear.should_use_one_shot(weight[:17], weight, normed, gated)
-    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (0, 0))
-    assert not skinny_linear.should_use_one_shot(weight[:16], weight, normed, gated)
+    monkeypatch.setattr(choose, "device_limits", lambda device: (132, 232448))
+    assert choose.should_use_resident(16, weight, normed, gated) == pays
+    assert not choose.should_use_resident(17, weight, normed, gated)
+    monkeypatch.setattr(choose, "device_limits", lambda device: (0, 0))
+    assert not choose.should_use_resident(16, weight, normed, gated)
 
 
 needs_hopper = pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
@@ -237,8 +239,8 @@ def empty_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("rows", [1, 129, 2000, 4500])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("size", [(64, 128), (1024, 3072), (320, 1664)])
-def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
-    from nanovllm.kernels.linear.hopper_linear import hopper_gated_linear  # noqa: PLC0415
+def test_persistent_gated_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm  # noqa: PLC0415
 
     in_features, out_features = size
     weight = randn(2 * out_features, in_features, dtype=dtype) * in_features**-0.5
@@ -247,7 +249,7 @@ def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int
     exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=True)
     for num_programs in (device_limits(x.device)[0], 7):
         with empty_is_nan():
-            out = hopper_gated_linear(x, weight, num_programs)
+            out = persistent_gated_gemm(x, weight, num_programs)
         check_error(out, same, exact)
 
 
@@ -259,7 +261,7 @@ def test_hopper_gated_linear(rows: int, dtype: torch.dtype, size: tuple[int, int
 def test_hopper_qkv_rope_store(
     tokens: int, dtype: torch.dtype, num_heads: int, kv_heads: int, num_programs: int
 ) -> None:
-    from nanovllm.kernels.linear.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
+    from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store  # noqa: PLC0415
 
     head_dim, hidden_size, block_size, max_position = 128, 320, 16, 64
     weight = randn((num_heads + 2 * kv_heads) * head_dim, hidden_size, dtype=dtype) * hidden_size**-0.5
@@ -276,7 +278,7 @@ def test_hopper_qkv_rope_store(
     pages, same_pages, exact_pages = (KVPages(cache[0], cache[1]) for cache in (out, same, exact))
     x = randn(tokens, hidden_size, dtype=dtype)
     with empty_is_nan():
-        query = hopper_qkv_rope_store(x, weight, rope, positions, pages, slots, num_programs)
+        query = persistent_qkv_rope_store(x, weight, rope, positions, pages, slots, num_programs)
     qkv = (x @ weight.T).view(tokens, -1, head_dim)
     exact_qkv = (x.float() @ weight.float().T).view(tokens, -1, head_dim)
     same_query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, same_pages, slots)
@@ -290,16 +292,16 @@ def test_hopper_qkv_rope_store(
 
 @needs_hopper
 def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import persistent_gemm  # noqa: PLC0415
 
     calls = []
-    kernel = hopper_linear.hopper_gated_linear
+    kernel = persistent_gemm.persistent_gated_gemm
 
     def counted(*args: Any) -> torch.Tensor:
         calls.append(args)
         return kernel(*args)
 
-    monkeypatch.setattr(hopper_linear, "hopper_gated_linear", counted)
+    monkeypatch.setattr(persistent_gemm, "persistent_gated_gemm", counted)
     parts = {"norm": True, "residual": True, "bias": False, "gated": True}
     check_norm_linear(norm_linear.norm_linear, 4096, (1024, 3072), torch.bfloat16, parts)
     check_norm_linear(norm_linear.norm_linear, 1500, (1024, 3072), torch.bfloat16, parts)
@@ -311,11 +313,13 @@ def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_linear_takes_each_road(rows: int, dtype: torch.dtype) -> None:
     """The dispatcher's result is the reference's, whether the rows are one, few or many."""
-    weight, norm = randn(96, 64, dtype=dtype) / 8, (randn(64, dtype=dtype), 1e-6)
+    weight, norm = randn(96, 64, dtype=dtype) / 8, Norm(randn(64, dtype=dtype), 1e-6)
     x, residual = randn(rows, 64, dtype=dtype), randn(rows, 64, dtype=dtype)
     out, total = norm_linear.norm_linear(x, weight, None, norm, residual, True)
     same, same_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual, True)
-    exact, _ = norm_linear.norm_linear_ref(total.float(), weight.float(), None, (norm[0].float(), 1e-6), None, True)
+    exact, _ = norm_linear.norm_linear_ref(
+        total.float(), weight.float(), None, Norm(norm.weight.float(), 1e-6), None, True
+    )
     assert torch.equal(total, same_total)
     check_error(out, same, exact)
 

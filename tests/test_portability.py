@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 MAX_SPILLED_BYTES = 64
 SOME = [("90", "0.6B", "bfloat16"), ("86", "8B", "float16")]
 DEVICES = [capability for capability in SHARED_KIB if capability != "75"]
-EARLY = {"_rms_norm_kernel", "_thin_linear_kernel", "_hopper_decode_kernel", "_gated_linear_kernel"}
+EARLY = {"_rms_norm_kernel", "_gemv_kernel", "_hopper_decode_kernel", "_persistent_gated_kernel"}
 """Some of the kernels that start before the one ahead has ended, unless they are told to wait."""
 ALL = [*product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"])]
 

@@ -25,6 +25,7 @@ from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.runner import model_runner
 from nanovllm.runner.memory import cpu_cache_budget
 
@@ -118,7 +119,7 @@ def test_products_without_kernels(obstacle: str, rows: int) -> None:
     shapes = (rows, 64), (128, 64), (64, 64), (64,)
     with FakeTensorMode():
         x, gate_up, down, norm = (torch.empty(shape, dtype=torch.float16, device=CUDA) for shape in shapes)
-        out, total = norm_linear(x, gate_up, norm=(norm, 1e-6), residual=x, gated=True)
+        out, total = norm_linear(x, gate_up, norm=Norm(norm, 1e-6), residual=x, gated=True)
         assert out.shape == x.shape and total.shape == x.shape
         assert linear_into(x, down, x)[0].shape == x.shape
 

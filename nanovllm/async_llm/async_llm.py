@@ -220,12 +220,19 @@ class AsyncLLM(Unpicklable):
         prompt = await self._render(messages, template, add_special_tokens, max_prompt_tokens)
         return list(prompt["prompt_token_ids"])
 
-    async def _render(self, messages: Sequence[Message], template: ChatTemplateOptions, *encoding: Any) -> TokensPrompt:
-        talks, is_list = conversations(messages)
+    async def _render(
+        self,
+        messages: Sequence[Message],
+        template: ChatTemplateOptions,
+        add_special_tokens: bool = False,
+        max_tokens: int | None = None,
+    ) -> TokensPrompt:
+        found, is_list = conversations(messages)
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")
-        render = partial(self.llm.input_processor.render_chat, talks[0], template_options(template), *encoding)
-        return await self.run_beside(render, is_slow=len(str((talks[0], template))) > LONG_TEXT)
+        render, options = self.llm.input_processor.render_chat, template_options(template)
+        rendered = partial(render, found[0], options, add_special_tokens, max_tokens)
+        return await self.run_beside(rendered, is_slow=len(str((found[0], template))) > LONG_TEXT)
 
     async def encode(
         self, prompts: list[Any], *, add_special_tokens: bool = True, max_prompt_tokens: int | None = None
@@ -308,8 +315,8 @@ class AsyncLLM(Unpicklable):
     ) -> list[RequestStream]:
         """Encode prompts and queue their requests; see `_enqueue`."""
         params = SamplingParams() if params is None else params
-        each = prompts, [params] * len(prompts), [priority] * len(prompts)
-        process = partial(self.llm.input_processor.process, *each, streams=is_streamed)
+        all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
+        process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)
         return await self._enqueue(len(prompts), process, takes_long(prompts, params), request_id)
 
     async def _enqueue(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm.attention.cascade_plan import plan_cascade_groups
+from nanovllm.attention.cascade_plan import CascadeWork, plan_cascade_groups
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 
 
@@ -48,8 +48,8 @@ class CascadeBuffers:
             self._planned_slots = decode_slots
             full, tables = num_computed[decode_slots] // self.block_size, block_tables[decode_slots]
             work = plan_cascade_groups(tables, full, self.block_size, self.max_items, self.rows_per_item)
-            self._planned = self._none if work is None else self._pack(*work)
-            self._planned_lens = None if work is None else work[2][0]
+            self._planned = self._none if work is None else self._pack(work)
+            self._planned_lens = None if work is None else work.rows[0]
         return self._planned_lens
 
     def to_send(self) -> np.ndarray:
@@ -62,7 +62,7 @@ class CascadeBuffers:
             self._buffer.copy_(sent)
             self._sent = self._planned
 
-    def _pack(self, items: np.ndarray, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        padding = self.num_slots - len(members)
-        padded = np.pad(members, (0, padding)), np.pad(rows, ((0, 0), (0, padding)))
-        return np.concatenate([array.reshape(-1) for array in (items, *padded)])
+    def _pack(self, work: CascadeWork) -> np.ndarray:
+        padding = self.num_slots - len(work.members)
+        members, rows = np.pad(work.members, (0, padding)), np.pad(work.rows, ((0, 0), (0, padding)))
+        return np.concatenate([array.reshape(-1) for array in (work.items, members, rows)])

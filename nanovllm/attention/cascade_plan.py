@@ -58,9 +58,23 @@ def _cut(members: np.ndarray, full: np.ndarray, blocks: np.ndarray, row: int) ->
     return PrefixGroup(members[matched >= depths[best]], int(depths[best]), int(saved[best]))
 
 
+class CascadeWork(NamedTuple):
+    """The arrays of `CascadeGroups` for one step, int32.
+
+    Attributes:
+        items: [max_items, 4]; first member, members, first key, keys.
+        members: [num_rows].
+        rows: [3, num_rows]; shared tokens, first output, outputs.
+    """
+
+    items: np.ndarray
+    members: np.ndarray
+    rows: np.ndarray
+
+
 def plan_cascade_groups(
     tables: np.ndarray, num_full_blocks: np.ndarray, block_size: int, max_items: int, rows_per_item: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+) -> CascadeWork | None:
     """Divide the work on common prefixes into items; None if it saves too little.
 
     Args:
@@ -68,10 +82,6 @@ def plan_cascade_groups(
         block_size: tokens of a block.
         max_items: most items.
         rows_per_item: most rows of an item.
-
-    Returns:
-        The arrays of `CascadeGroups`, int32: items [max_items, 4] (first member, members, first key, keys), members
-        [num_rows], rows [3, num_rows] (shared tokens, first output, outputs).
     """
     num_rows = len(tables)
     groups: list[PrefixGroup] = []
@@ -103,4 +113,4 @@ def plan_cascade_groups(
                 items[item] = placed, len(tile), first_key, min(split_keys, num_keys - first_key)
                 item += 1
             placed += len(tile)
-    return items, members, rows
+    return CascadeWork(items, members, rows)

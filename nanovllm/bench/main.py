@@ -62,8 +62,17 @@ def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
     """Run a workload once, and compare its time with its floor."""
     seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
     inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
-    rates = inputs / seconds, outputs / seconds
-    return Result(work.name, gpus, inputs, outputs, seconds, *rates, floor, floor / seconds)
+    return Result(
+        workload=work.name,
+        gpus=gpus,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        seconds=seconds,
+        input_tokens_per_second=inputs / seconds,
+        output_tokens_per_second=outputs / seconds,
+        floor_seconds=floor,
+        floor_share=floor / seconds,
+    )
 
 
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:

@@ -16,6 +16,7 @@ from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.rms_norm import Norm
 
 _WORD_BYTES = 2**19
 _ROW_BYTES = 2**25
@@ -159,15 +160,15 @@ class SymmetricCommunicator(DistributedCommunicator):
         num_bytes = x.numel() * x.element_size()
         one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
         count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)
-        out = torch.empty_like(x), torch.empty_like(x)
+        norm, normed, total = Norm(weight, eps), torch.empty_like(x), torch.empty_like(x)
         residuals = [None] * count if residual is None else residual.tensor_split(count)
-        parts = x.tensor_split(count), residuals, *(tensor.tensor_split(count) for tensor in out)
+        outs = zip(normed.tensor_split(count), total.tensor_split(count), strict=True)
         assert count <= len(x)
-        for part, rest, normed, total in zip(*parts, strict=True):
+        for part, rest, out in zip(x.tensor_split(count), residuals, outs, strict=True):
             assert self._call < self._end_call
-            all_reduce_rms_norm(part, weight, eps, rest, self._buffer, self._call, one_shot, (normed, total))
+            all_reduce_rms_norm(part, norm, rest, self._buffer, self._call, one_shot, out)
             self._call += 1
-        return out
+        return normed, total
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -48,6 +48,7 @@ class NanoVLLM(TemplateLM):
     def __init__(
         self,
         pretrained: str,
+        *,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         add_bos_token: bool | None = None,

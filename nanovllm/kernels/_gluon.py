@@ -60,6 +60,12 @@ def make_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
+@gluon.jit
+def halve(x):
+    """Split [n, 2 * m] into its left and right columns, [n, m] each, without moving data between threads."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
     """Return the TMA descriptor of a tensor of two-byte elements, copied in blocks of `block_shape`.
 
@@ -71,6 +77,6 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
 
 __all__ = [
     "async_copy", "async_load", "barrier", "descriptor", "fence_async_shared", "gdc_launch_dependents", "gdc_wait",
-    "gl", "gluon", "kernel", "make_barriers", "mbarrier", "mma_v2", "tma_load", "tma_store", "tma_store_wait",
+    "gl", "gluon", "halve", "kernel", "make_barriers", "mbarrier", "mma_v2", "tma_load", "tma_store", "tma_store_wait",
     "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.fast_math import rsqrt
+
+
+class Norm(NamedTuple):
+    """An RMS norm's weight, [size], and epsilon."""
+
+    weight: torch.Tensor
+    eps: float
 
 
 def rms_norm_ref(

@@ -237,16 +237,15 @@ def sample(
     scores = torch.empty(num_rows, dtype=torch.float32, device=device)
     sampled = torch.empty(num_rows, dtype=torch.int64, device=device)
     assert logits.stride(1) == 1 and seeds.stride(1) == 1 and first_token % GROUP == 0
-    strides = logits.stride(0), temperatures.stride(0)
     padded = triton.next_power_of_2(num_groups)
     groups = min(32, padded)
     _group_kernel[(num_rows, triton.cdiv(num_groups, groups))](
-        logits, temperatures, cutoffs, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE, *strides,
-        GROUPS=groups, HAS_CUTOFFS=cutoffs is not None, **pdl_options(device),
+        logits, temperatures, cutoffs, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE,
+        logits.stride(0), temperatures.stride(0), GROUPS=groups, HAS_CUTOFFS=cutoffs is not None, **pdl_options(device),
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, temperatures, cutoffs, seeds, output_index, group_scores, scores, sampled,
-        num_tokens, num_groups, first_token, *strides, seeds.stride(0),
+        num_tokens, num_groups, first_token, logits.stride(0), temperatures.stride(0), seeds.stride(0),
         GROUPS=padded, HAS_CUTOFFS=cutoffs is not None, num_warps=8, **pdl_options(device),
     )  # fmt: skip
     return scores, sampled

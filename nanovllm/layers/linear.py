@@ -14,6 +14,7 @@ from torch import nn
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import DeferredBranch, Normed
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard, Weight
@@ -31,7 +32,7 @@ class Projection:
         weight, norm, stream = self.weight, self.x.norm, self.x.stream
         if norm.communicator.size > 1:
             return weight.multiply(self.x.compute(), gated)
-        out, total = weight.multiply_normed(self.x.branch, (norm.weight, norm.eps), stream.residual, gated)
+        out, total = weight.multiply_normed(self.x.branch, Norm(norm.weight, norm.eps), stream.residual, gated)
         stream.settle(total)
         return out
 

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from nanovllm.kernels._triton import device_limits, is_hopper
+from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
-from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS, Norm
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
 
@@ -28,7 +29,7 @@ class DenseWeight(Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows: ClassVar[tuple[int, ...]] = 1, 2, MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
+    kernel_rows: ClassVar[tuple[int, ...]] = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
         super().__init__()
@@ -71,16 +72,14 @@ class DenseWeight(Weight):
         """See the base class."""
         if rope.norm_weights is None or self.bias is not None or x.dim() != 2 or not is_hopper(x.device):
             return False
-        from nanovllm.kernels.linear import hopper_linear  # noqa: PLC0415
-
-        pays = hopper_linear.should_use(x, self.values, device_limits(x.device)[0])
-        return pays and rope.cos_sin.shape[1] == hopper_linear.HEAD_DIM.value
+        has_head_dim = rope.cos_sin.shape[1] == choose.PERSISTENT_COLUMNS
+        return has_head_dim and choose.should_use_persistent(len(x), self.values)
 
     def multiply_rope_store(
         self, x: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
         """See the base class; only if `should_use_rope_store`."""
-        from nanovllm.kernels.linear.hopper_linear import hopper_qkv_rope_store  # noqa: PLC0415
+        from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store  # noqa: PLC0415
 
         num_programs = device_limits(x.device)[0]
-        return hopper_qkv_rope_store(x, self.values, rope, positions, pages, slot_mapping, num_programs)
+        return persistent_qkv_rope_store(x, self.values, rope, positions, pages, slot_mapping, num_programs)

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from nanovllm.distributed.shard import Shard
-from nanovllm.kernels.linear.skinny_linear import Norm
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import LoadableModule
 
 

@@ -151,7 +151,7 @@ class BatchBuilder:
         seq_lens = decode_lens.tolist() + [1] * num_padding
         seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
         query_lens = [len(chunk.token_ids) for chunk in chunks]
-        sent_prompts, num_samples = PromptArrays(*prompt_tensors), len(batch.sampled_seq_ids)
+        sent_prompts, num_samples = PromptArrays._make(prompt_tensors), len(batch.sampled_seq_ids)
         return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
 
     def send_empty(self, shape: StepShape) -> PreparedStep:

@@ -106,13 +106,14 @@ class CaptureSizes:
 
     def representatives(self) -> list[StepShape]:
         """Return shapes that together launch every kernel variant: small ones, and the largest of each kind."""
-        prompts = [(0, 0), *((num_tokens, 1) for num_tokens in _KERNEL_TOKENS)]
+        num_prompt_tokens = (0, *_KERNEL_TOKENS)
         found: list[StepShape | None] = []
         # All but attention is the same in each variant.
         usual = [item for item in self._variants if not item.is_coarse][-1:]
         for item in [*usual, *(item for item in self._variants if item not in usual)]:
             rows = self._all_rows if item in usual else self._attention_rows
-            found += [self.fit(StepShape(n, *prompt, item.variant)) for prompt in prompts for n in rows]
+            for num_tokens, num_decodes in product(num_prompt_tokens, rows):
+                found.append(self.fit(StepShape(num_decodes, num_tokens, min(num_tokens, 1), item.variant)))
         largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes}
         return list(dict.fromkeys(size for size in [*found, *largest.values()] if size is not None))
 

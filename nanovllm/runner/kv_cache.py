@@ -35,7 +35,7 @@ class CacheGroup:
         rows = num_layers * num_blocks * block_size * spec.num_kv_heads
         flat = torch.zeros(rows * (spec.key_size + spec.value_size), dtype=spec.dtype, device=device)
         keys, values = flat.split([rows * spec.key_size, rows * spec.value_size])
-        return cls(keys.view(*shape, spec.key_size), values.view(*shape, spec.value_size))
+        return cls(keys.view((*shape, spec.key_size)), values.view((*shape, spec.value_size)))
 
 
 class KVCache:

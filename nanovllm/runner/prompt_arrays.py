@@ -46,7 +46,7 @@ class PromptArrays(NamedTuple):
         return 3 * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
 
 
-_NO_PROMPTS = PromptArrays(*[np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
+_NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
 """Of no elements, so that nothing has to be sent."""
 
 

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from nanovllm.distributed.communicator import DistributedCommunicator, find_store, open_store
 from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator, connect
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, fits
-from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.rms_norm import Norm, rms_norm
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 HIDDEN, CALLS = 4096, 21
@@ -53,7 +53,7 @@ def run(rank: int, size: int, port: int) -> None:
             def ours(one_shot: bool, x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 communicator.begin_step()
                 for call in range(CALLS):
-                    all_reduce_rms_norm(x, weight, 1e-6, residual, buffer, call, one_shot)
+                    all_reduce_rms_norm(x, Norm(weight, 1e-6), residual, buffer, call, one_shot)
 
             def theirs(x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
                 for _ in range(CALLS):

@@ -67,9 +67,9 @@ def plan_decode(
     prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, value_dim)
     partial = None
     if shares > 1:
-        shape = len(splits.splits), num_heads
-        outputs = seq_lens.new_empty(*shape, value_dim, dtype=torch.float32)
-        partial = outputs, seq_lens.new_empty(shape, dtype=torch.float32)
+        num_splits = len(splits.splits)
+        outputs = seq_lens.new_empty(num_splits, num_heads, value_dim, dtype=torch.float32)
+        partial = outputs, seq_lens.new_empty(num_splits, num_heads, dtype=torch.float32)
     return DecodePlan(tile, splits, partial, prefix, first_keys)
 
 

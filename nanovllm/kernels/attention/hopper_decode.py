@@ -226,8 +226,7 @@ def hopper_decode_attention(
     eps, cos_sin = (0.0, None) if rope is None else (rope.eps, rope.cos_sin)
     shape = (-1, WARP_KEYS.value, num_kv_heads * head_dim)
     tile, part = [WARPS.value, WARP_KEYS.value, head_dim], [1, WARP_KEYS.value, head_dim]
-    caches = k_cache.view(shape), v_cache.view(shape)
-    descriptors = [descriptor(cache, size) for size in (tile, part) for cache in caches]
+    k_keys, v_keys = k_cache.view(shape), v_cache.view(shape)
     splits, is_whole = plan.splits.splits, plan.partial is None
     partial, lse = plan.partial or (None, None)
     # With more programs than multiprocessors, two share one, and copying only existing keys saves bandwidth. With
@@ -235,7 +234,8 @@ def hopper_decode_attention(
     many = num_seqs * num_kv_heads > device_limits(out.device)[0]
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, slot_mapping, splits, block_tables, block_tables.stride(0),
-        *descriptors, k_cache, v_cache, out, partial, lse,
+        descriptor(k_keys, tile), descriptor(v_keys, tile), descriptor(k_keys, part), descriptor(v_keys, part),
+        k_cache, v_cache, out, partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         STAGES=4 if is_whole and not many else 3, BY_PARTS=is_whole and many, WHOLE=is_whole,

@@ -20,17 +20,17 @@ from nanovllm.kernels.collective.symmetric_buffer import (
     wait_signal,
 )
 from nanovllm.kernels.fast_math import pack_pair, rsqrt
-from nanovllm.kernels.rms_norm import rms_norm_ref
+from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 
 
 def all_reduce_rms_norm_ref(
-    parts: list[torch.Tensor], weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    parts: list[torch.Tensor], norm: Norm, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `all_reduce_rms_norm`; `parts` are the x of all ranks."""
     total = torch.stack(parts).float().sum(0)
     if residual is not None:
         total += residual.float()
-    return rms_norm_ref(total.to(parts[0].dtype), weight, eps)
+    return rms_norm_ref(total.to(parts[0].dtype), norm.weight, norm.eps)
 
 
 @jit
@@ -178,8 +178,7 @@ def fits(x: torch.Tensor, buffer: SymmetricBuffer, one_shot: bool) -> bool:
 
 def all_reduce_rms_norm(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    norm: Norm,
     residual: torch.Tensor | None,
     buffer: SymmetricBuffer,
     call_in_step: int,
@@ -190,8 +189,7 @@ def all_reduce_rms_norm(
 
     Args:
         x: [num_rows, size], contiguous; this rank's summand.
-        weight: [size]; of the norm.
-        eps: added to the mean square.
+        norm: weight, [size], and epsilon.
         residual: [num_rows, size], contiguous, the same on every rank; None for zero.
         buffer: this rank's view of the symmetric buffers. The next call but one reuses this call's half of the buffer;
             by then all ranks have read it, because all took part in the call in between.
@@ -207,7 +205,6 @@ def all_reduce_rms_norm(
     assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, buffer, one_shot)
     assert one_shot or num_rows >= buffer.num_ranks
     normed, total = out or (torch.empty_like(x), torch.empty_like(x))
-    tensors = x, residual, weight, normed, total, buffer.addresses, buffer.step, buffer.abort
     words = max(2, triton.next_power_of_2(size * x.element_size() // 4))
     options = {
         "RANK": buffer.rank, "RANKS": buffer.num_ranks, "HAS_RESIDUAL": residual is not None,
@@ -215,12 +212,13 @@ def all_reduce_rms_norm(
     } | pdl_options(x.device)  # fmt: skip
     if one_shot:
         _one_shot_kernel[(num_rows,)](
-            *tensors, eps, size, buffer.word_bytes // 8, call_in_step, buffer.calls_per_step, BLOCK=words, **options
-        )
+            x, residual, norm.weight, normed, total, buffer.addresses, buffer.step, buffer.abort, norm.eps, size,
+            buffer.word_bytes // 8, call_in_step, buffer.calls_per_step, BLOCK=words, **options,
+        )  # fmt: skip
     else:
         _two_shot_kernel[(num_rows,)](
-            *tensors, eps, size, buffer.rows_offset, buffer.row_bytes, buffer.signals_offset, buffer.max_rows,
-            call_in_step, buffer.calls_per_step, BLOCK=triton.next_power_of_2(size),
-            **options,
+            x, residual, norm.weight, normed, total, buffer.addresses, buffer.step, buffer.abort, norm.eps, size,
+            buffer.rows_offset, buffer.row_bytes, buffer.signals_offset, buffer.max_rows, call_in_step,
+            buffer.calls_per_step, BLOCK=triton.next_power_of_2(size), **options,
         )  # fmt: skip
     return normed, total

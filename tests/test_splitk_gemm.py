@@ -11,8 +11,9 @@ import torch
 
 from nanovllm.kernels import rms_norm
 from nanovllm.kernels._triton import is_hopper
-from nanovllm.kernels.linear import norm_linear
-from nanovllm.kernels.linear.skinny_linear import MAX_SKINNY_ROWS
+from nanovllm.kernels.linear import choose, norm_linear
+from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.runner.batch import StepShape
 from tests.test_capture_sizes import make_capture_sizes
 from tests.test_kernels import BATCHES, DTYPES, GPU, by_triton, check_error, empty_is_nan, needs_hopper, randn
@@ -52,14 +53,14 @@ def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_
      ((3072, 1024), False, 4), ((512, 32), False, 4), ((640, 5120), False, 1), ((1024, 3072), True, 1),
      ((64, 32), True, 1)],
 )  # fmt: skip
-def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gated: bool, parts: int) -> None:
-    from nanovllm.kernels.linear.hopper_batch_linear import batch_linear  # noqa: PLC0415
+def test_splitk_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int], gated: bool, parts: int) -> None:
+    from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
 
     in_features, out_features = size
     weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
     x = randn(rows, in_features, dtype=dtype)
     with empty_is_nan():
-        out = batch_linear(x, weight, gated, parts)
+        out = splitk_gemm(x, weight, gated, parts)
     assert out.shape == ((rows, out_features) if parts == 1 else (parts, rows, out_features))
     same, _ = norm_linear.norm_linear_ref(x, weight, gated=gated)
     exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=gated)
@@ -107,13 +108,10 @@ def test_batch_linear(rows: int, dtype: torch.dtype, size: tuple[int, int], gate
 def test_the_kernel_pays_with_small_weights(
     rows: int, in_features: int, out_features: int, gated: bool, parts: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
-
-    monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
+    monkeypatch.setattr(choose, "device_limits", lambda device: (132, 232448))
     weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
-    x = torch.empty(rows, in_features, dtype=torch.bfloat16)
-    assert hopper_batch_linear.should_use(x, weight, gated, parts) == pays
-    assert not hopper_batch_linear.should_use(x.float(), weight.float(), gated, parts)
+    assert choose.should_use_splitk(rows, weight, gated, parts) == pays
+    assert not choose.should_use_splitk(rows, weight.float(), gated, parts)
 
 
 def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
@@ -129,9 +127,7 @@ def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("max_num_seqs", [8, 64, 130, 256, 512])
 def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
-
-    monkeypatch.setattr(hopper_batch_linear, "device_limits", lambda device: (132, 232448))
+    monkeypatch.setattr(choose, "device_limits", lambda device: (132, 232448))
     capture_sizes = make_capture_sizes(max_num_seqs, 16384, uses_cascade=True, single_split=True)
 
     def taken(shapes: list[StepShape]) -> set[Any]:
@@ -144,36 +140,29 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
         }
         for num_rows, size in product(rows - set(range(MAX_SKINNY_ROWS + 1)), linears(ranks)):
             in_features, out_features, gated, parts = size
-            x = torch.empty(num_rows, in_features, dtype=torch.bfloat16, device="meta")
             weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16, device="meta")
-            if hopper_batch_linear.should_use(x, weight, gated, parts):
-                found.add((size, hopper_batch_linear._find_tile(x, out_features, gated, parts)))
+            if choose.should_use_splitk(num_rows, weight, gated, parts):
+                found.add((size, choose.find_splitk_tile(num_rows, weight, gated, parts)))
         return found
 
     assert taken(capture_sizes.representatives()) == taken(capture_sizes.shapes) != set()
 
 
-def hopper_parts_pay(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
-
-    return hopper_batch_linear.should_use(x, weight, parts=hopper_batch_linear.PARTS)
-
-
 @pytest.mark.parametrize("rows", [1, 16, 17, 128, 256, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(1024, 1024), (2048, 520)] if GPU else [(48, 80)])
-def test_a_branch_and_the_norm_behind_it(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+def test_a_branch_and_the_norm_after_it(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
     """`linear_into` leaves to `norm_linear` what it did not do, and some product of the sum comes out of both."""
     in_features, out_features = size
     weight = randn(out_features, in_features, dtype=dtype) * in_features**-0.5
     after = randn(64, out_features, dtype=dtype) * out_features**-0.5
-    norm = (randn(out_features, dtype=dtype), 0.1)
+    norm = Norm(randn(out_features, dtype=dtype), 0.1)
     residual = randn(rows, out_features, dtype=dtype)
     x = randn(rows, in_features, dtype=dtype)
     kept = residual.clone()
     branch, left = norm_linear.linear_into(x, weight, residual)
     if GPU and dtype != torch.float32 and rows > 16:
-        in_parts = is_hopper(x.device) and hopper_parts_pay(x, weight)
+        in_parts = is_hopper(x.device) and choose.should_use_splitk(rows, weight, parts=choose.SPLITK_PARTS)
         assert (branch.dim() == 3, left is None) == (in_parts, not in_parts)
     else:
         assert branch.dim() == 2 and left is residual
@@ -182,22 +171,22 @@ def test_a_branch_and_the_norm_behind_it(rows: int, dtype: torch.dtype, size: tu
     same_total = x @ weight.T + kept
     check_error(total, same_total, exact_total)
     same, _ = norm_linear.norm_linear_ref(same_total, after, norm=norm)
-    exact, _ = norm_linear.norm_linear_ref(exact_total, after.float(), norm=(norm[0].float(), 0.1))
+    exact, _ = norm_linear.norm_linear_ref(exact_total, after.float(), norm=Norm(norm.weight.float(), 0.1))
     check_error(out, same, exact)
 
 
 @needs_hopper
 def test_norm_linear_takes_the_kernel_with_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.linear import hopper_batch_linear  # noqa: PLC0415
+    from nanovllm.kernels.linear import splitk_gemm  # noqa: PLC0415
 
     calls: list[tuple[Any, ...]] = []
-    kernel = hopper_batch_linear.batch_linear
+    kernel = splitk_gemm.splitk_gemm
 
     def counted(*args: Any) -> torch.Tensor:
         calls.append(args)
         return kernel(*args)
 
-    monkeypatch.setattr(hopper_batch_linear, "batch_linear", counted)
+    monkeypatch.setattr(splitk_gemm, "splitk_gemm", counted)
     weight = randn(2048, 1024, dtype=torch.bfloat16)
     for rows, gated, bias in ((17, False, None), (256, True, None), (257, True, None), (64, False, weight[:, 0])):
         norm_linear.norm_linear(randn(rows, 1024, dtype=torch.bfloat16), weight, bias, gated=gated)

@@ -8,8 +8,6 @@ so a step can be faster even if the product alone is slower than cuBLAS's. Figur
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from nanovllm.kernels._gluon import (
@@ -19,22 +17,17 @@ from nanovllm.kernels._gluon import (
     gdc_wait,
     gl,
     gluon,
+    halve,
     kernel,
     mbarrier,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.fast_math import round_to
-from nanovllm.kernels.linear.hopper_product import halve
+from nanovllm.kernels.linear.choose import SPLITK_ROWS, find_splitk_tile, splitk_tiles
 
-MAX_BATCH_ROWS = 256
-"""With more rows cuBLAS is faster: with 384 rows a step of 0.6B with this kernel takes up to 7% longer."""
-PARTS = 4
-"""Programs per output tile (split-K) of a layer with few outputs."""
-_ROWS = gl.constexpr(64)
-"""Rows per output tile."""
+_ROWS = gl.constexpr(SPLITK_ROWS)
 _WARPS = gl.constexpr(4)
 
 
@@ -85,7 +78,7 @@ def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
 
 
 @kernel(do_not_specialize=["num_rows"])
-def _batch_linear_kernel(
+def _splitk_gemm_kernel(
     x_desc, weight_desc, out_ptr, num_rows, out_features,
     OUTS: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -124,66 +117,14 @@ def _batch_linear_kernel(
     gl.store(part_ptr + places, out, mask=(rows < num_rows)[:, None])
 
 
-class _Tile(NamedTuple):
-    """Outputs per program, inputs per step, and pipeline stages (`slots`)."""
-
-    outs: int
-    step: int
-    slots: int
-
-
-def _tiles(num_rows: int, gated: bool, parts: int) -> list[_Tile]:
-    """Return the tile shapes to try, narrow ones first: they are faster if all programs are resident at once.
-
-    Two programs fit on a multiprocessor, so that the next kernel's programs, such as attention's, fit beside them and
-    start early. A plain product with one row of tiles leaves multiprocessors free, so its steps take more inputs.
-    """
-    if gated:
-        return [_Tile(32, 64, 6), _Tile(64, 64, 4)]
-    if parts > 1:
-        return [_Tile(32, 128, 4), _Tile(64, 128, 3)]
-    return [_Tile(64, 128, 4) if num_rows <= _ROWS.value else _Tile(64, 64, 6)]
-
-
-def _find_tile(x: torch.Tensor, out_features: int, gated: bool, parts: int) -> _Tile | None:
-    """Return the first tile shape that divides the work evenly into programs that are all resident at once."""
-    num_rows, in_features = x.shape
-    num_processors, shared_bytes = device_limits(x.device)
-    for tile in _tiles(num_rows, gated, parts):
-        programs = -(-num_rows // _ROWS.value) * (out_features // tile.outs) * parts
-        program_bytes = tile.slots * (_ROWS.value + tile.outs * (2 if gated else 1)) * tile.step * 2
-        even = in_features % (parts * tile.step) == 0 and out_features % tile.outs == 0
-        if even and programs <= num_processors * (shared_bytes // program_bytes):
-            return tile
-    return None
-
-
-def _most_ins(num_rows: int, gated: bool) -> int:
-    """Return the maximum inputs per program: above, reading the weights dominates, and cuBLAS reads as fast or faster.
-
-    Measured with 17 to 32, 33 to 64, and more rows, of 1024 (Qwen3-0.6B) to 4096 inputs (8B).
-    """
-    if num_rows <= 32:
-        return 2048
-    return 4096 if num_rows <= _ROWS.value and not gated else 2560
-
-
-def should_use(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> bool:
-    """Return whether the kernel supports these shapes and is fastest: small weights, all programs resident at once."""
-    num_rows, in_features = x.shape
-    out_features = len(weight) // 2 if gated else len(weight)
-    small = num_rows <= MAX_BATCH_ROWS and in_features <= parts * _most_ins(num_rows, gated)
-    return x.element_size() == 2 and small and _find_tile(x, out_features, gated, parts) is not None
-
-
-def batch_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> torch.Tensor:
-    """Return `x @ weight.T`, optionally gated; requires `should_use`.
+def splitk_gemm(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> torch.Tensor:
+    """Return `x @ weight.T`, optionally gated; requires `should_use_splitk`.
 
     Args:
         x: [num_rows, in_features], contiguous.
         weight: [out_features, in_features]; of a gated layer the gate's rows, then as many of up.
         gated: return SiLU(gate) * up, half as wide.
-        parts: split-K programs per output tile, 1 or PARTS; 1 if gated.
+        parts: split-K programs per output tile, 1 or SPLITK_PARTS; 1 if gated.
 
     Returns:
         [num_rows, out_features]; with parts > 1, [parts, num_rows, out_features] float32, to be summed.
@@ -191,11 +132,11 @@ def batch_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, par
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and parts > 1)
-    outs, step, slots = _find_tile(x, out_features, gated, parts) or _tiles(num_rows, gated, parts)[0]
+    outs, step, slots = find_splitk_tile(num_rows, weight, gated, parts) or splitk_tiles(num_rows, gated, parts)[0]
     assert in_features % (parts * step) == 0 and out_features % outs == 0
     shape = (num_rows, out_features) if parts == 1 else (parts, num_rows, out_features)
     out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
-    _batch_linear_kernel[(out_features // outs, -(-num_rows // _ROWS.value), parts)](
+    _splitk_gemm_kernel[(out_features // outs, -(-num_rows // _ROWS.value), parts)](
         descriptor(x, [_ROWS.value, step]), descriptor(weight, [outs, step]), out, num_rows, out_features,
         OUTS=outs, STEP=step, STEPS=in_features // parts // step, SLOTS=slots, GATED=gated,
         num_warps=_WARPS.value, launch_pdl=True,

@@ -2,28 +2,19 @@
 
 Each warp of a program multiplies its own part of the inputs, and the parts are summed at the end. This keeps many warps
 busy on tiles of 8 to 32 outputs, which are needed to fill the device; warps that divided the outputs would repeat each
-other's work. The kernel loops over the inputs in a pipeline; for few inputs there is `one_shot_linear`.
+other's work. The kernel loops over the inputs in a pipeline; for few inputs there is `resident_gemm`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.fast_math import round_to
-
-MAX_SKINNY_ROWS = 16
-"""With more rows cuBLAS is faster: with 32, layers of Qwen3-1.7B to 32B take 6 to 17% longer in `skinny_linear`."""
+from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
 
 _WARP_INS = 64
 """Inputs per warp and step."""
-ONE_SHOT_CHUNK = 1024
-"""Inputs per chunk of `one_shot_linear`, divided among a program's warps."""
-MAX_ONE_SHOT_OUTS = 32
-"""Maximum outputs per program of `one_shot_linear`."""
-
-Norm = tuple[torch.Tensor, float]
-"""Weight [in_features] and epsilon of an RMS norm."""
 
 
 @jit
@@ -38,7 +29,7 @@ def _sum_of_warps(parts, WARPS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.conste
 
 
 @jit(do_not_specialize=["num_rows"])
-def _skinny_linear_kernel(
+def _skinny_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
     EVEN: tl.constexpr, WARP_INS: tl.constexpr, WARPS: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -79,30 +70,6 @@ def _skinny_linear_kernel(
     tl.store(out_ptr + out_rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
 
 
-def one_shot_outs(out_features: int, num_programs: int) -> int:
-    """Return the outputs per program of `one_shot_linear`: the least multiple of 8 >= 16 with all programs resident."""
-    return max(16, 8 * -(-out_features // (8 * max(num_programs, 1))))
-
-
-def should_use_one_shot(x: torch.Tensor, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
-    """Return whether `one_shot_linear` is supported and fastest: few rows, few inputs, all programs resident at once.
-
-    The limit is one chunk of inputs with a norm or gate, and three without: with norm and 2048 inputs at 8 rows,
-    Qwen3-1.7B's QKV takes 8.0 us, and 7.7 as norm and `skinny_linear`.
-    """
-    num_rows, in_features = x.shape
-    out_features = len(weight) // 2 if gated else len(weight)
-    num_programs, shared_bytes = device_limits(x.device)
-    chunks, outs = -(-in_features // ONE_SHOT_CHUNK), one_shot_outs(out_features, num_programs)
-    # `one_shot_linear` copies weights in units of 16 bytes.
-    if num_rows > MAX_SKINNY_ROWS or in_features % 8 or outs > MAX_ONE_SHOT_OUTS:
-        return False
-    # Shared memory holds all weights and inputs of a program.
-    tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
-    fits = chunks * ONE_SHOT_CHUNK * tile_rows * x.element_size() <= shared_bytes
-    return bool(fits and chunks <= (1 if normed or gated else 3))
-
-
 def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, int]:
     """Return outputs per program, warps, and pipeline stages; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
 
@@ -119,7 +86,7 @@ def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, i
     return 16, 4, 6 if out_features <= 4096 else 5
 
 
-def skinny_linear(
+def skinny_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
 ) -> torch.Tensor:
     """Compute product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, in a pipeline."""
@@ -128,7 +95,7 @@ def skinny_linear(
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     block_out, num_warps, num_stages = _tile(in_features, out_features, gated)
-    _skinny_linear_kernel[(triton.cdiv(out_features, block_out),)](
+    _skinny_gemm_kernel[(triton.cdiv(out_features, block_out),)](
         x, weight, bias, out, num_rows, in_features, out_features,
         EVEN=in_features % (num_warps * _WARP_INS) == 0, WARP_INS=_WARP_INS, WARPS=num_warps, BLOCK_OUT=block_out,
         ROWS=MAX_SKINNY_ROWS, HAS_BIAS=bias is not None, GATED=gated,

@@ -15,16 +15,11 @@ import torch
 from nanovllm.kernels._gluon import async_copy, async_load, gl, gluon, kernel, mma_v2
 from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import round_to, rsqrt
-from nanovllm.kernels.linear.skinny_linear import (
-    MAX_ONE_SHOT_OUTS,
-    MAX_SKINNY_ROWS,
-    ONE_SHOT_CHUNK,
-    Norm,
-    one_shot_outs,
-)
+from nanovllm.kernels.linear.choose import MAX_RESIDENT_OUTS, MAX_SKINNY_ROWS, RESIDENT_CHUNK, resident_outs
+from nanovllm.kernels.rms_norm import Norm
 
 _WARPS = gl.constexpr(16)
-_WARP_INS = gl.constexpr(ONE_SHOT_CHUNK // 16)
+_WARP_INS = gl.constexpr(RESIDENT_CHUNK // 16)
 """Inputs per warp and chunk."""
 _ROWS = gl.constexpr(MAX_SKINNY_ROWS)
 _LOAD = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 4, 1], [2, 0, 1]))
@@ -94,7 +89,7 @@ def _operand(shared, INDEX: gl.constexpr):
 
 
 @kernel(do_not_specialize=["num_rows"])
-def _one_shot_linear_kernel(
+def _resident_gemm_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
     IN: gl.constexpr, CHUNKS: gl.constexpr, OUTS: gl.constexpr, BLOCK_OUT: gl.constexpr, HAS_NORM: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
@@ -140,7 +135,7 @@ def _one_shot_linear_kernel(
     gl.store(ptrs, out.to(dtype), mask=(out_rows < num_rows)[:, None] & is_out[None, :])
 
 
-def one_shot_linear(
+def resident_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -148,18 +143,18 @@ def one_shot_linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `norm_linear` for up to MAX_SKINNY_ROWS rows; with a norm or a gate, for up to ONE_SHOT_CHUNK inputs."""
+    """Compute `norm_linear` for up to MAX_SKINNY_ROWS rows; with a norm or a gate, for up to RESIDENT_CHUNK inputs."""
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
-    chunks = triton.cdiv(in_features, ONE_SHOT_CHUNK)
+    chunks = triton.cdiv(in_features, RESIDENT_CHUNK)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None) and in_features % 8 == 0
     assert (norm is None and not gated) or chunks == 1
     assert residual is None or (norm is not None and residual.is_contiguous())
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    norm_weight, eps = norm if norm is not None else (weight, 0.0)
-    outs = min(MAX_ONE_SHOT_OUTS, one_shot_outs(out_features, device_limits(x.device)[0]))
-    _one_shot_linear_kernel[(triton.cdiv(out_features, outs),)](
+    norm_weight, eps = norm if norm is not None else Norm(weight, 0.0)
+    outs = min(MAX_RESIDENT_OUTS, resident_outs(out_features, device_limits(x.device)[0]))
+    _resident_gemm_kernel[(triton.cdiv(out_features, outs),)](
         x, residual, norm_weight, weight, bias, out, total, eps, num_rows, out_features,
         IN=in_features, CHUNKS=chunks, OUTS=outs, BLOCK_OUT=triton.next_power_of_2(outs), HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated, num_warps=_WARPS.value,

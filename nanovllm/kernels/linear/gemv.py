@@ -1,0 +1,83 @@
+"""A linear layer of one row, whose time goes to reading the weights.
+
+Each program requests its weights before `gdc_wait`, so that they arrive while the previous kernel still runs. It does
+not use the tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.fast_math import round_to, rsqrt
+from nanovllm.kernels.rms_norm import Norm
+
+
+@jit
+def _gemv_kernel(
+    x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, out_features,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    ins = tl.arange(0, BLOCK_IN)
+    in_mask = ins < IN
+    out_mask = outs < out_features
+    mask = out_mask[:, None] & in_mask[None, :]
+    offsets = outs.to(tl.int64)[:, None] * IN + ins[None, :]
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    if GATED:
+        up_weight = tl.load(weight_ptr + tl.cast(out_features, tl.int64) * IN + offsets, mask=mask, other=0.0)
+    if HAS_NORM:
+        norm_weight = tl.load(norm_weight_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    # Every intermediate value is rounded as by separate ops.
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+        x = round_to(x, dtype)
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + ins, x.to(dtype), mask=in_mask)
+    if HAS_NORM:
+        x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
+        x = round_to(x, dtype)
+    out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
+        out = round_to(out, dtype)
+        out = out / (1 + tl.exp(-out)) * round_to(up, dtype)
+    tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `norm_linear` of one row; gated layers must not have a bias."""
+    rows, in_features = x.shape
+    out_features = len(weight) // 2 if gated else len(weight)
+    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
+    assert residual is None or (norm is not None and residual.is_contiguous())
+    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(x)
+    norm_weight, eps = norm if norm is not None else Norm(weight, 0.0)
+    block_in = triton.next_power_of_2(in_features)
+    # Weights per program: enough loads in flight, few enough for the registers.
+    wide = block_in > 4096 or (gated and block_in == 4096)
+    size = 32768 if wide else 8192 if block_in <= 1024 else 16384
+    block_out = min(16, max(1, size // block_in // (2 if gated else 1)))
+    _gemv_kernel[(triton.cdiv(out_features, block_out),)](
+        x, residual, norm_weight, weight, bias, out, total, eps, out_features,
+        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out,
+        HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated,
+        num_warps=8 if wide else 4, **pdl_options(x.device),
+    )  # fmt: skip
+    return out, total

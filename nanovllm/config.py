@@ -10,12 +10,14 @@ from nanovllm.utils.checks import check_bool, check_int, check_number, strict_ke
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
 LoadFormat = Literal["auto", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Pooling = Literal["last", "mean"]
 _CHOICES = {
     "dtype": Dtype,
     "attention_backend": AttentionBackendName,
     "load_format": LoadFormat,
+    "model_impl": ModelImpl,
     "logprobs_mode": LogprobsMode,
 }
 _LEAST = {
@@ -49,6 +51,8 @@ class Config:
         enable_prefix_caching: share the cache blocks of equal prefixes.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
+        model_impl: whose code runs the model: "native" is this library's, "transformers" that of transformers over this
+            library's attention and cache; "auto" is the native one where there is one.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
         logprobs_mode: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is sampled from: after
@@ -74,6 +78,7 @@ class Config:
     enable_prefix_caching: bool = True
     attention_backend: AttentionBackendName = "auto"
     load_format: LoadFormat = "auto"
+    model_impl: ModelImpl = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     logprobs_mode: LogprobsMode = "raw_logprobs"
@@ -124,6 +129,7 @@ class EngineSettings(TypedDict, total=False):
     enable_prefix_caching: bool
     attention_backend: AttentionBackendName
     load_format: LoadFormat
+    model_impl: ModelImpl
     revision: str | None
     trust_remote_code: bool
     logprobs_mode: LogprobsMode

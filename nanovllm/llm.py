@@ -96,7 +96,9 @@ class LLM(Unpicklable):
         # The compilers come first: what follows begins CUDA, and threads.
         with Compilers(config.device) as compilers, start_ranks(config) as ranks:
             folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
-            self.model_config = model_config = ModelConfig.from_folder(folder, config.trust_remote_code)
+            self.model_config = model_config = ModelConfig.from_folder(
+                folder, config.trust_remote_code, config.model_impl
+            )
             max_model_len = min(config.max_model_len, model_config.max_position)
             if max_model_len < config.max_model_len:
                 warnings.warn(

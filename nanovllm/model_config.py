@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from nanovllm.config import ModelImpl
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 
@@ -47,6 +48,12 @@ _ROWS = (
     Architecture("CwmForCausalLM"),
 )
 MODELS = {row.name: row for row in _ROWS}
+TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
+"""Whatever transformers has the code of; see `models/transformers.py`."""
+_LEAST_TRANSFORMERS = (4, 56)
+"""Of models that its code runs."""
+_MAX_POSITION = 2**20
+"""Of configs that have no limit."""
 _HEAD_DIMS = (16, 32, 64, 128)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
@@ -113,7 +120,13 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The hyperparameters of a decoder; `max_position` is in tokens."""
+    """The hyperparameters of a decoder.
+
+    Attributes:
+        max_position: in tokens.
+        hf: transformers' config of a model that its code runs, of which the sizes here say only what the engine needs;
+            None of a native model.
+    """
 
     architecture: Architecture
     vocab_size: int
@@ -130,6 +143,7 @@ class ModelConfig:
     initializer_range: float
     dtype: str
     eos_token_ids: frozenset[int]
+    hf: Any = None
 
     @property
     def num_layers(self) -> int:
@@ -137,12 +151,13 @@ class ModelConfig:
         return len(self.layers)
 
     @classmethod
-    def from_folder(cls, path: str, trust_remote_code: bool = False) -> ModelConfig:
+    def from_folder(cls, path: str, trust_remote_code: bool = False, model_impl: ModelImpl = "native") -> ModelConfig:
         """Read `config.json` and `generation_config.json`.
 
         Args:
             path: the model's folder.
             trust_remote_code: whether transformers may run the code that the config names.
+            model_impl: whose code is to run the model; see `Config`.
 
         Raises:
             ValueError: the config is missing, unreadable, or has a value that is not supported.
@@ -158,7 +173,12 @@ class ModelConfig:
             hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # each version of transformers has its own ways to refuse a config
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
-        return cls.from_hf(hf, eos_token_ids=_generation_eos(path))
+        eos_token_ids = _generation_eos(path)
+        if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
+            return cls.from_hf(hf, eos_token_ids)
+        if not trust_remote_code:
+            refuse_remote_code(path, "config.json", "AutoModelForCausalLM")
+        return cls.for_transformers(hf, eos_token_ids)
 
     @classmethod
     def from_hf(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
@@ -185,6 +205,74 @@ class ModelConfig:
             dtype=_dtype(hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
         )
+
+    @classmethod
+    def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
+        """Take from a transformers config what the engine needs of a model that transformers' code runs.
+
+        What its layers are is seen at loading. `eos_token_ids` are added to the config's own.
+        """
+        _check_version()
+        if (quantization := getattr(hf, "quantization_config", None)) is not None:
+            raise ValueError(f"quantization_config={quantization!r} is not supported")
+        values = _text_values(hf)
+        num_layers, hidden_size = (_size_of(values, name) for name in ("num_hidden_layers", "hidden_size"))
+        num_heads = values.get("num_attention_heads")
+        num_heads = num_heads if isinstance(num_heads, int) and num_heads > 0 else 1
+        return cls(
+            architecture=TRANSFORMERS,
+            vocab_size=_size_of(values, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size,
+            layers=(LayerConfig(),) * num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            rms_norm_eps=0.0,
+            rope=RopeConfig(0.0),
+            tie_word_embeddings=False,
+            max_position=values.get("max_position_embeddings") or _MAX_POSITION,
+            initializer_range=0.0,
+            dtype=_dtype(hf.get_text_config() if _has_dtype(hf.get_text_config()) else hf),
+            eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),
+            hf=hf,
+        )
+
+
+def _check_version() -> None:
+    """Refuse a transformers whose masks cannot be replaced."""
+    from transformers import __version__  # noqa: PLC0415
+
+    if tuple(map(int, __version__.split(".")[:2])) < _LEAST_TRANSFORMERS:
+        least = ".".join(map(str, _LEAST_TRANSFORMERS))
+        raise ValueError(f"a model that transformers' code runs needs transformers {least} or newer, not {__version__}")
+
+
+def _text_values(hf: Any) -> dict[str, Any]:
+    """Return the values of a config, of its text half if it has several, by the names that most configs have."""
+    text = hf.get_text_config()
+    values, names = text.to_dict(), text.attribute_map
+    values |= {usual: values[name] for usual, name in names.items() if name in values}
+    if values.get("num_hidden_layers") is None:
+        values["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
+    return values
+
+
+def _size_of(values: dict[str, Any], name: str) -> int:
+    return check_int(name, values.get(name), 1)
+
+
+def _has_dtype(hf: Any) -> bool:
+    return (getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None)) is not None
+
+
+def _is_native(hf: Any) -> bool:
+    """Whether a row of the table takes a config."""
+    try:
+        ModelConfig.from_hf(hf)
+    except ValueError:
+        return False
+    return True
 
 
 def _architecture(hf: Any) -> Architecture:

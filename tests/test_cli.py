@@ -314,6 +314,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "dtype": (["float16"], "float16"),
     "attention_backend": (["sdpa"], "sdpa"),
     "load_format": (["dummy"], "dummy"),
+    "model_impl": (["transformers"], "transformers"),
     "logprobs_mode": (["processed_logprobs"], "processed_logprobs"),
     "model": (["x"], "x"),
     "num_kvcache_blocks": (["7"], 7),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
 from nanovllm.utils.extras import install_hint
+
+HEAD_SIZES = (16, 32, 64, 128)
+"""Elements of a head that the triton backend's kernels are written for."""
 
 
 def make_backend(
@@ -19,38 +23,30 @@ def make_backend(
     dtype: torch.dtype,
     block_size: int,
     num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    specs: Sequence[KVCacheSpec],
     *,
     num_slots: int,
     shares_prefixes: bool = False,
     all_reduce_min: Callable[[int], int] = int,
 ) -> AttentionBackend:
-    """Return the backend called `name`; "auto" is triton on CUDA and sdpa elsewhere.
+    """Return the backend called `name`; "auto" is triton on CUDA, if it supports the layers, and sdpa elsewhere.
 
     Args:
         name: "auto", "sdpa", "triton" or "flash_attn".
         device, dtype: of the queries and the KV cache.
         block_size: tokens per cache block.
-        num_heads, num_kv_heads: query heads and KV heads.
-        head_dim: elements per head.
+        num_heads: query heads of a layer.
+        specs: what the layers cache.
         num_slots: most decode rows.
         shares_prefixes: whether sequences share blocks of the prefix cache.
         all_reduce_min: returns the least of all ranks' numbers, which call this together.
 
     Raises:
-        ValueError: the backend does not support this device, dtype or block size, or it (or Triton, which all but
-            "sdpa" need) is not installed.
+        ValueError: see `check_backend`.
     """
-    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
+    check_backend(name, device, dtype, block_size)
+    if name == "sdpa" or (name == "auto" and (device.type != "cuda" or not _are_for_triton(specs))):
         return SdpaBackend(block_size)
-    obstacle = triton_obstacle(device)
-    if obstacle is not None:
-        # flash_attn replaces only the attention kernels; the other ops still need Triton.
-        raise ValueError(
-            f"attention_backend={name!r} takes Triton kernels on {device.type!r}, but {obstacle}: take 'sdpa', which "
-            "is plain torch and slower, or device='cpu'"
-        )
     if name in ("auto", "triton"):
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
@@ -59,21 +55,47 @@ def make_backend(
             dtype,
             block_size,
             num_heads,
-            num_kv_heads,
-            head_dim,
+            specs[0].num_kv_heads,
+            specs[0].key_size,
             num_slots=num_slots,
             shares_prefixes=shares_prefixes,
             all_reduce_min=all_reduce_min,
         )
+    from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
+
+    return FlashAttnBackend()
+
+
+def _are_for_triton(specs: Sequence[KVCacheSpec]) -> bool:
+    """Whether the layers' heads are alike, and of a size that the kernels are written for."""
+    sizes = {(spec.num_kv_heads, spec.key_size, spec.value_size) for spec in specs}
+    return len(sizes) == 1 and specs[0].key_size == specs[0].value_size and specs[0].key_size in HEAD_SIZES
+
+
+def check_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    """Check what needs no model.
+
+    Raises:
+        ValueError: the backend does not support this device, dtype or block size, or it (or Triton, which all but
+            "sdpa" need) is not installed.
+    """
+    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
+        return
+    obstacle = triton_obstacle(device)
+    if obstacle is not None:
+        # flash_attn replaces only the attention kernels; the other ops still need Triton.
+        raise ValueError(
+            f"attention_backend={name!r} takes Triton kernels on {device.type!r}, but {obstacle}: take 'sdpa', which "
+            "is plain torch and slower, or device='cpu'"
+        )
+    if name != "flash_attn":
+        return
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' takes bfloat16 or float16, not float32")
     if block_size % 256:
         raise ValueError(f"attention_backend='flash_attn' needs a kvcache_block_size multiple of 256, not {block_size}")
     if find_spec("flash_attn") is None:
         raise ValueError(f"attention_backend='flash_attn' is not installed: {install_hint('flash-attn')}")
-    from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
-
-    return FlashAttnBackend()
 
 
-__all__ = ["AttentionBackend", "make_backend"]
+__all__ = ["AttentionBackend", "check_backend", "make_backend"]

@@ -71,8 +71,10 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     have equal, padded sizes.
 
     Raises:
-        ValueError: the model has too few KV heads or MLP columns for `size` ranks.
+        ValueError: the model has too few KV heads or MLP columns for `size` ranks, or is run by transformers.
     """
+    if size > 1 and model.hf is not None:
+        raise ValueError(f"tensor_parallel_size={size}: a model that transformers' code runs has one rank")
     if size > model.num_kv_heads:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
     if size > max(1, model.intermediate_size // _MLP_UNIT):

@@ -15,14 +15,12 @@ from nanovllm.layers.linear import Projection
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
-class Attention(nn.Module):
-    """Causal attention of one layer over its share of the cache.
+class CachedAttention(nn.Module):
+    """What the runner knows of a layer that attends over its share of the cache.
 
     Args:
         num_kv_heads: of this rank.
-        head_dim: elements per head.
-        eps: of the norms of heads, if there are any.
-        rotary: what positions do to queries and keys; other layers may have the same.
+        key_size, value_size: elements of a head's key and of its value.
         options: how it differs from plain causal attention.
 
     Attributes:
@@ -32,25 +30,14 @@ class Attention(nn.Module):
     pages: KVPages
     backend: AttentionBackend
 
-    def __init__(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        rotary: RotaryEmbedding,
-        options: AttentionOptions = PLAIN,
-    ) -> None:
+    def __init__(self, num_kv_heads: int, key_size: int, value_size: int, options: AttentionOptions) -> None:
         super().__init__()
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = head_dim**-0.5
-        self.eps = eps
-        self.rotary = rotary
+        self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
         self.options = options
 
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Return what the layer caches, in the dtype of its keys and values."""
-        return KVCacheSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.options.window, dtype)
+        return KVCacheSpec(self.num_kv_heads, self.key_size, self.value_size, self.options.window, dtype)
 
     def bind(self, pages: KVPages, backend: AttentionBackend) -> None:
         """Give the layer its cache and its backend."""
@@ -59,6 +46,32 @@ class Attention(nn.Module):
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
         del self.pages, self.backend
+
+
+class Attention(CachedAttention):
+    """Causal attention of one layer over its share of the cache.
+
+    Args:
+        num_kv_heads: of this rank.
+        head_dim: elements per head.
+        eps: of the norms of heads, if there are any.
+        rotary: what positions do to queries and keys; other layers may have the same.
+        options: how it differs from plain causal attention.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        rotary: RotaryEmbedding,
+        options: AttentionOptions = PLAIN,
+    ) -> None:
+        super().__init__(num_kv_heads, head_dim, head_dim, options)
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.eps = eps
+        self.rotary = rotary
 
     def forward(
         self,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
+from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import shard_of
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
-from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization.loading import WeightTarget
 from nanovllm.quantization.weight import Weight
+
+
+class HiddenStates(Protocol):
+    """What comes out of a model's last norm, perhaps not computed yet."""
+
+    def compute(self) -> torch.Tensor:
+        """Return the states, [num_tokens, hidden_size]."""
 
 
 class CausalLM(nn.Module):
@@ -27,6 +35,9 @@ class CausalLM(nn.Module):
         config: the shape of the whole.
         communicator: says which rank this is, and connects it with the others.
     """
+
+    supports_cuda_graph: ClassVar[bool] = True
+    """Whether steps can be captured: nothing in them waits for the device, or depends on values there."""
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]]
     """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
@@ -43,9 +54,9 @@ class CausalLM(nn.Module):
         self.shard = shard_of(config, communicator.rank, communicator.size)
 
     @property
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[CachedAttention]:
         """The layers that have a cache, in order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+        return [module for module in self.modules() if isinstance(module, CachedAttention)]
 
     @property
     def kernel_rows(self) -> set[int]:
@@ -75,15 +86,17 @@ class CausalLM(nn.Module):
             if isinstance(module, RotaryEmbedding):
                 module.tabulate(max_position, device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Normed:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> HiddenStates:
         """token_ids, positions: [num_tokens] int32 -> the last norm, not computed yet, for `compute_logits`.
 
         It is of [num_tokens, hidden_size], or of `rows` of it: few tokens of a prompt have one sampled after them.
         """
-        hidden: Normed = self.model(token_ids, positions, rows)
+        hidden: HiddenStates = self.model(token_ids, positions, rows)
         return hidden
 
-    def compute_logits(self, hidden: Normed) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """hidden: of num_rows tokens, from `forward` -> [num_rows, vocabulary entries of this rank]."""
         logits: torch.Tensor = self.lm_head(hidden).compute()
         return logits
@@ -113,9 +126,23 @@ class CausalLM(nn.Module):
         return [WeightTarget(".".join(path), part)]
 
 
+class LoadableCausalLM(CausalLM, ABC):
+    """A model whose code is another library's, which reads and converts its weights, too."""
+
+    @abstractmethod
+    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Fill the model, for `max_model_len` positions, as `config.load_format` says.
+
+        Raises:
+            ValueError: weights that do not fit, or a model that cannot be run.
+        """
+
+
 def _kind(layer: nn.Module) -> Hashable:
     """What is equal of decoder layers that launch the same kernels: modules, sizes and dtypes, and what is cached."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     params = tuple((name, param.shape, param.dtype) for name, param in layer.named_parameters())
-    specs = tuple(module.kv_cache_spec(params[0][2]) for module in layer.modules() if isinstance(module, Attention))
+    specs = tuple(
+        module.kv_cache_spec(params[0][2]) for module in layer.modules() if isinstance(module, CachedAttention)
+    )
     return modules, params, specs

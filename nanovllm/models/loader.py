@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
-from nanovllm.models.base import CausalLM
+from nanovllm.models.base import CausalLM, LoadableCausalLM
 from nanovllm.quantization.loading import LoadableModule, TensorRows, WeightSlice, WeightTarget
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.loading_bar import loading_bar
@@ -44,6 +44,11 @@ def load_model(
     """
     with torch.device("meta"):
         model = make_model(model_config, communicator)
+    if isinstance(model, LoadableCausalLM):
+        if config.load_format != "dummy":
+            weight_files(folder)
+        model.load(config, folder, max_model_len, dtype, device)
+        return model
     for module in model.modules():
         if isinstance(module, LoadableModule):
             module.allocate(dtype, device)
@@ -72,7 +77,7 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
     surplus, stored = [], dict[str, torch.dtype]()
     num_bytes = sum(part.region.nbytes for part in slices.values())
     with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
-        for file, name, tensor in chain.from_iterable(map(_tensors, _weight_files(folder))):
+        for file, name, tensor in chain.from_iterable(map(_tensors, weight_files(folder))):
             targets = model.weight_targets(name)
             if any(target not in slices for target in targets):
                 surplus.append(name)
@@ -141,7 +146,12 @@ def weight_slices(model: CausalLM) -> dict[WeightTarget, WeightSlice]:
     return slices
 
 
-def _weight_files(folder: str) -> list[str]:
+def weight_files(folder: str) -> list[str]:
+    """Return the safetensors of a folder.
+
+    Raises:
+        ValueError: there are none, or one is missing.
+    """
     index = os.path.join(folder, _INDEX)
     if os.path.isfile(index):
         weight_map = read_json(index).get("weight_map")

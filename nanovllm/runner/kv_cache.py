@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.kernels.qkv_rope_store import KVPages
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import CachedAttention
 from nanovllm.runner.messages import BlockTransfer
 
 
@@ -54,7 +54,7 @@ class KVCache:
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        layers: Sequence[CachedAttention],
         specs: Sequence[KVCacheSpec],
         backend: AttentionBackend,
         *,

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.attention import make_backend
+from nanovllm.attention import check_backend, make_backend
 from nanovllm.attention.metadata import set_attention_metadata
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import shard_of
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.compilers import Compilers
@@ -96,27 +95,17 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
-        self.model_shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
-        self.backend = make_backend(
-            config.attention_backend,
-            self.device,
-            self.dtype,
-            config.kvcache_block_size,
-            self.model_shard.heads.size,
-            self.model_shard.kv_heads.size,
-            model_config.head_dim,
-            num_slots=config.max_num_running,
-            shares_prefixes=config.enable_prefix_caching,
-            all_reduce_min=self._all_reduce_min,
-        )
+        check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // config.kvcache_block_size)
         self.graphs: StepGraphs | None = None
         with self._device_guard():
             free_before = free_memory(self.device)
             self._load(folder)
+            self._make_backend()
             self._make_buffers()
-            self.capture_sizes = make_capture_sizes(config, self.backend, self.model.kernel_rows, self.is_cuda)
+            can_capture = self.is_cuda and self.model.supports_cuda_graph
+            self.capture_sizes = make_capture_sizes(config, self.backend, self.model.kernel_rows, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
             self._compile_kernels(compilers)
@@ -133,6 +122,21 @@ class ModelRunner:
 
     def _unload(self) -> None:
         del self.model
+
+    def _make_backend(self) -> None:
+        """Make what the model's layers attend with."""
+        config, self.model_shard = self.config, self.model.shard
+        self.backend = make_backend(
+            config.attention_backend,
+            self.device,
+            self.dtype,
+            config.kvcache_block_size,
+            self.model_shard.heads.size,
+            [layer.kv_cache_spec(self.dtype) for layer in self.model.attention_layers],
+            num_slots=config.max_num_running,
+            shares_prefixes=config.enable_prefix_caching,
+            all_reduce_min=self._all_reduce_min,
+        )
 
     def _make_buffers(self) -> None:
         """Make what steps keep on the device beside weights and cache."""

@@ -1,0 +1,238 @@
+"""Any decoder of transformers, with this library's attention over its paged cache in place of its own.
+
+transformers makes the model, loads the weights and runs everything but attention, on all of a step's tokens as one
+sequence of a batch of one. What an attention layer is, its heads, window, softcap and sinks, is not read from the
+config, where each family has names of its own, but seen by sending tokens through the model at loading; what this
+library cannot do is refused then.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import ModelShard, Shard
+from nanovllm.model_config import MODELS, ModelConfig
+from nanovllm.models.base import HiddenStates, LoadableCausalLM
+from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing, store_step
+
+_PROBED_TOKENS = 128
+_PROBES = 3
+"""A mixture may send a token to another expert by a rounding error; a state shows with any tokens."""
+_TOLERANCES = {torch.float32: 1e-3}
+_COARSE_TOLERANCE = 3e-2
+
+
+class TransformersForCausalLM(LoadableCausalLM):
+    """A model of transformers; see the base class.
+
+    Raises:
+        ValueError: transformers has no such model, or one whose attention cannot be replaced.
+    """
+
+    supports_cuda_graph = False
+
+    def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
+        super().__init__(config, communicator)
+        self._class = _class_of(config.hf)
+        self.head = self._made(config.hf, torch.float32)
+
+    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """See the base class."""
+        if device.type == "cuda" and not config.enforce_eager:
+            warnings.warn(f"{self._class.__name__} runs by transformers' code: without CUDA graphs", stacklevel=2)
+        if config.load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed or 0)
+                self.head = self._made(self.config.hf, dtype)
+        else:
+            self.head = self._read(folder, dtype)
+        self.head.eval().requires_grad_(False).to(device)
+        prefix = self.head.base_model_prefix
+        self._prefix = prefix if hasattr(self.head, prefix) else "model"
+        self.model = getattr(self.head, self._prefix)
+        try:
+            with torch.inference_mode():
+                _fix_rope(self.model, max_model_len, device)
+                self._find_layers(min(_PROBED_TOKENS, max_model_len), dtype, device)
+                self._detach_head(device)
+        except Exception as error:  # the code of each model has its own ways to fail
+            cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self._class.__name__} cannot run over a paged KV cache: {cause}") from error
+
+    def _made(self, hf: Any, dtype: torch.dtype) -> Any:
+        """Make the model with random weights, or on the meta device with none."""
+        name = self._class.__name__
+        try:
+            return self._class._from_config(copy.deepcopy(hf), dtype=dtype, attn_implementation=PROBED)
+        except Exception as error:  # the code of each model has its own ways to refuse a config
+            if isinstance(error, KeyError) and error.args == (PROBED,):
+                raise ValueError(f"{name} has attention classes of its own, which cannot be replaced") from error
+            raise ValueError(f"transformers cannot make {name}: {type(error).__name__}: {error}") from error
+
+    def _read(self, folder: str, dtype: torch.dtype) -> Any:
+        """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
+        options = {"dtype": dtype, "attn_implementation": PROBED, "use_safetensors": True, "output_loading_info": True}
+        hf = copy.deepcopy(self.config.hf)
+        try:
+            head, info = self._class.from_pretrained(folder, config=hf, local_files_only=True, **options)
+        except RuntimeError as error:
+            raise ValueError(f"checkpoint in {folder!r} does not fit: {error}") from error
+        missing, surplus = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
+        if missing or surplus or info["mismatched_keys"]:
+            misfits = f"tensors missing {missing}, left over {surplus}, others {info['mismatched_keys']}"
+            raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}")
+        return head
+
+    def _find_layers(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the attention layers; refuse a model in which more than attention mixes tokens."""
+        half = num_tokens // 2
+        positions = torch.arange(num_tokens, device=device)
+        generator = torch.Generator().manual_seed(0)
+        tolerance = _TOLERANCES.get(dtype, _COARSE_TOLERANCE)
+        is_stateless = False
+        for number in range(_PROBES):
+            draws = (torch.randint(self.config.vocab_size, (num_tokens,), generator=generator) for _ in range(2))
+            first, others = (drawn.to(device) for drawn in draws)
+            with probing(makes_layers=number == 0) as probe:
+                out = self._run(first, positions)
+            if number == 0:
+                self._take_layers(probe)
+                self._output_type = type(out)
+            # Backwards, the second half with other neighbours: attention has returned zeros, and so nothing changes.
+            with probing(makes_layers=False) as other:
+                changed = self._run(torch.cat((others[:half], first[half:])).flip(0), positions.flip(0))
+            probe.tensors.append(out.last_hidden_state[0].float())
+            other.tensors.append(changed.last_hidden_state[0].float())
+            pairs = zip(probe.tensors, other.tensors, strict=True)
+            if all(_are_close(x[half:], y.flip(0)[half:], tolerance) for x, y in pairs):
+                is_stateless = True
+                break
+        if not is_stateless:
+            raise ValueError("it has layers with a state that is no KV cache, or counts positions by itself")
+
+    def _take_layers(self, probe: Probe) -> None:
+        """Take in what the first tokens have shown."""
+        if len(probe.modules) != self.config.num_layers:
+            raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
+        heads, kv_heads = probe.num_heads[0], self.attention_layers[0].num_kv_heads
+        shard = self.shard
+        self.shard = ModelShard(Shard.whole(kv_heads), Shard.whole(heads), shard.intermediate, shard.vocab)
+        # Steps take no masks, nor does what comes after this.
+        for module in (self.head, *self.model.modules()):
+            if hasattr(module, "config"):
+                module.config._attn_implementation = PAGED
+
+    def _detach_head(self, device: torch.device) -> None:
+        """Let the head take hidden states, which its decoder would compute."""
+        self._given = _GivenStates(self.model, self._output_type)
+        setattr(self.head, self._prefix, self._given)
+        dtype = next(self.model.parameters()).dtype
+        size = self.project_logits(torch.zeros(1, self.config.hidden_size, dtype=dtype, device=device)).shape[-1]
+        if size != self.config.vocab_size:
+            raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> HiddenStates:
+        """See the base class."""
+        with store_step():
+            states = self._run(token_ids.long(), positions.long()).last_hidden_state[0]
+        return _Computed(states if rows is None else states[rows])
+
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """See the base class."""
+        return self.project_logits(hidden.compute())
+
+    def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See the base class; the model's own head may scale the logits, cap them, or add a bias."""
+        self._given.states = hidden[None]
+        logits: torch.Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+class _Computed:
+    """Hidden states that nothing is left to do for."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self._states = states
+
+    def compute(self) -> torch.Tensor:
+        """See `HiddenStates`."""
+        return self._states
+
+
+class _GivenStates(nn.Module):
+    """Stands where a head expects its decoder, and returns `states`, as an output of that decoder's type."""
+
+    states: torch.Tensor
+
+    def __init__(self, decoder: nn.Module, output_type: type) -> None:
+        super().__init__()
+        # Not as a module: it has a place already.
+        self._replaced = (decoder,)
+        self.output_type = output_type
+
+    def __getattr__(self, name: str) -> Any:
+        """Some heads read a factor that is their decoder's."""
+        return getattr(self.__dict__["_replaced"][0], name)
+
+    @property
+    def decoder(self) -> _GivenStates:
+        """OPT's head asks for the decoder within."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the head gets."""
+        return self.output_type(last_hidden_state=self.states)
+
+
+def _class_of(hf: Any) -> Any:
+    """Return transformers' class of a config, or that of the code which comes with it."""
+    name = (getattr(hf, "architectures", None) or [""])[0]
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = {*causal.values(), *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    # Decoders without a head are published under the name of the trunk.
+    if not name or name == modeling_auto.MODEL_MAPPING_NAMES.get(hf.model_type):
+        name = causal.get(hf.model_type, name)
+    if name in known:
+        return getattr(transformers, name)
+    code = getattr(hf, "auto_map", {}).get("AutoModelForCausalLM")
+    if code:
+        return transformers.dynamic_module_utils.get_class_from_dynamic_module(code, hf.name_or_path)
+    near = get_close_matches(name, sorted({*MODELS, *known}))
+    hint = f": did you mean {', '.join(near)}?" if near else ""
+    raise ValueError(f"architecture {name!r} is not supported: transformers has no such decoder{hint}")
+
+
+def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> None:
+    """Give rotary embeddings that change with the longest sequence the angles of `max_model_len` tokens, for good.
+
+    Otherwise an answer would depend on its neighbours in the batch, and cached keys would not fit new queries.
+    """
+    last = torch.tensor([[max_model_len - 1]], device=device)
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in by_layer.items():
+            if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+                module(torch.zeros(1, device=device), last, *([] if layer_type is None else [layer_type]))
+                by_layer[layer_type] = "default"
+        if not isinstance(kinds, dict) and kinds is not None:
+            module.rope_type = by_layer[None]
+
+
+def _are_close(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> bool:
+    return torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(x.std().item(), 1e-6))

@@ -1,0 +1,205 @@
+"""Attention of the models that transformers' code runs: over the paged cache, or seen by a probe.
+
+transformers looks attention functions up by a name in the config, and functions that make masks by the same name. Two
+names are ours. Under `PROBED` some tokens are sent through a model at loading, and each call of attention makes a layer
+of this library out of what it was called with. Under `PAGED` steps run; it has no function for masks, and so
+transformers makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from nanovllm.attention.metadata import get_attention_metadata
+from nanovllm.kernels.attention.options import AttentionOptions
+from nanovllm.layers.attention import CachedAttention
+
+PAGED, PROBED = "nanovllm_paged", "nanovllm_probed"
+_HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
+"""Arguments of attention functions that change nothing here, or are checked elsewhere."""
+_GRID = 1 << 20
+"""Positions over which a mask is looked at."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Tokens of a step whose keys and values are stored, all but those with a slot of -1.
+
+    Attributes:
+        rows: [num_stored]; numbers of the tokens in the step.
+        slots: [num_stored]; where their keys and values go.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, slot_mapping: torch.Tensor) -> StoredRows:
+        """Take them out of a step's slot mapping, [num_tokens]; waits for the device, so once a step."""
+        rows = (slot_mapping >= 0).nonzero().squeeze(1)
+        return cls(rows, slot_mapping.index_select(0, rows).long())
+
+
+_stored: ContextVar[StoredRows] = ContextVar("stored")
+
+
+@contextmanager
+def store_step() -> Iterator[None]:
+    """Let layers store the keys and values of the step whose attention metadata is set."""
+    token = _stored.set(StoredRows.of(get_attention_metadata().slot_mapping))
+    try:
+        yield
+    finally:
+        _stored.reset(token)
+
+
+class PagedAttention(CachedAttention):
+    """Attention of one layer whose queries and keys are normed and rotated already.
+
+    Args:
+        key, value: of some tokens, [1, num_kv_heads, num_tokens, size].
+        scale: factor of the scores before the softmax.
+        options: how it differs from plain causal attention.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, scale: float, options: AttentionOptions) -> None:
+        super().__init__(key.shape[1], key.shape[3], value.shape[3], options)
+        self.scale = scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query, key, value: [1, heads, num_tokens, size] -> [1, num_tokens, num_heads, value_size]."""
+        dtype, stored = self.pages.k_cache.dtype, _stored.get()
+        query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+        for cache, new in ((self.pages.k_cache, key), (self.pages.v_cache, value)):
+            cache.flatten(0, 1).index_copy_(0, stored.slots, new.index_select(0, stored.rows))
+        metadata = get_attention_metadata()
+        return self.backend.forward(query.contiguous(), self.pages, metadata, self.scale, self.options)[None]
+
+
+@dataclass
+class Probe:
+    """What some tokens have met on their way through a model.
+
+    Attributes:
+        makes_layers: whether attention gets its layers; else it has them.
+        modules: that attend.
+        num_heads: of queries, of each of them.
+        tensors: their queries, keys and values, [num_tokens, heads, size] float32.
+        masks: that were made, with their windows.
+    """
+
+    makes_layers: bool
+    modules: list[nn.Module] = field(default_factory=list)
+    num_heads: list[int] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+
+
+_probe: ContextVar[Probe | None] = ContextVar("probe", default=None)
+
+
+@contextmanager
+def probing(*, makes_layers: bool) -> Iterator[Probe]:
+    """Within the block attention layers are looked at rather than run: they return zeros."""
+    probe = Probe(makes_layers)
+    token = _probe.set(probe)
+    try:
+        yield probe
+    finally:
+        _probe.reset(token)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend for `module`; by transformers' interface of attention functions."""
+    probe = _probe.get()
+    if probe is None:
+        paged: PagedAttention = module.paged  # type: ignore[assignment]
+        return paged(query, key, value), None
+    name = type(module).__name__
+    if module in probe.modules:
+        raise ValueError(f"{name} attends twice with one set of weights")
+    probe.modules.append(module)
+    probe.num_heads.append(query.shape[1])
+    probe.tensors += (x[0].transpose(0, 1).float() for x in (query, key, value))
+    if probe.makes_layers:
+        unknown = sorted(argument for argument, given in kwargs.items() if given is not None)
+        if unknown := [argument for argument in unknown if argument not in _HARMLESS]:
+            raise ValueError(f"{name} asks attention for {unknown}")
+        if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+            raise ValueError(f"{name} is not causal")
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(f"{name} has {key.shape[2]} keys for {query.shape[2]} tokens")
+        window = _window_of(attention_mask, query.shape[2], name)
+        if window is None and sliding_window is not None:
+            raise ValueError(f"{name} has a sliding_window={sliding_window}, but its mask has none")
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        module.paged = PagedAttention(key, value, scale, AttentionOptions(window, softcap, s_aux))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _window_of(mask: torch.Tensor | None, num_tokens: int, name: str) -> int | None:
+    """Return the window that belongs to the mask which an attention module was given."""
+    probe = _probe.get()
+    made = [] if mask is None or probe is None else probe.masks
+    for known, window in made:
+        if mask is not None and known.data_ptr() == mask.data_ptr() and torch.equal(mask, _causal(num_tokens, mask)):
+            return window
+    raise ValueError(f"the attention mask of {name} is not one of transformers' masking_utils")
+
+
+def _causal(num_tokens: int, like: torch.Tensor | None = None) -> torch.Tensor:
+    device = None if like is None else like.device
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def _make_mask(*, mask_function: Callable[..., Any], device: torch.device | None = None, **sizes: Any) -> torch.Tensor:
+    """Make a mask while a probe runs, and note its window; by transformers' interface of mask functions."""
+    probe = _probe.get()
+    assert probe is not None
+    window = _window(lambda q, kv: torch.as_tensor(mask_function(0, 0, q, kv)).broadcast_to(kv.shape))
+    mask = _causal(sizes["kv_length"]).to(device or sizes.get("cache_position", torch.empty(0)).device)
+    probe.masks.append((mask, window))
+    return mask
+
+
+def _window(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
+    """Return the sliding window of a mask; None if it is the causal one.
+
+    Args:
+        visible: takes a query's position and those of keys; returns which of them the query sees.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    keys = torch.arange(_GRID)
+    window = int(visible(torch.tensor(_GRID - 1), keys).sum())
+    for position in (0, 1, window - 1, window, window + 1, 3 * window // 2, _GRID // 2, _GRID - 1):
+        query = torch.tensor(min(max(position, 0), _GRID - 1))
+        if not torch.equal(visible(query, keys), (keys <= query) & (keys > query - window)):
+            raise ValueError("an attention mask is neither causal nor a sliding window")
+    return None if window == _GRID else window
+
+
+for _name in (PAGED, PROBED):
+    ALL_ATTENTION_FUNCTIONS.register(_name, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PROBED, _make_mask)

@@ -53,7 +53,7 @@ def test_logits_are_as_near_to_float32_as_transformers_are(folder: Path, name: A
 
         runner.sampler.sample = recorder
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        outputs = llm.generate(batch, params, use_tqdm=False)
+        outputs = llm.generate(batch, params, use_tqdm=False, schedule="arrival")
     # A step each token, all three in each: [sequence, token, vocab_size].
     got = torch.stack(logits, 1)
     same, exact_model = rounded(folder, dtype), rounded(folder, dtype).float()

@@ -124,6 +124,13 @@ class TransformersForCausalLM(LoadableCausalLM):
         """Take in what the first tokens have shown."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
+        # Some have a window in the cache of transformers alone: without it their code computes something else. Layers
+        # that share a cache are not there.
+        cache = transformers.DynamicCache(config=self.config.hf)
+        for layer, cached in zip(self.attention_layers, cache.layers, strict=False):
+            seen, kept = layer.options.window, getattr(cached, "sliding_window", None)
+            if kept is not None and (seen is None or seen > kept):
+                raise ValueError(f"its cache keeps {kept} tokens, its mask shows {'all' if seen is None else seen}")
         heads, kv_heads = probe.num_heads[0], self.attention_layers[0].num_kv_heads
         shard = self.shard
         self.shard = ModelShard(Shard.whole(kv_heads), Shard.whole(heads), shard.intermediate, shard.vocab)

@@ -195,6 +195,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 _answer(batch, lines, source, results)
             except UnreadableInputError as error:
                 parser.error(str(error))
+            finally:
+                # Native libraries report what is frozen at the end as lost.
+                gc.unfreeze()
     print(_summary(batch, results.answered, options.output), file=sys.stderr)
     return 1 if batch.num_failed else 0
 

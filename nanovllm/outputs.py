@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypedDict, Union
 
@@ -64,6 +64,10 @@ Prompts = Union[Prompt, Iterable[Union[Prompt, TokenIds]], Iterable[Any], _Token
 """What `LLM.generate` takes: one prompt, or several."""
 
 
+_WHEN_ASKED_FOR: Any = None
+"""Stands for a list that is made when somebody asks for it; see `_made_when_asked_for`."""
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a function that a model asks for."""
@@ -95,7 +99,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = _WHEN_ASKED_FOR
 
 
 @dataclass(slots=True)
@@ -148,7 +152,7 @@ class RequestOutput(Mapping[str, Any]):
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    hidden_states: list[np.ndarray] = field(default_factory=list, repr=False, compare=False)
+    hidden_states: list[np.ndarray] = field(default=_WHEN_ASKED_FOR, repr=False, compare=False)
     error: str | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -163,20 +167,36 @@ class RequestOutput(Mapping[str, Any]):
         return self.num_cached_tokens if key == "num_cached_tokens" else getattr(self.outputs[0], key)
 
 
-def _made_when_asked_for(slot: Any) -> Any:
-    """Return a property over a field's slot, which may hold an array: its list takes long, and nine times the room."""
+def _made_when_asked_for(cls: type, name: str, make: Callable[[Any], list[Any]]) -> None:
+    """Turn a field into a property, whose list is made when somebody asks for it.
 
-    def get(output: RequestOutput) -> list[int]:
-        value: list[int] | array[int] = slot.__get__(output)
-        if isinstance(value, array):
-            value = value.tolist()
+    A list of token ids takes as long to make as the rest of an output, and nine times the room of an array; one that
+    is empty is work for the garbage collector.
+
+    Args:
+        cls: the dataclass.
+        name: of the field, which may be given something else than a list.
+        make: returns the list of that.
+    """
+    slot = vars(cls)[name]
+
+    def get(output: Any) -> list[Any]:
+        value = slot.__get__(output)
+        if not isinstance(value, list):
+            value = make(value)
             slot.__set__(output, value)
         return value
 
-    return property(get, slot.__set__)
+    setattr(cls, name, property(get, slot.__set__))
 
 
-RequestOutput.prompt_token_ids = _made_when_asked_for(vars(RequestOutput)["prompt_token_ids"])
+def _as_list(values: array[int] | None) -> list[Any]:
+    return [] if values is None else values.tolist()
+
+
+_made_when_asked_for(CompletionOutput, "tool_calls", _as_list)
+_made_when_asked_for(RequestOutput, "prompt_token_ids", _as_list)
+_made_when_asked_for(RequestOutput, "hidden_states", _as_list)
 
 
 def failed_output(

@@ -6,6 +6,7 @@ The engine always has waiting requests beside the running ones, so the batch sta
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -186,11 +187,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             # For the bar; a large file takes seconds.
             num_lines = source.count_unanswered(results.answered) if sys.stderr.isatty() else None
             lines = UnansweredLines(source.lines, results.answered)
+            # What is loaded stays: to look through it for garbage takes as long as thousands of lines.
+            gc.collect()
+            gc.freeze()
             batch = BatchRun(llm, lines, defaults, digest, results.write, num_lines=num_lines)
             try:
                 _answer(batch, lines, source, results)
             except UnreadableInputError as error:
                 parser.error(str(error))
+            finally:
+                # Native libraries report what is frozen at the end as lost.
+                gc.unfreeze()
     print(_summary(batch, results.answered, options.output), file=sys.stderr)
     return 1 if batch.num_failed else 0
 

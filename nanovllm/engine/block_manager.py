@@ -145,7 +145,7 @@ class BlockManager:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
         for block_id in reversed(seq.block_table):
             self._release(block_id)
-        seq.block_table = []
+        seq.block_table.clear()
         seq.num_registered_blocks = 0
         seq.num_computed_tokens = 0
 

@@ -127,7 +127,7 @@ class LLMEngine(Unpicklable):
         max_tokens = self.limits.max_tokens(len(request.token_ids), params)
         group = make_sequences(request, seq_ids, max_tokens, constraints)
         self._groups.update(dict.fromkeys(seq_ids, group))
-        self._inbox.extend(group.seqs)
+        self._inbox.extend(group)
         return seq_ids[0]
 
     def step(self) -> StepResult:
@@ -271,8 +271,8 @@ class LLMEngine(Unpicklable):
             self._empty_inbox()
             for request_id, index in outputs:
                 group = self._groups.get(request_id)
-                if group is not None and group.seqs[index].status is not SequenceStatus.FINISHED:
-                    self.scheduler.stop(group.seqs[index])
+                if group is not None and group[index].status is not SequenceStatus.FINISHED:
+                    self.scheduler.stop(group[index])
                     self._finish(group)
             self._collect_last()
 
@@ -289,10 +289,10 @@ class LLMEngine(Unpicklable):
     def _abort(self, group: SequenceGroup) -> None:
         """Drop what is left of a request."""
         self._forget(group)
-        self.scheduler.abort(seq.seq_id for seq in group.seqs)
+        self.scheduler.abort(seq.seq_id for seq in group)
 
     def _forget(self, group: SequenceGroup) -> None:
-        for seq in group.seqs:
+        for seq in group:
             del self._groups[seq.seq_id]
 
     def _finish(self, group: SequenceGroup) -> None:

@@ -69,4 +69,5 @@ def take_in_logprobs(batch: ScheduledBatch, output: StepOutput, sequences: Mappi
         seq = sequences.get(seq_id)
         # A preempted prompt is computed again from its start.
         if seq is not None and seq.num_admissions == num_admissions:
+            assert seq.prompt_outputs is not None
             seq.prompt_outputs.append(item)

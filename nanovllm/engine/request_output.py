@@ -15,20 +15,24 @@ from nanovllm.runner.messages import TokenLogprobs
 
 def request_output(group: SequenceGroup) -> RequestOutput:
     """Return the output, without text, of a request whose sequences have all ended."""
-    seqs, first = group.seqs, group.seqs[0]
+    first = group[0]
     # The field takes an array as well.
-    tokens: Any = group.request.token_ids
+    tokens: Any = first.request.token_ids
     return RequestOutput(
         request_id=first.seq_id,
         prompt=None,
         prompt_token_ids=tokens,
-        outputs=[_completion_output(seq) for seq in seqs],
+        outputs=[_completion_output(seq) for seq in group],
         finished=True,
         prompt_logprobs=_prompt_logprobs(first),
         num_cached_tokens=first.num_cached_tokens or 0,
-        metrics=_metrics(seqs),
-        hidden_states=[part for part in first.prompt_outputs if isinstance(part, np.ndarray)],
+        metrics=_metrics(group),
+        hidden_states=_hidden_states(first),
     )
+
+
+def _hidden_states(seq: Sequence) -> Any:
+    return seq.prompt_outputs and [part for part in seq.prompt_outputs if isinstance(part, np.ndarray)]
 
 
 def _metrics(seqs: list[Sequence]) -> RequestMetrics:
@@ -57,6 +61,6 @@ def _prompt_logprobs(seq: Sequence) -> Logprobs[dict[int, Logprob] | None] | Non
     if seq.params.prompt_logprobs is None or seq.wants_prompt:
         return None
     width = 1 + seq.params.prompt_logprobs
-    parts = [part.records() for part in seq.prompt_outputs if isinstance(part, TokenLogprobs)]
+    parts = [part.records() for part in seq.prompt_outputs or () if isinstance(part, TokenLogprobs)]
     records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
     return Logprobs(records, width, num_missing=seq.num_prompt_tokens - len(records))

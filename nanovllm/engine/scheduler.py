@@ -284,7 +284,7 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         seq.num_prefill_tokens = seq.num_tokens
         seq.num_admissions += 1
-        if seq.wants_prompt:
+        if seq.prompt_outputs is not None and seq.wants_prompt:
             seq.prompt_outputs.clear()
         if seq.num_cached_tokens is None:
             seq.metrics.queue_time = time.monotonic() - seq.metrics.arrival_time

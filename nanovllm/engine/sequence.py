@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import typing
 from array import array
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -20,22 +19,20 @@ GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 """Multiples of it, modulo 2**64, are far apart."""
 
 
-@dataclass(slots=True)
-class SequenceGroup:
+class SequenceGroup(list["Sequence"]):
     """The sequences of a request's outputs, in order."""
 
-    request: Request
-    seqs: list[Sequence]
+    __slots__ = ()
 
     @property
     def request_id(self) -> int:
         """The id of the first sequence."""
-        return self.seqs[0].seq_id
+        return self[0].seq_id
 
     @property
     def is_finished(self) -> bool:
         """Whether all outputs are complete."""
-        return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
+        return all(seq.status is SequenceStatus.FINISHED for seq in self)
 
 
 class SequenceStatus(Enum):
@@ -120,8 +117,9 @@ class Sequence:
         # A record for each token of the output, see `nanovllm.logprobs`, and the size of one.
         self.logprobs = bytearray()
         self.record_bytes = record_bytes(params.logprobs)
-        # What chunks have computed of the prompt; complete once the prompt has been computed.
-        self.prompt_outputs: list[TokenLogprobs | np.ndarray] = []
+        # What chunks have computed of the prompt, if it is asked for; complete once the prompt has been computed.
+        is_asked = params.prompt_logprobs is not None or request.pooling is not None
+        self.prompt_outputs: list[TokenLogprobs | np.ndarray] | None = [] if is_asked else None
         self.num_admissions = 0
         self.metrics = RequestMetrics(time.monotonic())
         self.rows: Rows | None = None
@@ -190,8 +188,9 @@ class Sequence:
     @property
     def wants_prompt(self) -> bool:
         """Whether chunks of the prompt are asked for more than a token, and have not all been computed."""
-        asked = self.params.prompt_logprobs is not None or self.request.pooling is not None
-        return asked and self.index == 0 and len(self.token_ids) == self.num_prompt_tokens
+        if self.prompt_outputs is None or self.index:
+            return False
+        return len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def max_cached_tokens(self) -> int:
@@ -231,7 +230,7 @@ def make_sequences(
 ) -> SequenceGroup:
     """Return a request's sequences, one for each of its outputs; their seeds follow from the request's."""
     seed = request.seed if request.params.seed is None else request.params.seed
-    seqs = []
+    seqs = SequenceGroup()
     for i, (seq_id, constraint) in enumerate(zip(seq_ids, constraints, strict=True)):
         seq = Sequence(seq_id, request, (seed + i * GOLDEN_RATIO_64) % 2**64, i, constraint)
         seq.max_tokens, seq.request_id = max_tokens, seq_ids[0]
@@ -239,4 +238,4 @@ def make_sequences(
     if len(seqs) > 1:
         for seq in seqs:
             seq.siblings = seqs
-    return SequenceGroup(request, seqs)
+    return seqs

@@ -27,8 +27,15 @@ class ReadAhead(Generic[T, U]):
     """
 
     def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
-        self._source = source
         self._prepare = prepare
+        self._closed = self._ended = False
+        # All there is, if no thread is started.
+        self._small = source if isinstance(source, list) and len(source) <= size else None
+        if self._small is None:
+            self._start(source, size)
+
+    def _start(self, source: Iterable[T], size: int) -> None:
+        self._source = source
         self._size = size
         # Read, and not prepared yet; and since when there is any.
         self._items: list[T] = []
@@ -38,12 +45,7 @@ class ReadAhead(Generic[T, U]):
         self._chunks: SimpleQueue[U | BaseException | None] = SimpleQueue()
         self._room = Semaphore(_NUM_CHUNKS)
         self._preparing = Lock()
-        self._closed = self._ended = False
-        if isinstance(source, list) and len(source) <= size:
-            self._small: list[T] | None = source
-        else:
-            self._small = None
-            Thread(target=self._read, name="read-ahead", daemon=True).start()
+        Thread(target=self._read, name="read-ahead", daemon=True).start()
 
     def take(self, wait: bool) -> U | None:
         """Return the next chunk; None if there is none, or none yet.
@@ -77,6 +79,8 @@ class ReadAhead(Generic[T, U]):
     def close(self) -> None:
         """End the thread, at the latest with the next item of its source; from now on nothing is prepared."""
         self._closed = self._ended = True
+        if self._small is not None:
+            return
         self._room.release()
         # The interpreter may end next, and must not end a thread in a tokenizer's native code.
         with self._preparing:

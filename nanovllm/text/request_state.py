@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.engine.request import Request
@@ -30,8 +31,9 @@ class RequestState:
         self.request_id = request_id
         self.request = request
         self._processor = processor
-        self.outputs: list[OutputState] = []
-        self._cumulative: list[float] = []
+        # What only some ask for is not made for all: each list is work for the garbage collector.
+        self.outputs: Sequence[OutputState] = ()
+        self._cumulative: list[float] | None = None
         if request.reports_tokens:
             self.outputs = [OutputState(processor.tokenizer, request.params) for _ in range(request.params.n)]
             self._cumulative = [0.0] * request.params.n
@@ -81,6 +83,7 @@ class RequestState:
             decode_token = self._processor.decode_token if params.detokenize else None
             logprobs = Logprobs[dict[int, Logprob]](new.logprobs, 1 + params.logprobs, decode_token)
             output.logprobs = logprobs
+            assert self._cumulative is not None
             self._cumulative[index] += logprobs.sum()
             output.cumulative_logprob = self._cumulative[index]
         return output

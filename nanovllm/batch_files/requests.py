@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.openai_format import ENDPOINTS, sampling_values
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.chat import conversations, render_chat
+from nanovllm.text.chat_template import conversations, render_chat
 
 _IDS = ("id", "custom_id")
 _OPENAI = {"custom_id", "method", "url", "body"}
@@ -50,10 +50,10 @@ class BatchRequest:
         """
         if self.prompt is not None:
             return self.prompt
-        talks, is_list = conversations(self.messages)
+        found, is_list = conversations(self.messages)
         if is_list:
             raise ValueError("a line has one conversation: messages must be a list of dicts")
-        return render_chat(tokenizer, talks[0], **{"add_generation_prompt": True, **self.template})
+        return render_chat(tokenizer, found[0], **{"add_generation_prompt": True, **self.template})
 
 
 def load_line(text: bytes) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_rows import DecodeRows
+from nanovllm.engine.engine_outputs import StreamedToken
 from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
-from nanovllm.engine.results import NewToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.runner.messages import (
@@ -48,7 +48,7 @@ class StepChanges:
     finished: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
-    new_tokens: list[NewToken] = field(default_factory=list)
+    new_tokens: list[StreamedToken] = field(default_factory=list)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Scheduler:
         if seq.request.reports_tokens:
             wants_record = seq.record_bytes and seq.request.is_streamed
             record = bytes(seq.logprobs[-seq.record_bytes :]) if wants_record else b""
-            changes.new_tokens.append(NewToken(seq.request_id, seq.index, token_id, is_end, record))
+            changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
         return is_end
 
     def stop(self, seq: Sequence) -> None:

@@ -66,7 +66,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the residual stream."""
+    """Attention and MLP, each after a norm, each added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, shard: ModelShard, communicator: Communicator, attention: SelfAttention

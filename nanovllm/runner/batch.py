@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.host_plan import DecodeContexts
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.slot_state import gather_decode_rows
+from nanovllm.kernels.slot_tensors import gather_decode_rows
 from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState

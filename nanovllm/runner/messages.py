@@ -57,7 +57,7 @@ class PromptScores:
 
     Attributes:
         first: index within the chunk of the first token whose successor is scored.
-        token_ids: the successors of that token and of those behind it.
+        token_ids: the successors of that token and of those after it.
         num_logprobs: most likely tokens to return with each.
     """
 
@@ -156,7 +156,7 @@ class StepOutput:
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
 
 
-class Handle(Protocol):
+class StepHandle(Protocol):
     """A step under way."""
 
     def result(self) -> StepOutput:
@@ -176,7 +176,7 @@ class Runner(Protocol):
     def forward(self, batch: ScheduledBatch) -> Any:
         """Queue the forward pass of a step and return the step, for `sample`; raises if it cannot be queued."""
 
-    def sample(self, step: Any, masks: np.ndarray | None = None) -> Handle:
+    def sample(self, step: Any, masks: np.ndarray | None = None) -> StepHandle:
         """Queue the sampling of the step whose forward pass was queued last.
 
         Args:

@@ -23,7 +23,7 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.compilers import Compilers
-from nanovllm.kernels.slot_state import scatter_tokens
+from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
@@ -31,8 +31,8 @@ from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
-from nanovllm.runner.step_results import StepHandle, StepLogprobs, StepResults
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
@@ -58,7 +58,7 @@ class ForwardStep:
     inputs: DeviceBatch | None = None
     logits: torch.Tensor | None = None
     prompt_hidden: torch.Tensor | None = None
-    logprobs: StepLogprobs | None = None
+    logprobs: ExtraOutputs | None = None
 
 
 class ModelRunner:
@@ -96,14 +96,14 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
-        self.model_shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
+        self.shard = shard_of(model_config, self.communicator.rank, self.communicator.size)
         self.backend = make_backend(
             config.attention_backend,
             self.device,
             self.dtype,
             config.kvcache_block_size,
-            self.model_shard.heads.size,
-            self.model_shard.kv_heads.size,
+            self.shard.heads.size,
+            self.shard.kv_heads.size,
             model_config.head_dim,
             num_slots=config.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
@@ -137,7 +137,7 @@ class ModelRunner:
     def _make_buffers(self) -> None:
         """Make what steps keep on the device beside weights and cache."""
         config, processed_logprobs = self.config, self.config.logprobs_mode == "processed_logprobs"
-        self.sampler = Sampler(self.model_shard.vocab, self.communicator, processed_logprobs)
+        self.sampler = Sampler(self.shard.vocab, self.communicator, processed_logprobs)
         self.batch_builder = BatchBuilder(
             config.max_num_running,
             self.max_blocks,
@@ -148,7 +148,7 @@ class ModelRunner:
         )
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
-        self._results = StepResults(self._sampled)
+        self._results = OutputBuffers(self._sampled)
         self.sampling = SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
 
     def _allocate(self, num_blocks: int) -> None:
@@ -216,13 +216,13 @@ class ModelRunner:
             elif step.extra is not None and step.extra.only_own_logprobs and self.communicator.size == 1:
                 run_step = partial(self._run_step, step.prepared, with_logprobs=True)
                 sampled = self._run_or_replay(step.prepared, "step with logprobs", run_step)
-                step.logprobs = StepLogprobs(step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices))
+                step.logprobs = ExtraOutputs(step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices))
             else:
                 forward = partial(self._gather_and_forward, step.prepared)
                 step.inputs, step.logits = self._run_or_replay(step.prepared, "forward", forward)
             return step
 
-    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> StepHandle:
+    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> DeviceHandle:
         """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
         with torch.inference_mode(), self._device_guard():
             if step.inputs is not None and step.logits is not None:
@@ -269,7 +269,7 @@ class ModelRunner:
 
     def _sample_apart(
         self, step: ForwardStep, inputs: DeviceBatch, logits: torch.Tensor, masks: np.ndarray | None
-    ) -> StepLogprobs:
+    ) -> ExtraOutputs:
         """Sample after the forward pass, row by row as far as requests ask for it."""
         self.communicator.begin_sampling()
         extra, num_decodes = step.extra, step.prepared.num_real_decodes
@@ -284,7 +284,7 @@ class ModelRunner:
         prompts = []
         if step.prompt_hidden is not None:
             prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, step.prompt_hidden)
-        return StepLogprobs(extra.logprob_rows if extra is not None else [], sampled.logprobs, prompts)
+        return ExtraOutputs(extra.logprob_rows if extra is not None else [], sampled.logprobs, prompts)
 
     def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
         """Put tokens into their slots, where the next step finds them, and into `_sampled`, from where they leave."""

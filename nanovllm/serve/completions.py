@@ -63,7 +63,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
 
 
 def _shows_output(body: CompletionBody) -> bool:
-    """Whether there is more than an echo, behind which one token is computed that is not shown."""
+    """Whether there is more than an echo, after which one token is computed that is not shown."""
     return body.max_tokens != 0 or not body.echo
 
 

@@ -12,7 +12,7 @@ from nanovllm.sampling.sampler import DeviceLogprobs
 
 
 @dataclass(frozen=True)
-class StepLogprobs:
+class ExtraOutputs:
     """Log-probabilities that a step was asked for, on the device or on the host.
 
     Attributes:
@@ -25,11 +25,11 @@ class StepLogprobs:
     sampled: DeviceLogprobs | None = None
     prompts: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
 
-    def to_host(self) -> StepLogprobs:
+    def to_host(self) -> ExtraOutputs:
         """Queue the copies of all tensors."""
         sampled = None if self.sampled is None else _copy(self.sampled)
         prompts = [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in self.prompts]
-        return StepLogprobs(self.rows, sampled, prompts)
+        return ExtraOutputs(self.rows, sampled, prompts)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def _numpy(tensors: DeviceLogprobs) -> TokenLogprobs:
 
 
 @dataclass
-class StepHandle:
+class DeviceHandle:
     """A step under way.
 
     Attributes:
@@ -63,7 +63,7 @@ class StepHandle:
     num_decodes: int
     num_padded_decodes: int
     copied: torch.cuda.Event | None
-    logprobs: StepLogprobs | None = None
+    logprobs: ExtraOutputs | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step and return its results."""
@@ -81,7 +81,7 @@ class StepHandle:
         return StepOutput(token_ids, rows, sampled, prompts)
 
 
-class StepResults:
+class OutputBuffers:
     """Copies a step's tokens to the host.
 
     Two buffers take turns: of the two steps that can be under way, neither overwrites the other's.
@@ -96,16 +96,16 @@ class StepResults:
         self._turn = 0
 
     def copy(
-        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, logprobs: StepLogprobs | None = None
-    ) -> StepHandle:
+        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, logprobs: ExtraOutputs | None = None
+    ) -> DeviceHandle:
         """Queue the copy of the step queued last, which samples for so many decode rows and ended prompts."""
         sampled = self._sampled[: num_padded_decodes + num_prompts]
         if not sampled.is_cuda:
-            return StepHandle(sampled.clone(), num_decodes, num_padded_decodes, None, logprobs)
+            return DeviceHandle(sampled.clone(), num_decodes, num_padded_decodes, None, logprobs)
         self._turn ^= 1
         result = self._buffers[self._turn][: len(sampled)]
         result.copy_(sampled, non_blocking=True)
         on_host = None if logprobs is None else logprobs.to_host()
         copied = torch.cuda.Event()
         copied.record()
-        return StepHandle(result, num_decodes, num_padded_decodes, copied, on_host)
+        return DeviceHandle(result, num_decodes, num_padded_decodes, copied, on_host)

@@ -1,4 +1,4 @@
-"""What steps have brought until somebody has it, so that no exception and no signal loses any of it."""
+"""Keeps what steps have brought until a caller has it, so that no exception and no signal loses any."""
 
 from __future__ import annotations
 

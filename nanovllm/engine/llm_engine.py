@@ -96,7 +96,7 @@ class LLMEngine(Unpicklable):
         self._groups: dict[int, SequenceGroup] = {}
         self._inbox: deque[Sequence | Abort] = deque()
         self._make_constraint = make_constraint
-        # Of the steps that the last `run_step` took in.
+        # The tokens of the steps that the last `run_step` took in.
         self._step_tokens = NewTokens()
         self._results = EngineOutputs()
         self._history = StatsHistory()
@@ -141,7 +141,7 @@ class LLMEngine(Unpicklable):
         call = Call()
         try:
             self.begin(call)
-            # The device may have been lost with the step after the one that finished what nobody has had.
+            # Results of earlier steps are still returned after a later one has lost the device.
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)
         finally:

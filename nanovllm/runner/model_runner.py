@@ -1,4 +1,4 @@
-"""One device: loads its shard of the model, sizes the cache, runs batches.
+"""Runs the model on one device: loads its shard, sizes the cache, runs batches.
 
 A step is two calls, which only queue work. `forward` sends what changed to the device and computes logits; `sample`
 draws tokens, leaves them in their slots, where the next step finds them, and sends them on their way to the host.
@@ -49,7 +49,7 @@ class ForwardStep:
         extra: what rows ask for beyond a temperature.
         inputs, logits: what is to be sampled; None if it was sampled with the forward pass.
         prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
-        logprobs: those that rows ask for, once it is sampled.
+        extra_outputs: what was asked for besides tokens, once they are sampled.
     """
 
     batch: ScheduledBatch
@@ -58,7 +58,7 @@ class ForwardStep:
     inputs: DeviceBatch | None = None
     logits: torch.Tensor | None = None
     prompt_hidden: torch.Tensor | None = None
-    logprobs: ExtraOutputs | None = None
+    extra_outputs: ExtraOutputs | None = None
 
 
 class ModelRunner:
@@ -148,7 +148,7 @@ class ModelRunner:
         )
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
-        self._results = OutputBuffers(self._sampled)
+        self._output_buffers = OutputBuffers(self._sampled)
         self.sampling = SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
 
     def _allocate(self, num_blocks: int) -> None:
@@ -216,7 +216,9 @@ class ModelRunner:
             elif step.extra is not None and step.extra.only_own_logprobs and self.communicator.size == 1:
                 run_step = partial(self._run_step, step.prepared, with_logprobs=True)
                 sampled = self._run_or_replay(step.prepared, "step with logprobs", run_step)
-                step.logprobs = ExtraOutputs(step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices))
+                step.extra_outputs = ExtraOutputs(
+                    step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices)
+                )
             else:
                 forward = partial(self._gather_and_forward, step.prepared)
                 step.inputs, step.logits = self._run_or_replay(step.prepared, "forward", forward)
@@ -226,10 +228,10 @@ class ModelRunner:
         """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
         with torch.inference_mode(), self._device_guard():
             if step.inputs is not None and step.logits is not None:
-                step.logprobs = self._sample_apart(step, step.inputs, step.logits, masks)
+                step.extra_outputs = self._sample_logits(step, step.inputs, step.logits, masks)
             prepared = step.prepared
             num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
-            return self._results.copy(num_decodes, prepared.shape.num_decodes, num_prompts, step.logprobs)
+            return self._output_buffers.copy(num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs)
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
@@ -267,10 +269,10 @@ class ModelRunner:
         self._scatter(inputs, sampled.token_ids)
         return sampled
 
-    def _sample_apart(
+    def _sample_logits(
         self, step: ForwardStep, inputs: DeviceBatch, logits: torch.Tensor, masks: np.ndarray | None
     ) -> ExtraOutputs:
-        """Sample after the forward pass, row by row as far as requests ask for it."""
+        """Sample from a forward pass's logits: masks and all that rows ask for beyond a temperature."""
         self.communicator.begin_sampling()
         extra, num_decodes = step.extra, step.prepared.num_real_decodes
         if extra is not None and masks is not None:
@@ -345,7 +347,7 @@ class ModelRunner:
         self._drop_graphs()
         self._free()
         self._unload()
-        del self.batch_builder, self.sampling, self._sampled, self._results
+        del self.batch_builder, self.sampling, self._sampled, self._output_buffers
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()

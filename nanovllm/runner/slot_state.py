@@ -1,4 +1,4 @@
-"""The state of the running sequences, one slot each, on the device and as the host's copy.
+"""Keeps the state of the running sequences, one slot each, on the device, and a copy on the host.
 
 Both are one int32 array that holds the fields one after the other, each with an entry for every slot, so that one copy
 and one indexed assignment bring any change to the device.

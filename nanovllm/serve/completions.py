@@ -161,7 +161,7 @@ class _CompletionAnswer:
         logprobs = text_logprobs(choice.logprobs, choice.token_ids, offsets, names=self._names)
         logprobs = _joined(self._waiting.pop(index, None), logprobs)
         if choice.finish_reason is not None:
-            # Behind a stop string there is no text.
+            # After a stop string there is no text.
             logprobs["text_offset"] = [min(offset, length) for offset in logprobs["text_offset"]]
             return logprobs
         # Text that may become a stop string is held back.

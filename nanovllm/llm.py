@@ -33,7 +33,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
-from nanovllm.text.chat import (
+from nanovllm.text.chat_template import (
     ChatTemplateOptions,
     Message,
     conversation_source,
@@ -68,7 +68,7 @@ Self = TypeVar("Self", bound="LLM")
 
 
 class LLM(Unpicklable):
-    """A language model, ready to generate: an `LLMEngine` behind a tokenizer.
+    """A language model, ready to generate: an `LLMEngine` with a tokenizer.
 
     Args:
         model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
@@ -263,9 +263,9 @@ class LLM(Unpicklable):
         return self.stream(self._render(messages, template), sampling_params, priority=priority)
 
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
-        talks, _ = conversations(messages)
+        found, _ = conversations(messages)
         options = template_options(template)
-        return [render_chat(self.tokenizer, talk, **options) for talk in talks]
+        return [render_chat(self.tokenizer, conversation, **options) for conversation in found]
 
     def _run(
         self, job: Job, outputs: Outputs, use_tqdm: bool, on_error: Literal["raise", "return"] = "raise"
@@ -295,10 +295,10 @@ class LLM(Unpicklable):
         *,
         schedule: Schedule = "prefix",
     ) -> list[ScoreOutput]:
-        """Return the log-probabilities of continuations, each behind its prompt.
+        """Return the log-probabilities of continuations, each after its prompt.
 
         Texts are encoded together and split at the prompt's length; spaces at a prompt's end count to its continuation.
-        With prefix caching, whole blocks that prompts share are computed once; what lies behind the last one (at most
+        With prefix caching, whole blocks that prompts share are computed once; what lies after the last one (at most
         `kvcache_block_size - 1` tokens of the prompt) is computed for each continuation.
 
         Args:

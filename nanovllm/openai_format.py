@@ -191,12 +191,14 @@ def chat_logprobs(
     if choice.logprobs is None:
         return None
     positions = zip(choice.logprobs, choice.token_ids, strict=True)
-    return {"content": [_chat_position(at, token_id, num_logprobs or 0, names) for at, token_id in positions]}
+    return {
+        "content": [_chat_position(logprobs, token_id, num_logprobs or 0, names) for logprobs, token_id in positions]
+    }
 
 
-def _chat_position(at: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames) -> TokenLogprob:
+def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames) -> TokenLogprob:
     def entry(token_id: int) -> TopLogprob:
-        item = at[token_id]
+        item = logprobs[token_id]
         return {
             "token": names.name(token_id, item.decoded_token),
             "logprob": max(item.logprob, LEAST_LOGPROB),
@@ -204,7 +206,7 @@ def _chat_position(at: Mapping[int, Logprob], own_id: int, num_logprobs: int, na
         }
 
     # The token's own entry is there also if it is none of the most likely ones.
-    top = sorted(at, key=lambda token_id: at[token_id].rank or 0)[:num_logprobs]
+    top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)[:num_logprobs]
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
@@ -214,16 +216,16 @@ def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> Pro
         return None
     return [
         None
-        if at is None
+        if logprobs is None
         else {
             str(token_id): {
                 "logprob": max(item.logprob, LEAST_LOGPROB),
                 "rank": item.rank,
                 "decoded_token": names.name(token_id, item.decoded_token),
             }
-            for token_id, item in at.items()
+            for token_id, item in logprobs.items()
         }
-        for at in output.prompt_logprobs
+        for logprobs in output.prompt_logprobs
     ]
 
 
@@ -249,7 +251,7 @@ def text_logprobs(
         first_token: the text of a first token that has no log-probabilities.
         names: how tokens are shown.
     """
-    own = [None if at is None else at[token_id] for at, token_id in zip(positions, token_ids, strict=True)]
+    own = [None if found is None else found[token_id] for found, token_id in zip(positions, token_ids, strict=True)]
     texts = [first_token if item is None else item.decoded_token or "" for item in own]
     if offsets is None:
         offsets = [0, *accumulate(map(len, texts[:-1]))] if texts else []
@@ -258,9 +260,9 @@ def text_logprobs(
         "token_logprobs": [None if item is None else max(item.logprob, LEAST_LOGPROB) for item in own],
         "top_logprobs": [
             None
-            if at is None
-            else {names.name(i, item.decoded_token): max(item.logprob, LEAST_LOGPROB) for i, item in at.items()}
-            for at in positions
+            if logprobs is None
+            else {names.name(i, item.decoded_token): max(item.logprob, LEAST_LOGPROB) for i, item in logprobs.items()}
+            for logprobs in positions
         ],
         "text_offset": offsets,
     }

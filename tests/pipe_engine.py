@@ -11,9 +11,9 @@ from typing import Any
 
 from nanovllm import LLM
 from nanovllm.engine.call_guard import Call, CallGuard
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.request import Request
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.results import Results, StepTokens
 
 
 class PipeEngine:
@@ -30,7 +30,7 @@ class PipeEngine:
         self._guard = CallGuard()
         self._next_id = 0
         self._unfinished: set[int] = set()
-        self._results = Results()
+        self._results = EngineOutputs()
         self._stats: dict[str, int] = {"num_prompt_tokens": 0, "num_output_tokens": 0}
         # They go out with the next message that comes, so that the engine always goes on past a stop string.
         self._stops: list[tuple[int, int]] = []
@@ -71,8 +71,8 @@ class PipeEngine:
     def end(self, call: Call) -> None:
         self._guard.end(call, lambda: None)
 
-    def run_step(self) -> StepTokens:
-        tokens = StepTokens()
+    def run_step(self) -> NewTokens:
+        tokens = NewTokens()
         # Other messages may have to go out meanwhile.
         if self._unfinished and self._pipe.poll(0.02):
             tokens, new, self._stats = self._pipe.recv()
@@ -93,8 +93,8 @@ class PipeEngine:
     def has_results(self) -> bool:
         return not self._results.is_empty
 
-    def take_results(self) -> Results:
-        results, self._results = self._results, Results()
+    def take_results(self) -> EngineOutputs:
+        results, self._results = self._results, EngineOutputs()
         return results
 
     def is_finished(self) -> bool:

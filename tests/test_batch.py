@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.kernels.slot_state import scatter_tokens
+from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.messages import NewBlock, NewRequest, PromptChunk, ScheduledBatch
 from tests.mock_runner import slot_array

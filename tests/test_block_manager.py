@@ -87,7 +87,7 @@ def test_a_hash_collision_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (cached(manager, [1, 2]), cached(manager, [1, 3])) == (1, 0)
     other = hold(manager, [1, 3, 5, 5])
     assert first.block_table[0] != other.block_table[0]
-    # What was computed behind [1, 3] is not what follows [1, 2].
+    # What was computed after [1, 3] is not what follows [1, 2].
     assert cached(manager, [1, 2, 5, 5]) == 1
     hold(manager, [1, 2, 5, 5])
     assert (cached(manager, [1, 2, 5, 5]), cached(manager, [1, 3, 5, 5])) == (2, 2)
@@ -98,7 +98,7 @@ def test_a_block_is_its_tokens_behind_its_parent() -> None:
     hold(manager, [7] * 8)
     # Equal blocks of one prompt follow different prefixes.
     assert [cached(manager, [7] * n) for n in (1, 2, 4, 8)] == [0, 1, 2, 4]
-    # Both sequences compute [9, 9] themselves; what one computes behind it is found behind the other's.
+    # Both sequences compute [9, 9] themselves; what one computes after them is found after the other's.
     seqs = [make_sequence(i, [9, 9, 8, 8][: 2 * i + 2]) for i in range(2)]
     for seq in seqs:
         assert manager.allocate(seq)

@@ -114,7 +114,7 @@ PROGRAM = """
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
     whole = plan_decode(ints[0] + 1, 4, 2, 64, 64, 1)
     shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
-    behind = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared=shared)
+    after_prefix = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared=shared)
     wide = cache.view(1, 256, 1, 128)
     pages, chunks = KVPages(cache, cache), ChunkRows(ints, ints[0], ints[0], ints[0])
     runs = [
@@ -126,7 +126,7 @@ PROGRAM = """
             hopper_decode_attention, half.view(64, 8, 64), pages, heads[:64], ints, ints[0], whole, 1.0,
             rope=NormRope((half[0], half[0]), 1e-6, x),
         ),
-        partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], behind, 1.0),
+        partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], after_prefix, 1.0),
         partial(
             persistent_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16),
             NormRope((half[0], half[0]), 1e-6, x), ints[0], KVPages(wide, wide), ints[0], 132,

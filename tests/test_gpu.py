@@ -22,7 +22,7 @@ from nanovllm.attention.cascade_buffers import CascadeBuffers
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
-from nanovllm.kernels.slot_state import SlotTensors, scatter_tokens
+from nanovllm.kernels.slot_tensors import SlotTensors, scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.batch import PreparedStep
 from nanovllm.runner.cuda_graph import CaptureSizes

@@ -115,7 +115,7 @@ def test_contexts_behind_shared_prefixes(
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = torch.empty_like(query)
     slots = new_slots(tables, lens, block_size)
-    # More outputs of a prefix than are loaded at once, and contexts behind one in splits of several tiles.
+    # More outputs of a prefix than are loaded at once, and contexts after one in splits of several tiles.
     assert max_items == 3 or block_size > 64 or shared.rows[2].max() == 7
     of_prefixed = split_contexts_ref(seq_lens, 64, shares, shared.rows[0]).of_seqs[shared.rows[0] > 0]
     assert (of_prefixed[:, 1].max() > 1) == (shares > 1)
@@ -182,7 +182,7 @@ def test_split_contexts(num_seqs: int, shares: int, has_prefix: bool) -> None:
     seqs, starts, counts, old = got.splits[got.splits[:, 0] >= 0].T
     assert (got.splits[len(seqs) :] == -1).all() and torch.equal(old, lens[seqs.long()] - 1)
     assert counts.max() <= -(-((lens - 2) // 16 + 1).clamp(min=1).sum() // shares)
-    # In order a sequence's splits are all of its tiles, one behind the other.
+    # In order a sequence's splits are all of its tiles, one after the other.
     for seq, (first, count) in enumerate(got.of_seqs.tolist()):
         own = slice(first, first + count)
         assert (seqs[own] == seq).all() and starts[first] == 0

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.attention import cascade_plan as shared_prefix
 from nanovllm.attention.cascade_plan import plan_cascade_groups
-from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_state
+from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
@@ -387,7 +387,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     def numbers(most: int, *width: int) -> torch.Tensor:
         return torch.randint(0, most, (num_slots + 1, *width), dtype=torch.int32, device=DEVICE)
 
-    state = slot_state.SlotTensors(
+    state = slot_tensors.SlotTensors(
         last_token=numbers(1000), num_computed=numbers(max_blocks * block_size), num_prompt=numbers(1000),
         temperature=torch.rand(num_slots + 1, device=DEVICE), seed=numbers(2**31 - 1, 2),
         block_tables=numbers(1000, max_blocks),
@@ -395,8 +395,8 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
     if rows > 1:
         slots[-2:] = num_slots
-    got = by_triton(slot_state.gather_decode_rows)(state, slots, block_size)
-    want = slot_state.gather_decode_rows_ref(state, slots, block_size)
+    got = by_triton(slot_tensors.gather_decode_rows)(state, slots, block_size)
+    want = slot_tensors.gather_decode_rows_ref(state, slots, block_size)
     for name, tensor in vars(want).items():
         assert torch.equal(getattr(got, name), tensor), name
     index = slots.long()
@@ -411,8 +411,8 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     states = [deepcopy(state), deepcopy(state)]
     sampled = [torch.full((2 * rows,), -1, device=DEVICE) for _ in states]
     num_decodes = rows - rows // 2
-    by_triton(slot_state.scatter_tokens)(states[0], slots, token_ids, num_decodes, sampled[0])
-    slot_state.scatter_tokens_ref(states[1], slots, token_ids, num_decodes, sampled[1])
+    by_triton(slot_tensors.scatter_tokens)(states[0], slots, token_ids, num_decodes, sampled[0])
+    slot_tensors.scatter_tokens_ref(states[1], slots, token_ids, num_decodes, sampled[1])
     for name, tensor in vars(states[0]).items():
         assert torch.equal(tensor[:-1], getattr(states[1], name)[:-1]), name
     for out in sampled:

@@ -30,7 +30,7 @@ from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.step_results import StepHandle
+from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.workers import parallel_runner
 from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import StepOrder
@@ -156,7 +156,7 @@ def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -
 
     with make_llm(folder) as llm:
         runner = parallel(llm)
-        handle = StepHandle(torch.zeros(1), 1, 1, Never())  # type: ignore[arg-type]
+        handle = DeviceHandle(torch.zeros(1), 1, 1, Never())  # type: ignore[arg-type]
         threading.Timer(0.3, kill, (1,)).start()
         started = time.monotonic()
         with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
@@ -183,14 +183,14 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
         launch = runner._runner.sample
         steps = []
 
-        def killing(*args: Any) -> StepHandle:
+        def killing(*args: Any) -> DeviceHandle:
             handle = launch(*args)
             steps.append(handle)
             if len(steps) < (GREEDY.max_tokens or 0):
                 return handle
             # The last step: nothing is ordered of the ranks after it.
             kill(1)
-            return StepHandle(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
+            return DeviceHandle(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
 
         runner._runner.sample = killing
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
@@ -273,7 +273,7 @@ def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkey
     with make_llm(folder) as llm:
         runner = parallel(llm)
         with pytest.raises(RuntimeError, match="a step has not ended within 0 s"):
-            runner.wait(StepHandle(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
+            runner.wait(DeviceHandle(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
         assert not rank_pids()
 
 

@@ -104,7 +104,7 @@ def test_priorities_order_requests_and_choose_the_victim() -> None:
                 tight.generate(prompts, priority=bad)  # type: ignore[arg-type]
 
 
-# One token behind a space and several elsewhere; several tokens in both cases; with others that do not come.
+# One token after a space and several elsewhere; several tokens in both cases; with others that do not come.
 @pytest.mark.parametrize("bad_words", [["tiny"], ["ships with"], ["Hello", "I can count", "zz"]])
 def test_bad_words_are_those_of_transformers(llm: LLM, bad_words: list[str]) -> None:
     (free,) = llm.chat(CONVERSATION, SamplingParams(0, 30), use_tqdm=False)

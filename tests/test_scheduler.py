@@ -418,7 +418,7 @@ def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
     engine.add_request(prompt, SamplingParams(0.5, 4, ignore_eos=True, n=2, prompt_logprobs=0))
     engine.step()
     first, second = engine.scheduler.sequences
-    # The first output computes the prompt anew. Its second block is registered behind another first one, which goes.
+    # The first output computes the prompt anew. Its second block is registered after another first one, which goes.
     assert first.block_table[0] != cached.block_id
     manager._unregister(cached)
     engine.step()

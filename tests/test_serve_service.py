@@ -21,7 +21,7 @@ from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.logprobs import Logprob, Logprobs, pack_records
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from nanovllm.serve import event_stream
-from nanovllm.serve.chat import answer_chat
+from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.protocol import ChatBody, CompletionBody

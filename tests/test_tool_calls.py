@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.chat import plain_messages
+from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tool_calls import (
     HERMES,

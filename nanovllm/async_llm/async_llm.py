@@ -21,7 +21,7 @@ from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Prompt, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import ChatTemplateOptions, Message, conversations, template_options
+from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.input_processor import LONG_TEXT, takes_long
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.tool_calls import add_tool_calls

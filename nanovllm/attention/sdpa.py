@@ -30,14 +30,14 @@ class Segment:
     Attributes:
         rows: [num_seqs * num_queries]; query rows.
         num_seqs: sequences of the segment.
-        kv_slots: [num_seqs * max_len]; KV slots of the keys.
-        mask: [num_seqs, 1, num_queries, max_len]; true where a key is not behind the query.
+        key_slots: [num_seqs * max_len]; KV slots of the keys.
+        mask: [num_seqs, 1, num_queries, max_len]; true where a key is not after the query.
         query_positions: [num_seqs, num_queries].
     """
 
     rows: torch.Tensor
     num_seqs: int
-    kv_slots: torch.Tensor
+    key_slots: torch.Tensor
     mask: torch.Tensor
     query_positions: torch.Tensor
 
@@ -89,10 +89,10 @@ class SdpaBackend(AttentionBackend):
         blocks = metadata.block_tables[seq_index][:, position // self.block_size].long()
         query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=device)
         mask = position <= query_position[:, :, None]
-        kv_slots = blocks * self.block_size + position % self.block_size
+        key_slots = blocks * self.block_size + position % self.block_size
         # Masked keys still enter the products, and 0 times another sequence's infinity is NaN: read an own key instead.
-        kv_slots = torch.where(position < lens[:, None], kv_slots, kv_slots[:, :1])
-        return Segment(row_index, len(seqs), kv_slots.flatten(), mask.unsqueeze(1), query_position)
+        key_slots = torch.where(position < lens[:, None], key_slots, key_slots[:, :1])
+        return Segment(row_index, len(seqs), key_slots.flatten(), mask.unsqueeze(1), query_position)
 
     def forward(
         self,
@@ -119,7 +119,7 @@ def _attend(
     group, num_queries = q.shape[2:4]
     # On the CPU index_select takes a quarter of the time of indexing.
     key, value = (
-        cache.flatten(0, 1).index_select(0, segment.kv_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
+        cache.flatten(0, 1).index_select(0, segment.key_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
         for cache in (pages.k_cache, pages.v_cache)
     )
     mask = segment.mask if options.window is None else segment.in_window(options.window)

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.openai_format import ENDPOINTS, sampling_values
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.chat import conversations, render_text
+from nanovllm.text.chat_template import conversations, render_text
 
 _IDS = ("id", "custom_id")
 _OPENAI = {"custom_id", "method", "url", "body"}
@@ -49,10 +49,10 @@ class BatchRequest:
         Raises:
             ValueError: the messages do not fit the model's chat template.
         """
-        talks, is_list = conversations(self.messages)
+        found, is_list = conversations(self.messages)
         if is_list:
             raise ValueError("a line has one conversation: messages must be a list of dicts")
-        return render_text(tokenizer, talks[0], **{"add_generation_prompt": True, **self.template})
+        return render_text(tokenizer, found[0], **{"add_generation_prompt": True, **self.template})
 
 
 def load_line(text: bytes) -> dict[str, Any]:

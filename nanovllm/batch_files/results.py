@@ -58,7 +58,8 @@ def _plain_output(output: CompletionOutput) -> dict[str, Any]:
 
 def _plain_logprobs(positions: Iterable[dict[int, Logprob] | None]) -> list[dict[int, dict[str, Any]] | None]:
     return [
-        None if at is None else {token_id: _plain_logprob(item) for token_id, item in at.items()} for at in positions
+        None if logprobs is None else {token_id: _plain_logprob(item) for token_id, item in logprobs.items()}
+        for logprobs in positions
     ]
 
 

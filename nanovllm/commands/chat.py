@@ -16,7 +16,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.commands.start import check_flags, check_single_output, sampling_params
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import render_chat
+from nanovllm.text.chat_template import render_chat
 from nanovllm.utils.flags import user_errors
 from nanovllm.utils.units import format_count
 

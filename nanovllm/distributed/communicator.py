@@ -40,7 +40,7 @@ class Communicator:
         """Reset the per-step state; called at the start of each forward pass, which a CUDA graph may hold."""
 
     def begin_sampling(self) -> None:
-        """Set the per-step state to behind the forward pass, which a CUDA graph may have run."""
+        """Set the per-step state to that after the forward pass, which a CUDA graph may have run."""
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""

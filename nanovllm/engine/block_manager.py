@@ -1,4 +1,4 @@
-"""The paged KV cache, seen from the host: which block holds what, who uses it, what can be evicted.
+"""Manages the paged KV cache on the host: which block holds what, which sequences use it, what can be evicted.
 
 Promises: a block is free, or in the tables of as many sequences as its reference count says; only blocks of the
 prefix cache are in more than one table, and nobody writes to those; a freed block keeps its content, and can be found
@@ -24,7 +24,7 @@ BlockKey = tuple[Identity, bytes]
 Equal keys mean equal prefixes, since identities are never used twice; a dict compares the keys behind their hashes.
 """
 _ROOT_IDENTITY = 0
-"""Stands for the block before a first one, where a request has no salt; otherwise its salt does, which is a text."""
+"""The identity of the block before a first one; a request's salt, a string, takes its place."""
 
 
 class Block:
@@ -159,16 +159,16 @@ class BlockManager:
             self._num_gained += 1
 
     def begin_step(self) -> None:
-        """Open the books of a step: what is registered from now on stands or falls with its result."""
+        """Begin a step: the blocks registered from now on are confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])
 
     def cancel_step(self) -> None:
-        """The step just begun turned out to be empty."""
+        """Undo `begin_step`, since the step turned out to be empty."""
         registered = self._unconfirmed.pop()
         assert not registered
 
     def confirm_step(self) -> None:
-        """The oldest open step has succeeded: the blocks it registered hold what they should."""
+        """Confirm the blocks of the oldest step without a result: it has succeeded, and they hold what they should."""
         self._unconfirmed.popleft()
 
     def rollback(self) -> None:
@@ -253,5 +253,6 @@ class BlockManager:
 
 
 def _root(seq: Sequence) -> Identity:
+    """Return the identity that a sequence's first block has as its parent."""
     salt = seq.request.cache_salt
     return _ROOT_IDENTITY if salt is None else salt

@@ -99,6 +99,6 @@ def exit_with_interpreter(engine: Any) -> None:
 @atexit.register
 def _exit_engines() -> None:
     with ExitStack() as stack:
-        # All of them, also behind one that fails.
+        # All of them, also after one that fails.
         for engine in list(_engines):
             stack.callback(engine.exit)

@@ -1,4 +1,4 @@
-"""The sequences that decode, as arrays by slot: a step changes all of them at once, and only some are affected.
+"""Keeps the sequences that decode as arrays by slot: a step changes all of them at once, and only some are affected.
 
 A decode step gives every row one token more. That is two moves: what changes in all rows is an addition to an array
 (`plan`, `take`), and who is affected (a block is full, a limit is reached, the output ends, somebody watches) is found
@@ -18,7 +18,7 @@ from nanovllm.engine.sequence import Sequence
 _MAX_END_TOKENS = 4
 """Tokens that end an output and are looked for in all rows at once; a request with more is watched."""
 _FEW_ROWS = 8
-"""So many are taken in one by one sooner than their arrays are indexed: 8 rows in 20 us instead of 40."""
+"""Up to so many rows are all treated as affected, which is faster: 8 rows take 20 us, and 40 by indexing arrays."""
 _NEVER = np.iinfo(np.int64).max
 _sort_key = attrgetter("sort_key")
 
@@ -93,7 +93,7 @@ class DecodeRows:
         self._num_recent[slot] = 0
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
         self._most_tokens[slot] = most_tokens
-        self._is_watched[slot] = seq.watches_tokens or len(ends) > _MAX_END_TOKENS
+        self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
         self._first_step[slot] = first_step
         seq.rows = self
@@ -101,7 +101,7 @@ class DecodeRows:
         self._num_quiet_steps = 0
 
     def discard(self, seq: Sequence) -> None:
-        """Let a sequence, which gives up its slot, have its counts and tokens for itself."""
+        """Remove a sequence, and give its counts and tokens back to it. It still has its slot."""
         if seq.rows is None:
             return
         num_tokens = seq.num_tokens
@@ -113,15 +113,15 @@ class DecodeRows:
         seq.num_tokens, seq.num_computed_tokens = num_tokens, num_tokens - 1
 
     def note_blocks(self, seq: Sequence) -> None:
-        """Take in that a sequence has more blocks."""
+        """Note how many tokens a sequence's blocks hold, after blocks were added."""
         self._num_held[seq.slot] = len(seq.block_table) * self.block_size
 
     def note_token(self, seq: Sequence) -> None:
-        """Take in that a sequence has been given a token."""
+        """Count a token that was appended to a sequence."""
         self._num_known[seq.slot] += 1
 
     def flush(self, seq: Sequence) -> None:
-        """Append to a sequence's own list the tokens that it has not got yet."""
+        """Append to a sequence's `token_ids` the tokens that only these arrays have."""
         slot = seq.slot
         count = self._num_recent[slot]
         if count:
@@ -151,7 +151,7 @@ class DecodeRows:
         return [self._seqs[row] for row in np.flatnonzero(num_tokens >= most_tokens)]
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
-        """Take in a step's tokens; return the rows that are affected by theirs, and have not got them.
+        """Store the tokens of a step's quiet rows; return the affected rows, whose tokens are left to the caller.
 
         Args:
             slots: [num_rows] int32; of the step.

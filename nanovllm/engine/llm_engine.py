@@ -25,18 +25,18 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.request_seeds import RequestSeeds
-from nanovllm.engine.results import Results, StepTokens
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.token_masks import token_masks
 from nanovllm.engine.trace import Trace, TracedRunner
 from nanovllm.outputs import StepError, StepResult
-from nanovllm.runner.messages import Handle, Runner, ScheduledBatch
+from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -91,14 +91,14 @@ class LLMEngine(Unpicklable):
         )
         self.seeds = RequestSeeds(config.seed)
         self._request_ids = count()
-        self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
+        self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         # Unfinished ones, by the id of each of their sequences.
         self._groups: dict[int, SequenceGroup] = {}
         self._inbox: deque[Sequence | Abort] = deque()
         self._make_constraint = make_constraint
-        # Of the steps that the last `run_step` took in.
-        self._step_tokens = StepTokens()
-        self._results = Results()
+        # The tokens of the steps that the last `run_step` took in.
+        self._step_tokens = NewTokens()
+        self._results = EngineOutputs()
         self._history = StatsHistory()
         self._guard = CallGuard()
         exit_with_interpreter(self)
@@ -141,7 +141,7 @@ class LLMEngine(Unpicklable):
         call = Call()
         try:
             self.begin(call)
-            # The device may have been lost with the step after the one that finished what nobody has had.
+            # Results of earlier steps are still returned after a later one has lost the device.
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)
         finally:
@@ -224,7 +224,7 @@ class LLMEngine(Unpicklable):
         """End a call, which may never have begun; closes the engine if somebody has asked for it meanwhile."""
         self._guard.end(call, self._close)
 
-    def run_step(self) -> StepTokens:
+    def run_step(self) -> NewTokens:
         """Do a step for the call that drives the engine, and return its tokens; its results are kept.
 
         Signals are deferred until the step ends, so that the scheduler's state stays consistent.
@@ -232,7 +232,7 @@ class LLMEngine(Unpicklable):
         with deferred_signals():
             runner = self.require_open()
             self._empty_inbox()
-            tokens = self._step_tokens = StepTokens()
+            tokens = self._step_tokens = NewTokens()
             self._history.sample_if_due(self.stats)
             try:
                 batch = self.scheduler.schedule()
@@ -260,9 +260,9 @@ class LLMEngine(Unpicklable):
         """Whether `take_results` has anything."""
         return not self._results.is_empty
 
-    def take_results(self) -> Results:
+    def take_results(self) -> EngineOutputs:
         """Return, once, what steps have brought, for a caller who owns every request."""
-        results, self._results = self._results, Results()
+        results, self._results = self._results, EngineOutputs()
         return results
 
     def stop(self, outputs: list[tuple[int, int]]) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from nanovllm.engine.call_guard import Call
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.request import Request
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.results import Results, StepTokens
 
 
 class Engine(Protocol):
@@ -42,14 +42,14 @@ class Engine(Protocol):
     def end(self, call: Call) -> None:
         """End a call, which may never have begun."""
 
-    def run_step(self) -> StepTokens:
+    def run_step(self) -> NewTokens:
         """Do a step, or wait for one; keep its results. Handles signals when it ends.
 
         Raises:
             RuntimeError: the engine is closed.
         """
 
-    def take_results(self) -> Results:
+    def take_results(self) -> EngineOutputs:
         """Return, once, what steps have brought."""
 
     def stop(self, outputs: list[tuple[int, int]]) -> None:

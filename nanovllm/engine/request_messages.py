@@ -38,7 +38,7 @@ def _sampling_extra(seq: Sequence) -> SamplingExtra:
 def prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
     """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
     params = seq.params
-    if params.prompt_logprobs is None or not seq.wants_prompt:
+    if params.prompt_logprobs is None or not seq.wants_prompt_outputs:
         return None
     # A token is scored by the hidden state before it.
     first, last = max(start + 1, params.prompt_logprobs_start), min(end, seq.num_prompt_tokens - 1)

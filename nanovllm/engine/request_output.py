@@ -58,7 +58,7 @@ def _prompt_logprobs(seq: Sequence) -> Logprobs[dict[int, Logprob] | None] | Non
 
     None if they were not asked for, or if the request was aborted before its prompt was computed.
     """
-    if seq.params.prompt_logprobs is None or seq.wants_prompt:
+    if seq.params.prompt_logprobs is None or seq.wants_prompt_outputs:
         return None
     width = 1 + seq.params.prompt_logprobs
     parts = [part.records() for part in seq.prompt_outputs or () if isinstance(part, TokenLogprobs)]

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and how many tokens of each.
+"""Decides which sequences run in the next step, and how many tokens of each.
 
 A step gives every running sequence its next token and fills what is left of one token budget with chunks of waiting
 prompts, so that a long prompt stalls nobody (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is
@@ -20,8 +20,8 @@ from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_rows import DecodeRows
+from nanovllm.engine.engine_outputs import StreamedToken
 from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
-from nanovllm.engine.results import NewToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.runner.messages import (
@@ -36,7 +36,7 @@ _sort_key = attrgetter("sort_key")
 
 @dataclass
 class StepChanges:
-    """What a step's tokens have changed.
+    """Lists the sequences that a step's tokens have changed.
 
     Attributes:
         finished: sequences that are complete.
@@ -48,7 +48,7 @@ class StepChanges:
     finished: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
-    new_tokens: list[NewToken] = field(default_factory=list)
+    new_tokens: list[StreamedToken] = field(default_factory=list)
 
 
 @dataclass
@@ -83,14 +83,16 @@ class Scheduler:
         self.waiting = WaitingQueue()
         # Sorted; there are no more than slots.
         self.running: list[Sequence] = []
-        # Those of them whose prompts are planned.
+        # The running sequences whose prompts are planned.
         self.decoding = DecodeRows(max_num_running, block_manager.block_size)
         self.stats = SchedulerStats()
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
+        # Tokens that the step being planned has room for.
         self._budget = 0
-        # Part-way through its prompt: a new one is admitted when that is wholly scheduled.
+        # The one sequence whose prompt is planned in part; no other is admitted before the rest is.
         self._partial: Sequence | None = None
+        # Unfinished sequences that are sampled by more than a temperature.
         self._num_extra = 0
 
     @property
@@ -170,8 +172,8 @@ class Scheduler:
         seq.append(token_id)
         try:
             # Most sequences are not watched, and need not pay for a call.
-            ends = self._watch(seq, token_id, changes) if seq.watches_tokens else token_id in seq.end_token_ids
-        # Of this sequence alone. A panic of a native library derives from BaseException.
+            ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
+        # The error fails this sequence alone. A panic of a native library derives from BaseException.
         except BaseException as error:
             self._finish(seq, "abort")
             changes.failed.append((seq, error))
@@ -203,7 +205,7 @@ class Scheduler:
         if seq.request.reports_tokens:
             wants_record = seq.record_bytes and seq.request.is_streamed
             record = bytes(seq.logprobs[-seq.record_bytes :]) if wants_record else b""
-            changes.new_tokens.append(NewToken(seq.request_id, seq.index, token_id, is_end, record))
+            changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
         return is_end
 
     def stop(self, seq: Sequence) -> None:
@@ -284,7 +286,7 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         seq.num_prefill_tokens = seq.num_tokens
         seq.num_admissions += 1
-        if seq.prompt_outputs is not None and seq.wants_prompt:
+        if seq.prompt_outputs is not None and seq.wants_prompt_outputs:
             seq.prompt_outputs.clear()
         if seq.num_cached_tokens is None:
             seq.metrics.queue_time = time.monotonic() - seq.metrics.arrival_time
@@ -320,7 +322,7 @@ class Scheduler:
             self.decoding.add(seq, most_tokens, first_step)
 
     def _end_by_count(self, seq: Sequence) -> None:
-        """Take back all that a sequence holds, whose last token is in this step."""
+        """Free what a sequence holds; its last token is sampled in this step."""
         self.block_manager.register(seq)
         self._free(seq)
         seq.status = SequenceStatus.ENDING

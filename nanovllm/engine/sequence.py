@@ -16,7 +16,7 @@ from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.messages import TokenLogprobs
 
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
-"""Multiples of it, modulo 2**64, are far apart."""
+"""Spreads seeds: its multiples modulo 2**64 are far apart."""
 
 
 class SequenceGroup(list["Sequence"]):
@@ -49,15 +49,15 @@ class SequenceStatus(Enum):
 
 
 class Rows(Protocol):
-    """What has the counts and the newest tokens of the sequences that decode; see `DecodeRows`."""
+    """Holds the counts and the newest tokens of the sequences that decode; see `DecodeRows`."""
 
     num_tokens: np.ndarray
 
     def flush(self, seq: Sequence) -> None:
-        """Append to a sequence's own list the tokens that it has not got yet."""
+        """Append to a sequence's `token_ids` the tokens that only these arrays have."""
 
     def note_token(self, seq: Sequence) -> None:
-        """Take in that a sequence has been given a token."""
+        """Count a token that was appended to a sequence."""
 
 
 class Sequence:
@@ -71,12 +71,41 @@ class Sequence:
 
     # fmt: off
     __slots__ = (
-        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_table", "constraint",
-        "end_token_ids", "finish_reason", "fits_from", "has_extra", "index", "logprobs", "max_tokens", "metrics",
-        "num_admissions", "num_cached_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_registered_blocks",
-        "num_shared_tokens", "params", "prompt_outputs", "record_bytes", "registered_identity", "request",
-        "request_id", "rows", "seed", "seq_id", "siblings", "slot", "sort_key", "status", "stop_reason",
-        "watches_tokens",
+        "__weakref__",
+        "_num_computed_tokens",
+        "_num_tokens",
+        "_token_ids",
+        "block_table",
+        "constraint",
+        "end_token_ids",
+        "finish_reason",
+        "fits_from",
+        "has_extra",
+        "index",
+        "is_watched",
+        "logprobs",
+        "max_tokens",
+        "metrics",
+        "num_admissions",
+        "num_cached_tokens",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "num_shared_tokens",
+        "params",
+        "prompt_outputs",
+        "record_bytes",
+        "registered_identity",
+        "request",
+        "request_id",
+        "rows",
+        "seed",
+        "seq_id",
+        "siblings",
+        "slot",
+        "sort_key",
+        "status",
+        "stop_reason",
     )
     # fmt: on
 
@@ -108,12 +137,12 @@ class Sequence:
         self.siblings: typing.Sequence[Sequence] = ()
         # The most tokens of its output; None has no limit but the model's length.
         self.max_tokens = params.max_tokens
-        # Whether steps must know more of it than its temperature.
+        # Whether its tokens are sampled by more than a temperature.
         self.has_extra = constraint is not None or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
         self.end_token_ids: frozenset[int] = frozenset()
         # Whether more than those may end it, or somebody sees its tokens as they come.
-        self.watches_tokens = bool(constraint or params.stop_token_ids or request.reports_tokens)
+        self.is_watched = bool(constraint or params.stop_token_ids or request.reports_tokens)
         # A record for each token of the output, see `nanovllm.logprobs`, and the size of one.
         self.logprobs = bytearray()
         self.record_bytes = record_bytes(params.logprobs)
@@ -177,7 +206,7 @@ class Sequence:
             self.rows.note_token(self)
 
     def append_known(self, token_ids: bytes) -> None:
-        """Take tokens that `rows` has counted, as 32-bit integers."""
+        """Append tokens that `rows` has counted already; 32-bit integers as bytes."""
         self._token_ids.frombytes(token_ids)
 
     @property
@@ -186,8 +215,8 @@ class Sequence:
         return self.num_tokens - len(self.token_ids)
 
     @property
-    def wants_prompt(self) -> bool:
-        """Whether chunks of the prompt are asked for more than a token, and have not all been computed."""
+    def wants_prompt_outputs(self) -> bool:
+        """Whether the prompt's log-probabilities or hidden states are asked for, and not all computed."""
         if self.prompt_outputs is None or self.index:
             return False
         return len(self.token_ids) == self.num_prompt_tokens
@@ -195,7 +224,7 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """Leading tokens that the prefix cache may serve."""
-        if not self.wants_prompt or self.request.pooling == "last":
+        if not self.wants_prompt_outputs or self.request.pooling == "last":
             return len(self.token_ids)
         # The first token that is scored follows from the one before it.
         return 0 if self.request.pooling else max(0, self.params.prompt_logprobs_start - 1)
@@ -203,7 +232,7 @@ class Sequence:
     @property
     def fork_source(self) -> Sequence | None:
         """Another output of the request that has the whole prompt in blocks which this one, waiting, can share."""
-        if not self.siblings or self.num_tokens > self.num_prompt_tokens or self.wants_prompt:
+        if not self.siblings or self.num_tokens > self.num_prompt_tokens or self.wants_prompt_outputs:
             return None
         others = (other for other in self.siblings if other.status is SequenceStatus.RUNNING and not other.is_prefill)
         return next(others, None)

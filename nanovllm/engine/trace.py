@@ -14,7 +14,7 @@ import numpy as np
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.runner.messages import Handle, Runner, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle, StepOutput
 
 # Of Chrome's format: processes, and threads of the first.
 _ENGINE, _REQUESTS = 1, 2
@@ -138,7 +138,7 @@ class TracedRunner:
         times = self._trace.begin_step(batch)
         return self.runner.forward(batch), times
 
-    def sample(self, step: tuple[Any, _Step], masks: np.ndarray | None = None) -> Handle:
+    def sample(self, step: tuple[Any, _Step], masks: np.ndarray | None = None) -> StepHandle:
         """See `Runner`."""
         inner, times = step
         handle = self.runner.sample(inner, masks)
@@ -156,7 +156,7 @@ class TracedRunner:
 
 @dataclass(frozen=True)
 class _TracedHandle:
-    handle: Handle
+    handle: StepHandle
     times: _Step
 
     def result(self) -> StepOutput:

@@ -102,7 +102,7 @@ class CausalLM(nn.Module):
         return logits
 
     def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], behind the last norm -> [num_rows, vocabulary entries of this rank]."""
+        """hidden: [num_rows, hidden_size], after the last norm -> [num_rows, vocabulary entries of this rank]."""
         return self.lm_head.multiply(hidden)
 
     def weight_targets(self, name: str) -> list[WeightTarget]:

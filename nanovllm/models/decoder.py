@@ -66,7 +66,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the residual stream."""
+    """Attention and MLP, each after a norm, each added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, shard: ModelShard, communicator: Communicator, attention: SelfAttention
@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(self, x: ResidualStream, positions: torch.Tensor, rows: torch.Tensor | None) -> ResidualStream:
-        """x: [num_tokens, hidden_size] -> the same, or `rows` of it."""
+        """x: [num_tokens, hidden_size] -> the same shape, or only `rows`."""
         x += self.self_attn(self.input_layernorm(x), positions, rows)
         x += self.mlp(self.post_attention_layernorm(x))
         return x
@@ -100,10 +100,10 @@ class Decoder(nn.Module):
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Normed:
-        """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size], or `rows` of it."""
+        """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size], or only `rows`."""
         x = ResidualStream(self.embed_tokens(token_ids))
         for i, layer in enumerate(self.layers, 1):
-            # Behind the last layer's attention only the rows to sample from are needed.
+            # After the last layer's attention only the rows to sample from are needed.
             x = layer(x, positions, rows if i == len(self.layers) else None)
         return self.norm(x)
 

@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.host_plan import DecodeContexts
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.slot_state import gather_decode_rows
+from nanovllm.kernels.slot_tensors import gather_decode_rows
 from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
@@ -105,7 +105,7 @@ class BatchBuilder:
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = NO_SLOTS
-        # Prompt tokens and chunks, padded; decode slots and attention's plan; all slots anew, as indices and values.
+        # The most that a step sends: prompts, padded; decode slots; attention's plan; indices and values of all slots.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
         self._staging = Staging(prompts + 2 * self.slots.size + num_slots + backend.max_plan_size, device)
 
@@ -129,7 +129,7 @@ class BatchBuilder:
             is_capture_size: whether a graph may be captured for the shape.
         """
         slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.decode_slots)
-        index, values = slots.update_host(batch)
+        changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
         )
@@ -139,7 +139,7 @@ class BatchBuilder:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
         changed_slots = NO_SLOTS if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
         # The prompts' arrays come first, since their sizes follow from the shape.
-        sent = self._staging.send([*prompts, changed_slots, plan, index, values])
+        sent = self._staging.send([*prompts, changed_slots, plan, changed_index, changed_values])
         *prompt_tensors, new_slots, new_plan, index_tensor, value_tensor = sent
         self._backend.receive(new_plan)
         slots.update_device(index_tensor, value_tensor)

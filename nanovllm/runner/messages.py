@@ -1,8 +1,9 @@
-"""All that crosses from the engine to a runner, and back; and what the engine asks of the runner.
+"""The messages between the engine and a runner: a step's plan (`ScheduledBatch`), a step under way (`StepHandle`) and a
+step's result (`StepOutput`); and the interface of a runner (`Runner`).
 
-Plain data of plain integers, tokens of prompts packed into arrays of 32-bit ones: it can be sent to another process as
-it is. A runner is told of slots and blocks, never of sequences; the ids in `ScheduledBatch.sampled_seq_ids` are for
-the way back.
+They are plain data of plain integers, tokens of prompts packed into arrays of 32-bit ones, and can be sent to another
+process as they are. A running sequence has a *slot*, its index in the device's arrays. A runner is told of slots and
+blocks, never of sequences; the engine finds a token's sequence by `ScheduledBatch.sampled_seq_ids`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nanovllm.sampling_params import SamplingExtra
 # These two are made for each request. Not frozen: that triples the time to make one.
 @dataclass(slots=True)
 class NewRequest:
-    """A sequence takes a slot: all that its slot must hold from now on."""
+    """Puts a sequence into a slot: all that the slot must hold from now on."""
 
     slot: int
     block_table: list[int]
@@ -33,7 +34,7 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class NewBlock:
-    """Block `block_id` becomes entry `index` of a running slot's block table."""
+    """Makes block `block_id` entry `index` of a running slot's block table."""
 
     slot: int
     index: int
@@ -42,7 +43,7 @@ class NewBlock:
 
 @dataclass(frozen=True)
 class BlockTransfer:
-    """The content of block `source` becomes that of block `destination` as well.
+    """Gives block `destination` the content of block `source`.
 
     `kind` says where the two are; "copy": both on the device.
     """
@@ -58,7 +59,7 @@ class PromptScores:
 
     Attributes:
         first: index within the chunk of the first token whose successor is scored.
-        token_ids: the successors of that token and of those behind it.
+        token_ids: the successors of that token and of those after it.
         num_logprobs: most likely tokens to return with each.
     """
 
@@ -111,7 +112,8 @@ class ScheduledBatch:
     has_extra: bool = False
     # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the token before.
     masked: list[int] = field(default_factory=list)
-    # Of each chunk with `scores` or `pooling`: its sequence, and how often that had been admitted.
+    # Of each chunk with `scores` or `pooling`: its sequence, and how often that had been admitted. What comes back for
+    # an earlier admission is dropped, since a preempted prompt is computed again from its start.
     scored_seq_ids: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -157,7 +159,7 @@ class StepOutput:
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
 
 
-class Handle(Protocol):
+class StepHandle(Protocol):
     """A step under way."""
 
     def result(self) -> StepOutput:
@@ -177,7 +179,7 @@ class Runner(Protocol):
     def forward(self, batch: ScheduledBatch) -> Any:
         """Queue the forward pass of a step and return the step, for `sample`; raises if it cannot be queued."""
 
-    def sample(self, step: Any, masks: np.ndarray | None = None) -> Handle:
+    def sample(self, step: Any, masks: np.ndarray | None = None) -> StepHandle:
         """Queue the sampling of the step whose forward pass was queued last.
 
         Args:

@@ -1,4 +1,4 @@
-"""One device: loads its shard of the model, sizes the cache, runs batches.
+"""Runs the model on one device: loads its shard, sizes the cache, runs batches.
 
 A step is two calls, which only queue work. `forward` sends what changed to the device and computes logits; `sample`
 draws tokens, leaves them in their slots, where the next step finds them, and sends them on their way to the host.
@@ -22,7 +22,7 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.compilers import Compilers
-from nanovllm.kernels.slot_state import scatter_tokens
+from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
@@ -30,8 +30,8 @@ from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
-from nanovllm.runner.step_results import StepHandle, StepLogprobs, StepResults
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
@@ -48,7 +48,7 @@ class ForwardStep:
         extra: what rows ask for beyond a temperature.
         inputs, logits: what is to be sampled; None if it was sampled with the forward pass.
         prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
-        logprobs: those that rows ask for, once it is sampled.
+        extra_outputs: what was asked for besides tokens, once they are sampled.
     """
 
     batch: ScheduledBatch
@@ -57,7 +57,7 @@ class ForwardStep:
     inputs: DeviceBatch | None = None
     logits: torch.Tensor | None = None
     prompt_hidden: torch.Tensor | None = None
-    logprobs: StepLogprobs | None = None
+    extra_outputs: ExtraOutputs | None = None
 
 
 class ModelRunner:
@@ -125,13 +125,13 @@ class ModelRunner:
 
     def _make_backend(self) -> None:
         """Make what the model's layers attend with."""
-        config, self.model_shard = self.config, self.model.shard
+        config, self.shard = self.config, self.model.shard
         self.backend = make_backend(
             config.attention_backend,
             self.device,
             self.dtype,
             config.kvcache_block_size,
-            self.model_shard.heads.size,
+            self.shard.heads.size,
             [layer.kv_cache_spec(self.dtype) for layer in self.model.attention_layers],
             num_slots=config.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
@@ -141,7 +141,7 @@ class ModelRunner:
     def _make_buffers(self) -> None:
         """Make what steps keep on the device beside weights and cache."""
         config, processed_logprobs = self.config, self.config.logprobs_mode == "processed_logprobs"
-        self.sampler = Sampler(self.model_shard.vocab, self.communicator, processed_logprobs)
+        self.sampler = Sampler(self.shard.vocab, self.communicator, processed_logprobs)
         self.batch_builder = BatchBuilder(
             config.max_num_running,
             self.max_blocks,
@@ -152,7 +152,7 @@ class ModelRunner:
         )
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
-        self._results = StepResults(self._sampled)
+        self._output_buffers = OutputBuffers(self._sampled)
         self.sampling = SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
 
     def _allocate(self, num_blocks: int) -> None:
@@ -220,20 +220,22 @@ class ModelRunner:
             elif step.extra is not None and step.extra.only_own_logprobs and self.communicator.size == 1:
                 run_step = partial(self._run_step, step.prepared, with_logprobs=True)
                 sampled = self._run_or_replay(step.prepared, "step with logprobs", run_step)
-                step.logprobs = StepLogprobs(step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices))
+                step.extra_outputs = ExtraOutputs(
+                    step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices)
+                )
             else:
                 forward = partial(self._gather_and_forward, step.prepared)
                 step.inputs, step.logits = self._run_or_replay(step.prepared, "forward", forward)
             return step
 
-    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> StepHandle:
+    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> DeviceHandle:
         """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
         with torch.inference_mode(), self._device_guard():
             if step.inputs is not None and step.logits is not None:
-                step.logprobs = self._sample_apart(step, step.inputs, step.logits, masks)
+                step.extra_outputs = self._sample_logits(step, step.inputs, step.logits, masks)
             prepared = step.prepared
             num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
-            return self._results.copy(num_decodes, prepared.shape.num_decodes, num_prompts, step.logprobs)
+            return self._output_buffers.copy(num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs)
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
@@ -271,10 +273,10 @@ class ModelRunner:
         self._scatter(inputs, sampled.token_ids)
         return sampled
 
-    def _sample_apart(
+    def _sample_logits(
         self, step: ForwardStep, inputs: DeviceBatch, logits: torch.Tensor, masks: np.ndarray | None
-    ) -> StepLogprobs:
-        """Sample after the forward pass, row by row as far as requests ask for it."""
+    ) -> ExtraOutputs:
+        """Sample from a forward pass's logits: masks and all that rows ask for beyond a temperature."""
         self.communicator.begin_sampling()
         extra, num_decodes = step.extra, step.prepared.num_real_decodes
         if extra is not None and masks is not None:
@@ -288,7 +290,7 @@ class ModelRunner:
         prompts = []
         if step.prompt_hidden is not None:
             prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, step.prompt_hidden)
-        return StepLogprobs(extra.logprob_rows if extra is not None else [], sampled.logprobs, prompts)
+        return ExtraOutputs(extra.logprob_rows if extra is not None else [], sampled.logprobs, prompts)
 
     def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
         """Put tokens into their slots, where the next step finds them, and into `_sampled`, from where they leave."""
@@ -349,7 +351,7 @@ class ModelRunner:
         self._drop_graphs()
         self._free()
         self._unload()
-        del self.batch_builder, self.sampling, self._sampled, self._results
+        del self.batch_builder, self.sampling, self._sampled, self._output_buffers
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()

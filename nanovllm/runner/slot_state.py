@@ -1,6 +1,6 @@
-"""The state of the running sequences, one slot each, on the device and as the host's copy.
+"""Keeps the state of the running sequences, one slot each, on the device, and a copy on the host.
 
-Both are one int32 array that holds the fields one behind the other, each with an entry for every slot, so that one copy
+Both are one int32 array that holds the fields one after the other, each with an entry for every slot, so that one copy
 and one indexed assignment bring any change to the device.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from nanovllm.kernels.slot_state import SlotTensors
+from nanovllm.kernels.slot_tensors import SlotTensors
 from nanovllm.runner.messages import NewRequest, ScheduledBatch
 
 _MAX_TEMPERATURE = 1e30
@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 """Slots are padded to a multiple of this: Triton compiles a kernel anew for each other alignment of its arguments."""
 ArrayT = TypeVar("ArrayT", np.ndarray, torch.Tensor)
 _MAX_ELEMENTS = 2**31
-"""Their offsets, also those of a step's rows of the block tables, are int32 here and in `kernels/slot_state.py`."""
+"""Their offsets, also those of a step's rows of the block tables, are int32 here and in `kernels/slot_tensors.py`."""
 _NOTHING = np.empty(0, dtype=np.int32)
 
 

@@ -1,4 +1,4 @@
-"""The sampler: one token from each row of logits, and the log-probabilities that rows ask for."""
+"""Samples one token from each row of logits, and computes the log-probabilities that rows ask for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,14 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _Edited:
-    """Rows after their edits, of the whole vocabulary; of `cutoffs`, None keeps all logits, else those not below."""
+    """Rows of logits with their edits, over the whole vocabulary.
+
+    Attributes:
+        indices: [n] int64; which rows they are.
+        rows: their logits, edited.
+        cutoffs: [n] float32; logits below count as -inf. None keeps all.
+        inputs: what these rows are sampled by.
+    """
 
     indices: torch.Tensor
     rows: EditedRows
@@ -137,14 +144,14 @@ class Sampler:
         self, logits: torch.Tensor, token_ids: torch.Tensor, edited: _Edited | None, extra: ExtraRows
     ) -> DeviceLogprobs | None:
         """Return the log-probabilities that rows ask for."""
-        asking = extra.logprob_indices
-        if asking is None:
+        indices = extra.logprob_indices
+        if indices is None:
             return None
         if not self.processed_logprobs or edited is None or extra.logprobs is None:
-            return token_logprobs(self._whole_rows(logits, asking), token_ids[asking], extra.num_logprobs)
+            return token_logprobs(self._whole_rows(logits, indices), token_ids[indices], extra.num_logprobs)
         kept = edited.rows if edited.cutoffs is None else edited.rows.above(edited.cutoffs)
         temperatures = edited.inputs.temperatures[extra.logprobs]
-        return token_logprobs(kept[extra.logprobs], token_ids[asking], extra.num_logprobs, temperatures)
+        return token_logprobs(kept[extra.logprobs], token_ids[indices], extra.num_logprobs, temperatures)
 
     def _whole_rows(
         self, logits: torch.Tensor, rows: torch.Tensor | None = None, edits: LogitsEdits | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from nanovllm.serve.chat import answer_chat
+from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.pooling import embed
 from nanovllm.serve.pooling_protocol import EmbeddingBody

@@ -63,7 +63,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
 
 
 def _shows_output(body: CompletionBody) -> bool:
-    """Whether there is more than an echo, behind which one token is computed that is not shown."""
+    """Whether there is more than an echo, after which one token is computed that is not shown."""
     return body.max_tokens != 0 or not body.echo
 
 
@@ -161,7 +161,7 @@ class _CompletionAnswer:
         logprobs = text_logprobs(choice.logprobs, choice.token_ids, offsets, names=self._names)
         logprobs = _joined(self._waiting.pop(index, None), logprobs)
         if choice.finish_reason is not None:
-            # Behind a stop string there is no text.
+            # After a stop string there is no text.
             logprobs["text_offset"] = [min(offset, length) for offset in logprobs["text_offset"]]
             return logprobs
         # Text that may become a stop string is held back.

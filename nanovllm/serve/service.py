@@ -28,7 +28,7 @@ from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
-from nanovllm.text.chat import plain_messages
+from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tool_calls import tool_call_format

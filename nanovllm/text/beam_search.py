@@ -19,7 +19,7 @@ from nanovllm.text.run_requests import run_requests
 
 @dataclass
 class Beam:
-    """A hypothesis: the tokens behind the prompt, and the sum of their log-probabilities."""
+    """A hypothesis: the tokens after the prompt, and the sum of their log-probabilities."""
 
     token_ids: list[int]
     logprob: float

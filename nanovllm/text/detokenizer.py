@@ -117,5 +117,5 @@ class OutputText:
         return new
 
     def _find(self, stop: str) -> int:
-        """Return where a stop string that ends behind what was checked begins; -1 if there is none."""
+        """Return where a stop string that ends after what was checked begins; -1 if there is none."""
         return self.text.find(stop, max(0, self._checked - len(stop) + 1))

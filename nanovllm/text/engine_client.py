@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from nanovllm.engine.call_guard import Call
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, StreamedToken
 from nanovllm.engine.protocol import Engine
 from nanovllm.engine.request import Request
-from nanovllm.engine.results import NewToken, Results, StepTokens
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.request_state import RequestState
@@ -39,7 +39,7 @@ class EngineClient:
         self._states: dict[int, RequestState] = {}
         # A request must be known here before its first token comes, in whatever thread. A signal handler may queue one.
         self._lock = threading.RLock()
-        self._results = Results()
+        self._results = EngineOutputs()
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class EngineClient:
             self._states[state.request_id] = state
         return state
 
-    def run_step(self) -> StepTokens:
+    def run_step(self) -> NewTokens:
         """Do a step for the call that drives the engine, and take in what it brings."""
         self.updated.clear()
         tokens = self.engine.run_step()
@@ -106,7 +106,7 @@ class EngineClient:
 
     def take_all(self) -> tuple[list[tuple[int, RequestOutput]], list[StepError]]:
         """Return, once, all finished requests by id, without text, and all failures."""
-        results, self._results = self._results, Results()
+        results, self._results = self._results, EngineOutputs()
         for request_id, _ in results.finished:
             self._states.pop(request_id, None)
         return results.finished, results.failures
@@ -137,7 +137,7 @@ class EngineClient:
                 if results.new_tokens:
                     self._take_tokens(results.new_tokens)
 
-    def _take_tokens(self, tokens: list[NewToken]) -> None:
+    def _take_tokens(self, tokens: list[StreamedToken]) -> None:
         """Give requests their new tokens; a request whose text cannot be decoded fails alone."""
         stopped = []
         with self._lock:

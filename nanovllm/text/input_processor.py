@@ -12,7 +12,7 @@ from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
 from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import Message, render_text
+from nanovllm.text.chat_template import Message, render_text
 from nanovllm.text.structured_output import ConstraintFactory, encode_bad_words
 from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 

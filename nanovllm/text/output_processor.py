@@ -46,7 +46,7 @@ class OutputState:
         self._ends = False
 
     def append(self, token_id: int, is_end: bool, logprobs: bytes) -> bool:
-        """Take a token; returns whether it completes a stop string. See `NewToken`."""
+        """Take a token; returns whether it completes a stop string. See `StreamedToken`."""
         with self._lock:
             if self._has_stopped:
                 return False

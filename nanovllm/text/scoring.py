@@ -41,9 +41,9 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
         else:
             num_prompt_tokens, token_ids = len(prompt), [*prompt, *continuation]
         if num_prompt_tokens == 0:
-            raise ValueError("a prompt to score behind has no tokens: at least one is needed")
+            raise ValueError("a prompt to score after has no tokens: at least one is needed")
         if len(token_ids) <= num_prompt_tokens:
-            raise ValueError(f"continuation {continuation!r:.40} has no tokens behind its prompt")
+            raise ValueError(f"continuation {continuation!r:.40} has no tokens after its prompt")
         split.append((token_ids, num_prompt_tokens))
     return split
 
@@ -54,7 +54,7 @@ def score_params(num_prompt_tokens: int) -> SamplingParams:
 
 
 def score_output(output: RequestOutput, num_prompt_tokens: int) -> ScoreOutput:
-    """Return the scores of the tokens behind a prompt, from a request with `prompt_logprobs=0`."""
+    """Return the scores of the tokens after a prompt, from a request with `prompt_logprobs=0`."""
     found = output.prompt_logprobs
     assert isinstance(found, Logprobs)
     logprobs = found.token_logprobs[num_prompt_tokens:].tolist()

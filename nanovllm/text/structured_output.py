@@ -66,14 +66,14 @@ class GrammarConstraint:
         """Write the masks of several constraints; see `TokenConstraint`."""
         from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par  # noqa: PLC0415
 
-        behind = [constraint for constraint, _ in constraints if constraint._pending]
-        while behind:
-            tokens = [(constraint._matcher, constraint._pending.pop(0)) for constraint in behind]
+        lagging = [constraint for constraint, _ in constraints if constraint._pending]
+        while lagging:
+            tokens = [(constraint._matcher, constraint._pending.pop(0)) for constraint in lagging]
             running = [(matcher, token_id) for matcher, token_id in tokens if not matcher.is_stopped()]
             # It refuses an empty list.
             if running:
                 consume_token_par(self._executor, running)
-            behind = [constraint for constraint in behind if constraint._pending]
+            lagging = [constraint for constraint in lagging if constraint._pending]
         pairs = [(constraint._matcher, row) for constraint, row in constraints]
         fill_next_token_bitmask_par(self._executor, pairs, words)
 
@@ -229,7 +229,7 @@ class BadWordsConstraint:
 
 
 def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]]:
-    """Return the token sequences that a text may have at the start of the output and behind a space.
+    """Return the token sequences that a text may have at the start of the output and after a space.
 
     Raises:
         ValueError: a text has no tokens.
@@ -244,7 +244,7 @@ def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]
         if not alone:
             raise ValueError(f"bad_words has {word!r}, which is space alone and has no tokens of its own")
         sequences.append(alone)
-        # Behind a space of its own the word is forbidden already.
+        # After a space the word is forbidden already.
         if alone not in (spaced, spaced[1:]):
             sequences.append(spaced)
     return sequences

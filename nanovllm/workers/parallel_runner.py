@@ -24,8 +24,8 @@ from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ForwardStep, ModelRunner
+from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
-from nanovllm.runner.step_results import StepHandle
 from nanovllm.utils.device import resolve_device
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import READY, STARTED, WorkerPlan
@@ -181,7 +181,7 @@ class ParallelRunner:
                 raise cause from error
             raise
 
-    def wait(self, handle: StepHandle) -> StepOutput:
+    def wait(self, handle: DeviceHandle) -> StepOutput:
         """Wait for a step and return its tokens; raise if a rank dies meanwhile."""
         # The engine still asks for the tokens of a step that was in flight when a later one failed.
         if self._ended_by is not None:
@@ -224,7 +224,7 @@ class ParallelRunner:
 class ParallelHandle:
     """A step in flight on every rank."""
 
-    def __init__(self, handle: StepHandle, runner: ParallelRunner) -> None:
+    def __init__(self, handle: DeviceHandle, runner: ParallelRunner) -> None:
         self._handle = handle
         self._runner = runner
 

@@ -83,7 +83,7 @@ class WorkerProcesses:
         self._send(StepOrder(sent, again))
 
     def broadcast_masks(self, masks: np.ndarray) -> None:
-        """Send every rank the masks of the batch sent last, which waits for them behind its forward pass.
+        """Send every rank the masks of the batch sent last, which waits for them after its forward pass.
 
         Raises:
             WorkerError: a rank has ended.

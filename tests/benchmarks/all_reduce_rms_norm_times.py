@@ -1,4 +1,4 @@
-"""Time of the all-reduce with residual and norm behind it, us a call: in one shot, in two, and by NCCL.
+"""Time of the all-reduce with residual and norm after it, us a call: in one shot, in two, and by NCCL.
 
 Run with `python -m tests.benchmarks.all_reduce_rms_norm_times [SIZE]`. Not a test: nothing is asserted.
 """

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.openai_answers import ChatCompletion, Completion, ResponseAnswer
-from nanovllm.serve.chat import answer_chat
+from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.response_protocol import ResponseBody

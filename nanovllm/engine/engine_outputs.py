@@ -1,4 +1,4 @@
-"""What steps have brought until somebody has it, so that no exception and no signal loses any of it."""
+"""Keeps what steps have brought until a caller has it, so that no exception and no signal loses any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 
 
-class NewToken(NamedTuple):
+class StreamedToken(NamedTuple):
     """A token of a request that reports them as they come.
 
     Attributes:
@@ -29,7 +29,7 @@ class NewToken(NamedTuple):
 
 
 @dataclass
-class StepTokens:
+class NewTokens:
     """The tokens of one step, or of two if the one before it had failed to be launched.
 
     Attributes:
@@ -42,7 +42,7 @@ class StepTokens:
 
 
 @dataclass
-class Results:
+class EngineOutputs:
     """Plain data that pickles, causes of failures apart.
 
     Attributes:
@@ -52,12 +52,12 @@ class Results:
         dropped: ids of requests that were aborted, and have no output.
     """
 
-    new_tokens: list[NewToken] = field(default_factory=list)
+    new_tokens: list[StreamedToken] = field(default_factory=list)
     finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
     failures: list[StepError] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     # Of calls of `step` that have not returned them: they have raised.
-    _unreported: list[StepTokens] = field(default_factory=list)
+    _unreported: list[NewTokens] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether a caller of `step` has something to be told."""
@@ -73,7 +73,7 @@ class Results:
         if error.request_ids or not self.failures:
             self.failures.append(error)
 
-    def take_step(self, tokens: StepTokens | None) -> StepResult:
+    def take_step(self, tokens: NewTokens | None) -> StepResult:
         """Return, once, everything that has finished, or raise the oldest failure, once.
 
         tokens: of the step that was done; those of steps whose call has raised come with them.
@@ -114,7 +114,7 @@ class Results:
         self.failures = failures
 
 
-def _new_token_ids(steps: list[StepTokens]) -> dict[int, list[int]]:
+def _new_token_ids(steps: list[NewTokens]) -> dict[int, list[int]]:
     """Return the tokens that steps have added to each sequence."""
     new: dict[int, list[int]] = {}
     for step in steps:

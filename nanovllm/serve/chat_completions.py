@@ -27,7 +27,7 @@ from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.service import Service
 from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse, whole_calls
 from nanovllm.serve.usage import Usage
-from nanovllm.text.chat import plain_messages
+from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.tool_calls import ToolCallDelta
 
 _ENDPOINT = ENDPOINTS["/v1/chat/completions"]

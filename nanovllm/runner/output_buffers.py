@@ -1,4 +1,4 @@
-"""A step's results on their way to the host."""
+"""Copies a step's results to the host while the next step runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nanovllm.sampling.sampler import DeviceLogprobs
 
 
 @dataclass(frozen=True)
-class StepLogprobs:
-    """Log-probabilities that a step was asked for, on the device or on the host.
+class ExtraOutputs:
+    """What a step was asked for besides tokens, on the device or on the host.
 
     Attributes:
         rows: the rows of logits that `sampled` are of.
@@ -25,11 +25,11 @@ class StepLogprobs:
     sampled: DeviceLogprobs | None = None
     prompts: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
 
-    def to_host(self) -> StepLogprobs:
+    def to_host(self) -> ExtraOutputs:
         """Queue the copies of all tensors."""
         sampled = None if self.sampled is None else _copy(self.sampled)
         prompts = [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in self.prompts]
-        return StepLogprobs(self.rows, sampled, prompts)
+        return ExtraOutputs(self.rows, sampled, prompts)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,20 +50,20 @@ def _numpy(tensors: DeviceLogprobs) -> TokenLogprobs:
 
 
 @dataclass
-class StepHandle:
-    """A step under way.
+class DeviceHandle:
+    """A step under way on this device.
 
     Attributes:
         token_ids: on the host once `copied` has happened, or at once if that is None; `num_decodes` decoded ones,
             padding up to `num_padded_decodes`, then those of the prompts that ended.
-        logprobs: those that the step was asked for, likewise; None if it was asked for none.
+        extra: what else the step was asked for, likewise; None for nothing.
     """
 
     token_ids: torch.Tensor
     num_decodes: int
     num_padded_decodes: int
     copied: torch.cuda.Event | None
-    logprobs: StepLogprobs | None = None
+    extra: ExtraOutputs | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step and return its results."""
@@ -72,17 +72,17 @@ class StepHandle:
         values = self.token_ids.numpy()
         # A copy, since the buffer is used again.
         token_ids = np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :]))
-        if self.logprobs is None:
+        if self.extra is None:
             return StepOutput(token_ids)
         num_padding = self.num_padded_decodes - self.num_decodes
-        rows = [row if row < self.num_decodes else row - num_padding for row in self.logprobs.rows]
-        sampled = None if self.logprobs.sampled is None else _numpy(self.logprobs.sampled)
-        prompts = [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.logprobs.prompts]
+        rows = [row if row < self.num_decodes else row - num_padding for row in self.extra.rows]
+        sampled = None if self.extra.sampled is None else _numpy(self.extra.sampled)
+        prompts = [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.extra.prompts]
         return StepOutput(token_ids, rows, sampled, prompts)
 
 
-class StepResults:
-    """Copies a step's tokens to the host.
+class OutputBuffers:
+    """Copies steps' outputs to the host.
 
     Two buffers take turns: of the two steps that can be under way, neither overwrites the other's.
 
@@ -96,16 +96,16 @@ class StepResults:
         self._turn = 0
 
     def copy(
-        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, logprobs: StepLogprobs | None = None
-    ) -> StepHandle:
+        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, extra: ExtraOutputs | None = None
+    ) -> DeviceHandle:
         """Queue the copy of the step queued last, which samples for so many decode rows and ended prompts."""
         sampled = self._sampled[: num_padded_decodes + num_prompts]
         if not sampled.is_cuda:
-            return StepHandle(sampled.clone(), num_decodes, num_padded_decodes, None, logprobs)
+            return DeviceHandle(sampled.clone(), num_decodes, num_padded_decodes, None, extra)
         self._turn ^= 1
         result = self._buffers[self._turn][: len(sampled)]
         result.copy_(sampled, non_blocking=True)
-        on_host = None if logprobs is None else logprobs.to_host()
+        on_host = None if extra is None else extra.to_host()
         copied = torch.cuda.Event()
         copied.record()
-        return StepHandle(result, num_decodes, num_padded_decodes, copied, on_host)
+        return DeviceHandle(result, num_decodes, num_padded_decodes, copied, on_host)

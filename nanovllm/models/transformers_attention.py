@@ -124,6 +124,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

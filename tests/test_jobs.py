@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
@@ -107,13 +108,16 @@ def test_the_engine_never_has_the_whole_job(llm: LLM) -> None:
 
     def look(output: RequestOutput) -> None:
         nonlocal most, num_done
+        if num_done < 40:
+            # The reader gets as far as it may.
+            time.sleep(0.02)
         most = max(most, num_read - num_done)
         num_done += 1
 
     llm.generate(given(), ONE, False, keep=False, on_output=look)
     assert num_done == 300
     # Requests in the engine, what is left of a chunk, two chunks that wait, one that is prepared, one that is read.
-    assert most <= 3 * 4 + 10 + 2 * 10 + 10 + 10
+    assert most <= 2 * 4 + 10 + 2 * 10 + 10 + 10
 
 
 def test_what_is_given_is_passed_on_as_it_comes(llm: LLM) -> None:

@@ -78,7 +78,7 @@ def test_a_call_has_a_reply_or_an_exception_of_every_rank(make_checkpoint: MakeC
     folder = make_checkpoint(**MODELS["qwen3"])
     with LLM(folder, tensor_parallel_size=2, **TIGHT) as llm:
         runner: Any = llm.llm_engine._runner
-        shards = runner.call("__getattribute__", "model_shard")
+        shards = runner.call("__getattribute__", "shard")
         assert [shard.kv_heads.start for shard in shards] == [0, shards[0].kv_heads.stop]
         want = llm.generate([[1, 2, 3]], SamplingParams(0, max_tokens=4), use_tqdm=False)
         with pytest.raises(RuntimeError, match=r"(?s)a call failed on rank 1:\nTraceback.*no_such_method"):

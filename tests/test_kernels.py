@@ -164,7 +164,7 @@ def test_gemv(dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int])
 @pytest.mark.parametrize(
     "size", [(48, 80), (1024, 6144), (2048, 1024), (4096, 520), (512, 33000)] if GPU else [(48, 80), (300, 34)]
 )
-def test_skinny_linear(rows: int, dtype: torch.dtype, bias: bool, gated: bool, size: tuple[int, int]) -> None:
+def test_skinny_gemm(rows: int, dtype: torch.dtype, bias: bool, gated: bool, size: tuple[int, int]) -> None:
     in_features, out_features = size
     weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
     biases = randn(out_features, dtype=dtype) if bias else None

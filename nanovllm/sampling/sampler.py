@@ -96,7 +96,7 @@ class Sampler:
         """
         if extra is None:
             return Sampled(self._draw(logits, inputs))
-        edited = None if extra.indices is None else self._edit(logits, inputs, extra.indices, extra)
+        edited = None if extra.edited_indices is None else self._edit(logits, inputs, extra.edited_indices, extra)
         token_ids = self._draw(logits, inputs, edited)
         return Sampled(token_ids, self._logprobs(logits, token_ids, edited, extra))
 
@@ -147,11 +147,11 @@ class Sampler:
         indices = extra.logprob_indices
         if indices is None:
             return None
-        if not self.processed_logprobs or edited is None or extra.logprobs is None:
+        if not self.processed_logprobs or edited is None or extra.logprobs_in_edited is None:
             return token_logprobs(self._whole_rows(logits, indices), token_ids[indices], extra.num_logprobs)
         kept = edited.rows if edited.cutoffs is None else edited.rows.above(edited.cutoffs)
-        temperatures = edited.inputs.temperatures[extra.logprobs]
-        return token_logprobs(kept[extra.logprobs], token_ids[indices], extra.num_logprobs, temperatures)
+        temperatures = edited.inputs.temperatures[extra.logprobs_in_edited]
+        return token_logprobs(kept[extra.logprobs_in_edited], token_ids[indices], extra.num_logprobs, temperatures)
 
     def _whole_rows(
         self, logits: torch.Tensor, rows: torch.Tensor | None = None, edits: LogitsEdits | None = None

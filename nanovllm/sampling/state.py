@@ -62,7 +62,7 @@ class _Pool:
 
 
 class SamplingState:
-    """What the running requests ask for, of those that ask for something.
+    """Keeps what running requests ask for beyond a temperature, of those that do.
 
     Args:
         vocab_size: token ids are below it.
@@ -98,35 +98,35 @@ class SamplingState:
             slots: those that tokens are sampled for, in the order of the logits.
             num_tokens: [num_slots]; tokens that each slot's sequence has, without the one to be sampled.
         """
-        asking = [row for row, slot in enumerate(slots) if slot in self._slots]
-        if not asking:
+        with_extra = [row for row, slot in enumerate(slots) if slot in self._slots]
+        if not with_extra:
             return None
-        key = [item for row in asking for item in (row, slots[row])]
+        key = [item for row in with_extra for item in (row, slots[row])]
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._make_rows({row: self._slots[slots[row]] for row in asking})
+            self._cached = key, self._make_rows({row: self._slots[slots[row]] for row in with_extra})
         found = self._cached[1]
         found.edits.forbidden = self._forbidden([slots[row] for row in found.edited], num_tokens)
         found.edits.bitmask = found.edits.bitmask_rows = None
         return found
 
-    def add_masks(self, rows: ExtraRows, masked: list[int], masks: np.ndarray) -> None:
+    def add_masks(self, extra: ExtraRows, masked: list[int], masks: np.ndarray) -> None:
         """Add the host's masks to what rows ask for.
 
         Args:
-            rows: of `rows_of`.
+            extra: of `rows_of`.
             masked: of the step's logits, those that the host masks.
             masks: [num_masked, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
         """
         index = {row: i for i, row in enumerate(masked)}
-        rows.edits.bitmask = self._to_device(torch.from_numpy(masks))
-        rows.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in rows.edited], torch.int32)
+        extra.edits.bitmask = self._to_device(torch.from_numpy(masks))
+        extra.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in extra.edited], torch.int32)
 
-    def count(self, rows: ExtraRows, token_ids: torch.Tensor) -> None:
+    def count(self, extra: ExtraRows, token_ids: torch.Tensor) -> None:
         """Count the tokens that a step has sampled; token_ids: [num_samples], of all rows of the step."""
-        counts_rows = rows.edits.counts_rows
-        if rows.counted is not None and counts_rows is not None and rows.indices is not None:
-            tokens = token_ids[rows.indices[rows.counted]]
-            self._counts.tensor[counts_rows[rows.counted].long(), tokens] += 2
+        counts_rows = extra.edits.counts_rows
+        if extra.counted is not None and counts_rows is not None and extra.edited_indices is not None:
+            tokens = token_ids[extra.edited_indices[extra.counted]]
+            self._counts.tensor[counts_rows[extra.counted].long(), tokens] += 2
 
     def _new_slot(self, extra: SamplingExtra) -> _Slot:
         params, bias_row, counts_row = extra.params, -1, -1
@@ -146,11 +146,11 @@ class SamplingState:
             self._counts.tensor[counts_row] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
         return _Slot(extra, bias_row, counts_row)
 
-    def _make_rows(self, asking: dict[int, _Slot]) -> ExtraRows:
-        """Return what rows ask for."""
-        logprobs = {row: p for row, slot in asking.items() if (p := slot.extra.params.logprobs) is not None}
-        edited = [row for row, slot in asking.items() if self.processed_logprobs or slot.is_edited]
-        slots = [asking[row] for row in edited]
+    def _make_rows(self, with_extra: dict[int, _Slot]) -> ExtraRows:
+        """Return what rows ask for; with_extra: the slot of each row that asks, by row."""
+        logprobs = {row: p for row, slot in with_extra.items() if (p := slot.extra.params.logprobs) is not None}
+        edited = [row for row, slot in with_extra.items() if self.processed_logprobs or slot.is_edited]
+        slots = [with_extra[row] for row in edited]
         edits = LogitsEdits()
         if any(slot.bias_row >= 0 for slot in slots):
             edits.bias = self._bias.tensor
@@ -167,15 +167,15 @@ class SamplingState:
         num_logprobs = max(logprobs.values(), default=0)
         return ExtraRows(
             edited=edited,
-            indices=self._tensor(edited, torch.int64) if edited else None,
+            edited_indices=self._tensor(edited, torch.int64) if edited else None,
             edits=edits,
             cutoffs=self._make_cutoffs(slots),
             counted=self._tensor(counted, torch.int64) if counted else None,
             logprob_rows=list(logprobs),
             logprob_indices=self._tensor(list(logprobs), torch.int64) if logprobs else None,
-            logprobs=self._tensor(edited_logprobs, torch.int64) if None not in edited_logprobs else None,
+            logprobs_in_edited=self._tensor(edited_logprobs, torch.int64) if None not in edited_logprobs else None,
             num_logprobs=num_logprobs,
-            only_own_logprobs=not num_logprobs and not any(slot.is_edited for slot in asking.values()),
+            only_own_logprobs=not num_logprobs and not any(slot.is_edited for slot in with_extra.values()),
         )
 
     def _make_cutoffs(self, slots: list[_Slot]) -> CutoffParams | None:

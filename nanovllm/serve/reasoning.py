@@ -30,14 +30,14 @@ class ReasoningSplitter:
             if start.startswith(BEGIN):
                 self._state, self._held = "inside", start[len(BEGIN) :]
             elif final or not BEGIN.startswith(start):
-                self._state = "behind"
+                self._state = "answer"
         if self._state == "inside":
             reasoning = self._take_reasoning(final)
         if self._state == "after":
             # Space between the end tag and the answer.
             self._held = self._held.lstrip()
-            self._state = "behind" if self._held else "after"
-        if self._state == "behind":
+            self._state = "answer" if self._held else "after"
+        if self._state == "answer":
             content, self._held = self._held, ""
         return reasoning, content
 

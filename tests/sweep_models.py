@@ -109,7 +109,13 @@ class Result:
     num_cached_tokens: int = 0
 
 
-def tiny_text(model_type: str, config_class: Any, special: dict[str, Any]) -> Any:
+def class_of(model_type: str) -> Any:
+    """Return the class of a family."""
+    names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if model_type in WRAPPERS else CAUSAL
+    return getattr(transformers, names[model_type])
+
+
+def tiny_text(config_class: Any, special: dict[str, Any]) -> Any:
     """Return a small config of a decoder; `special` is what the family wants in it."""
     default = config_class()
     values, names = default.to_dict(), default.attribute_map
@@ -143,28 +149,31 @@ def tiny_config(model_type: str) -> Any:
     """Return a small config of a family; of a wrapper with an even smaller tower."""
     default = CONFIG_MAPPING[model_type]()
     text, special = default.get_text_config(), SPECIAL.get(model_type, {})
-    if model_type not in WRAPPERS:
-        return tiny_text(model_type, type(text), special)
+    if class_of(model_type).config_class in (type(text), None):
+        return tiny_text(type(text), special)
     if "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
         interleaved = {"mrope_interleaved": True} if model_type == "qwen3_vl" else {}
         special = {"rope_parameters": MROPE | interleaved}
-    text = tiny_text(model_type, type(text), SPECIAL.get(text.model_type, {}) | special)
-    tower = type(default.vision_config)
-    vision = {key: value for key, value in VISION.items() if key in tower().to_dict()}
-    return CONFIG_MAPPING[model_type](text_config=text.to_dict(), vision_config=tower(**vision).to_dict())
+    text = tiny_text(type(text), SPECIAL.get(text.model_type, {}) | special)
+    towers = {}
+    if getattr(default, "vision_config", None) is not None:
+        tower = type(default.vision_config)
+        values = {key: value for key, value in VISION.items() if key in tower().to_dict()}
+        towers["vision_config"] = tower(**values).to_dict()
+    return CONFIG_MAPPING[model_type](text_config=text.to_dict(), **towers)
 
 
 def make_model(model_type: str, config: Any) -> Any:
     """Make a random model whose answers vary: neither norms of ones, nor biases of zeros."""
-    names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if model_type in WRAPPERS else CAUSAL
     torch.manual_seed(0)
-    model = getattr(transformers, names[model_type])(config).eval().float()
+    model = class_of(model_type)(config).eval().float()
     for name, param in model.named_parameters():
         if "norm" in name or name.endswith("bias") or "sink" in name:
-            torch.nn.init.normal_(param, mean=float("norm" in name), std=0.2)
+            is_factor = "norm" in name and not name.endswith("bias")
+            torch.nn.init.normal_(param, mean=float(is_factor), std=0.2)
         elif param.dim() >= 2:
             is_embedding = "embed" in name or "wte" in name
-            torch.nn.init.normal_(param, std=1.0 if is_embedding else 1.2 / param.shape[-1] ** 0.5)
+            torch.nn.init.normal_(param, std=0.3 if is_embedding else 1.2 / param.shape[-1] ** 0.5)
     return model
 
 

@@ -104,9 +104,12 @@ class TransformersForCausalLM(LoadableCausalLM):
             draws = (torch.randint(self.config.vocab_size, (num_tokens,), generator=generator) for _ in range(2))
             first, others = (drawn.to(device) for drawn in draws)
             with probing(makes_layers=number == 0) as probe:
-                out = self._run(first, positions)
+                called = self._called_children() if number == 0 else None
+                # With a mask of ones nothing else is made out of the positions, such as where sequences begin.
+                out = self._run(first, positions, torch.ones_like(positions) if number == 0 else None)
             if number == 0:
                 self._take_layers(probe)
+                self._drop_towers(called or set())
                 self._output_type = type(out)
             # Backwards, the second half with other neighbours: attention has returned zeros, and so nothing changes.
             with probing(makes_layers=False) as other:
@@ -120,10 +123,27 @@ class TransformersForCausalLM(LoadableCausalLM):
         if not is_stateless:
             raise ValueError("it has layers with a state that is no KV cache, or counts positions by itself")
 
+    def _called_children(self) -> set[str]:
+        """Return a set that the names of the model's parts enter as they are run."""
+        called = set[str]()
+        for name, child in self.model.named_children():
+            child.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        return called
+
+    def _drop_towers(self, called: set[str]) -> None:
+        """Let go of the parts of a wrapper, such as that for images, which a text does not run through."""
+        children = dict(self.model.named_children())
+        for name, child in children.items():
+            child._forward_pre_hooks.clear()
+            if name not in called and self.config.hf.get_text_config() is not self.config.hf:
+                setattr(self.model, name, None)
+
     def _take_layers(self, probe: Probe) -> None:
         """Take in what the first tokens have shown."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
+        if len(numbers := sorted(set(probe.num_heads))) > 1:
+            raise ValueError(f"its layers have different numbers of query heads: {numbers}")
         # Some have a window in the cache of transformers alone: without it their code computes something else. Layers
         # that share a cache are not there.
         cache = transformers.DynamicCache(config=self.config.hf)
@@ -148,8 +168,9 @@ class TransformersForCausalLM(LoadableCausalLM):
         if size != self.config.vocab_size:
             raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
 
-    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        masks = {} if mask is None else {"attention_mask": mask[None]}
+        return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **masks)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None

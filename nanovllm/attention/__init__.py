@@ -11,10 +11,8 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
+from nanovllm.kernels.attention.options import HEAD_SIZES
 from nanovllm.utils.extras import install_hint
-
-HEAD_SIZES = (16, 32, 64, 128)
-"""Elements of a head that the triton backend's kernels are written for."""
 
 
 def make_backend(

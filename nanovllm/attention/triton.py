@@ -16,7 +16,7 @@ from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.cascade_attention import rows_per_item
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.options import HEAD_SIZES, PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
@@ -124,6 +124,11 @@ class TritonBackend(AttentionBackend):
             raise ValueError(
                 f"layers that differ in their heads ({spec.num_kv_heads} of {spec.key_size} elements beside "
                 f"{self.num_kv_heads} of {self.head_dim}) are supported by attention_backend='sdpa' alone"
+            )
+        if spec.key_size != spec.value_size or spec.key_size not in HEAD_SIZES:
+            raise ValueError(
+                f"keys of {spec.key_size} elements and values of {spec.value_size} are supported by "
+                f"attention_backend='sdpa' alone: this one takes one size, of {HEAD_SIZES}"
             )
 
     def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:

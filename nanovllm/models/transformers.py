@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -63,7 +65,7 @@ class TransformersForCausalLM(LoadableCausalLM):
         try:
             with torch.inference_mode():
                 _fix_rope(self.model, max_model_len, device)
-                self._find_layers(min(_PROBED_TOKENS, max_model_len), dtype, device)
+                self._find_layers(min(_PROBED_TOKENS, self.config.max_position), dtype, device)
                 self._detach_head(device)
         except Exception as error:  # the code of each model has its own ways to fail
             cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -103,10 +105,12 @@ class TransformersForCausalLM(LoadableCausalLM):
         for number in range(_PROBES):
             draws = (torch.randint(self.config.vocab_size, (num_tokens,), generator=generator) for _ in range(2))
             first, others = (drawn.to(device) for drawn in draws)
-            with probing(makes_layers=number == 0) as probe:
-                out = self._run(first, positions)
+            with probing(makes_layers=number == 0) as probe, _watch_children(self.model) as called:
+                # With a mask of ones nothing else is made out of the positions, such as where sequences begin.
+                out = self._run(first, positions, torch.ones_like(positions) if number == 0 else None)
             if number == 0:
                 self._take_layers(probe)
+                self._drop_towers(called)
                 self._output_type = type(out)
             # Backwards, the second half with other neighbours: attention has returned zeros, and so nothing changes.
             with probing(makes_layers=False) as other:
@@ -120,10 +124,18 @@ class TransformersForCausalLM(LoadableCausalLM):
         if not is_stateless:
             raise ValueError("it has layers with a state that is no KV cache, or counts positions by itself")
 
+    def _drop_towers(self, called: set[str]) -> None:
+        """Let go of the parts of a wrapper, such as that for images, which a text does not run through."""
+        if self.config.hf.get_text_config() is not self.config.hf:
+            for name in {name for name, _ in self.model.named_children()} - called:
+                setattr(self.model, name, None)
+
     def _take_layers(self, probe: Probe) -> None:
         """Take in what the first tokens have shown."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
+        if len(numbers := sorted(set(probe.num_heads))) > 1:
+            raise ValueError(f"its layers have different numbers of query heads: {numbers}")
         # Some have a window in the cache of transformers alone: without it their code computes something else. Layers
         # that share a cache are not there.
         cache = transformers.DynamicCache(config=self.config.hf)
@@ -148,8 +160,9 @@ class TransformersForCausalLM(LoadableCausalLM):
         if size != self.config.vocab_size:
             raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
 
-    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        masks = {} if mask is None else {"attention_mask": mask[None]}
+        return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **masks)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
@@ -222,6 +235,22 @@ def _class_of(hf: Any) -> Any:
     near = get_close_matches(name, sorted({*MODELS, *known}))
     hint = f": did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"architecture {name!r} is not supported: transformers has no such decoder{hint}")
+
+
+@contextmanager
+def _watch_children(model: nn.Module) -> Iterator[set[str]]:
+    """Collect the names of the model's children of which something runs inside the `with` block."""
+    called = set[str]()
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        for name, child in model.named_children()
+        for module in child.modules()
+    ]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from nanovllm.layers.attention import CachedAttention
 
 PAGED, PROBED = "nanovllm_paged", "nanovllm_probed"
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
-"""Arguments of attention functions that change nothing here, or are checked elsewhere."""
+"""Arguments of attention functions that change nothing here; `is_causal` only says whether there is a mask."""
 _GRID = 1 << 20
 """Positions over which a mask is looked at."""
 
@@ -146,7 +146,7 @@ def _attend(
         unknown = sorted(argument for argument, given in kwargs.items() if given is not None)
         if unknown := [argument for argument in unknown if argument not in _HARMLESS]:
             raise ValueError(f"{name} asks attention for {unknown}")
-        if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        if getattr(module, "is_causal", True) is False:
             raise ValueError(f"{name} is not causal")
         if key.shape[2] != query.shape[2]:
             raise ValueError(f"{name} has {key.shape[2]} keys for {query.shape[2]} tokens")
@@ -193,7 +193,10 @@ def _window(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> in
         ValueError: it is neither.
     """
     keys = torch.arange(_GRID)
-    window = int(visible(torch.tensor(_GRID - 1), keys).sum())
+    try:
+        window = int(visible(torch.tensor(_GRID - 1), keys).sum())
+    except IndexError as error:
+        raise ValueError("an attention mask depends on the tokens of a row") from error
     for position in (0, 1, window - 1, window, window + 1, 3 * window // 2, _GRID // 2, _GRID - 1):
         query = torch.tensor(min(max(position, 0), _GRID - 1))
         if not torch.equal(visible(query, keys), (keys <= query) & (keys > query - window)):

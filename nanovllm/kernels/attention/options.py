@@ -8,6 +8,9 @@ import torch
 
 from nanovllm.kernels.attention.online_softmax import LOG2E
 
+HEAD_SIZES = (16, 32, 64, 128)
+"""Elements of a head that the kernels are written for."""
+
 
 @dataclass(frozen=True)
 class AttentionOptions:

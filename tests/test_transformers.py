@@ -1,0 +1,249 @@
+"""Models that transformers' code runs over the paged cache: right, or refused at load by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from nanovllm import SamplingParams, model_config
+from nanovllm.model_config import MODELS, TRANSFORMERS
+from nanovllm.outputs import RequestOutput
+from tests.conftest import MakeCheckpoint
+from tests.sweep_models import CAUSAL, NUM_NEW, TABLE, WRAPPERS, complete, make_llm, prompts, run
+from tests.test_families import FAMILIES
+
+EQUAL = (
+    "apertus", "arcee", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "mixtral", "nemotron", "olmo2",
+    "olmo3", "opt", "phi", "phimoe", "qwen3_moe", "qwen3_vl",
+)  # fmt: skip
+REFUSED = {
+    "falcon_h1": "a state that is no KV cache",
+    "lfm2": "2 of 4 layers attend",
+    "zaya": "a state that is no KV cache",
+    "qwen3_5": "1 of 4 layers attend",
+    "deepseek_v4": "129 keys for 128 tokens",
+    "llama4": "neither causal nor a sliding window",
+    "bert": "neither causal nor a sliding window",
+    "bloom": "0 of 4 layers attend",
+    "falcon": "attention classes of its own",
+    "gpt_neo": "attention classes of its own",
+    "diffllama": "attends twice with one set of weights",
+    "doge": "not one of transformers' masking_utils",
+    "deepseek_v32": r"asks attention for \['indices'\]",
+    "moshi": "its cache keeps 12 tokens, its mask shows all",
+}
+Method = Callable[..., Any]
+
+
+@pytest.fixture
+def llama(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint("Llama", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("model_type", EQUAL)
+def test_tokens_are_transformers(model_type: str) -> None:
+    result = run(model_type)
+    assert result.verdict == "equal", result
+    # Some tied random models say little else than their prompt's last tokens.
+    assert result.num_distinct > 5 and result.num_preemptions and result.num_cached_tokens > 100, result
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_family_that_attends_otherwise_is_refused_by_name(model_type: str) -> None:
+    result = run(model_type)
+    assert result.verdict == "refused" and re.search(REFUSED[model_type], result.cause), result
+
+
+def test_the_table_says_what_the_tests_do() -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    runs, refused = "\n".join(line for line in lines if "code" in line), "\n".join(lines[lines.index("") + 1 :])
+    assert all(name in runs for name in MODELS)
+    for model_type in set(EQUAL) - set(WRAPPERS):
+        assert f" {CAUSAL[model_type]}" in runs, model_type
+    for model_type in REFUSED:
+        assert CAUSAL[model_type] in refused and f" {CAUSAL[model_type]}," not in runs, model_type
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    """Add a little of the token before to each."""
+    return x + 0.05 * torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+def _with_shift(method: Method) -> Method:
+    return lambda self, hidden_states, **kwargs: method(self, hidden_states=_shifted(hidden_states), **kwargs)
+
+
+def _shift_first(method: Method) -> Method:
+    return lambda self, x: method(self, _shifted(x))
+
+
+def _with_own_mask(method: Method) -> Method:
+    def attend(self: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        mask = None if attention_mask is None else attention_mask.clone()
+        return method(self, hidden_states=hidden_states, attention_mask=mask, **kwargs)
+
+    return attend
+
+
+def _with_argument(method: Method) -> Method:
+    return lambda self, **kwargs: method(self, temperature=2.0, **kwargs)
+
+
+def _with_own_positions(method: Method) -> Method:
+    def rotate(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return method(self, x, torch.arange(x.shape[1])[None])
+
+    return rotate
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "cause"),
+    [
+        ("LlamaAttention", _with_shift, "a state that is no KV cache"),
+        ("LlamaMLP", _shift_first, "a state that is no KV cache"),
+        ("LlamaRMSNorm", _shift_first, "a state that is no KV cache"),
+        ("LlamaRotaryEmbedding", _with_own_positions, "counts positions by itself"),
+        ("LlamaAttention", _with_own_mask, "LlamaAttention is not one of transformers' masking_utils"),
+        ("LlamaAttention", _with_argument, r"LlamaAttention asks attention for \['temperature'\]"),
+    ],
+)
+def test_a_llama_with_a_change_is_refused(
+    module: str, change: Callable[[Method], Method], cause: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = getattr(modeling_llama, module)
+    monkeypatch.setattr(changed, "forward", change(changed.forward))
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot run over a paged KV cache: .*{cause}"):
+        make_llm(llama)
+
+
+def _logprobs(output: RequestOutput) -> list[float]:
+    """The log-probabilities of a prompt's tokens, and of those that follow."""
+    found = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    return [at[token].logprob for at, token in zip(found, tokens, strict=True) if at is not None]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_native_family_computes_what_transformers_does(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(name.removesuffix("ForCausalLM"), seed=3, **FAMILIES[name])
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    with make_llm(folder, model_impl="native") as native, make_llm(folder) as other:
+        assert native.model_config.architecture is MODELS[name] and other.model_config.architecture is TRANSFORMERS
+        assert repr(native) == repr(other)
+        outputs, others = (llm.generate(prompts()[-3:], params, use_tqdm=False) for llm in (native, other))
+        for mine, theirs in zip(outputs, others, strict=True):
+            assert mine["token_ids"] == theirs["token_ids"]
+            pairs = zip(_logprobs(mine), _logprobs(theirs), strict=True)
+            assert max(abs(one - two) for one, two in pairs) < 1e-5
+        states, other_states = (llm.embed(prompts()[:3], use_tqdm=False) for llm in (native, other))
+        assert torch.allclose(states, other_states, rtol=0, atol=1e-5)
+
+
+def test_auto_is_native_where_a_row_of_the_table_takes_the_config(make_checkpoint: MakeCheckpoint) -> None:
+    for changes, is_native in (({}, True), ({"hidden_act": "gelu"}, False), ({"mlp_bias": True}, False)):
+        folder = make_checkpoint("Llama", **changes)
+        with make_llm(folder, model_impl="auto") as llm:
+            assert (llm.model_config.architecture is not TRANSFORMERS) == is_native
+            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            output = llm.generate([prompts()[-1]], SamplingParams(temperature=0, max_tokens=NUM_NEW), use_tqdm=False)
+            assert output[0]["token_ids"] == complete(reference, prompts()[-1])
+    with pytest.raises(ValueError, match="hidden_act='gelu' is not supported"):
+        make_llm(make_checkpoint("Llama", hidden_act="gelu"), model_impl="native")
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_angles_do_not_depend_on_the_longest_sequence_of_a_step(kind: str, make_checkpoint: MakeCheckpoint) -> None:
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 32, "factor": 4.0}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    folder = make_checkpoint("Llama", head_dim=16, max_position_embeddings=32 * 4, rope_scaling=scaling)
+    short, long, params = prompts()[3], prompts()[-1], SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0)
+    with make_llm(folder, max_model_len=120) as llm:
+        alone = llm.generate([short], params, use_tqdm=False)[0]
+        together = llm.generate([long, short], params, use_tqdm=False)[1]
+    size = len(short) - 1
+    pairs = zip(_logprobs(alone)[:size], _logprobs(together)[:size], strict=True)
+    assert max(abs(one - two) for one, two in pairs) < 1e-5
+
+
+def test_weights_are_loaded_strictly(llama: Path) -> None:
+    file = llama / "model.safetensors"
+    weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    rest = {key: value for key, value in weights.items() if key != name}
+    for content, message in (
+        (rest, rf"tensors missing \['{name}'\], left over \[\]"),
+        (weights | {"model.extra.weight": torch.zeros(2)}, r"missing \[\], left over \['model.extra.weight'\]"),
+        (weights | {name: weights[name][1:].clone()}, "does not fit"),
+    ):
+        save_file(content, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            make_llm(llama)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"no \*.safetensors"):
+        make_llm(llama)
+    state = torch.random.get_rng_state()
+    found = []
+    for seed in (1, 1, 2):
+        with make_llm(llama, load_format="dummy", seed=seed) as llm:
+            found.append(llm.embed([[5, 6]], use_tqdm=False))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not supported.*did you mean LlamaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "transformers has no such decoder"),
+        ({"hidden_act": "no_such"}, "transformers cannot make LlamaForCausalLM: .*no_such"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq.* is not supported"),
+        ({"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "trust_remote_code=True"),
+    ],
+)
+def test_a_bad_config_is_named_before_weights_are_read(changes: dict[str, Any], message: str, llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | changes))
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=message):
+        make_llm(llama)
+
+
+OWN = """
+from transformers import LlamaForCausalLM
+class Own(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_code_of_a_folder_runs_where_it_is_trusted(llama: Path) -> None:
+    with make_llm(llama) as llm:
+        expected = llm.generate(prompts(), SamplingParams(temperature=0), use_tqdm=False)
+    config = json.loads((llama / "config.json").read_text())
+    own = {"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Own"}}
+    (llama / "config.json").write_text(json.dumps(config | own))
+    (llama / "own.py").write_text(OWN)
+    with make_llm(llama, trust_remote_code=True, model_impl="auto") as llm:
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+
+
+def test_several_ranks_are_refused(llama: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: a model that transformers' code runs has one rank"):
+        make_llm(llama, tensor_parallel_size=2)
+
+
+def test_a_transformers_without_mask_functions_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_config, "_LEAST_TRANSFORMERS", (99, 1))
+    with pytest.raises(ValueError, match=r"needs transformers 99\.1 or newer, not \d"):
+        make_llm(llama)
+    make_llm(llama, model_impl="auto").exit()

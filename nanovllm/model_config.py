@@ -231,7 +231,7 @@ class ModelConfig:
             rms_norm_eps=0.0,
             rope=RopeConfig(0.0),
             tie_word_embeddings=False,
-            max_position=values.get("max_position_embeddings") or _MAX_POSITION,
+            max_position=_size_of({"max_position_embeddings": _MAX_POSITION} | values, "max_position_embeddings"),
             initializer_range=0.0,
             dtype=_dtype(hf.get_text_config() if _has_dtype(hf.get_text_config()) else hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),

@@ -65,8 +65,7 @@ def test_a_family_that_attends_otherwise_is_refused_by_name(model_type: str) -> 
 
 
 def test_the_table_says_what_the_tests_do() -> None:
-    lines = TABLE.read_text(encoding="utf-8").splitlines()
-    runs, refused = "\n".join(line for line in lines if "code" in line), "\n".join(lines[lines.index("") + 1 :])
+    runs, refused = TABLE.read_text(encoding="utf-8").split("| refused, since |")
     assert all(name in runs for name in MODELS)
     for model_type in set(EQUAL) - set(WRAPPERS):
         assert f" {CAUSAL[model_type]}" in runs, model_type
@@ -183,7 +182,7 @@ def test_weights_are_loaded_strictly(llama: Path) -> None:
     for content, message in (
         (rest, rf"tensors missing \['{name}'\], left over \[\]"),
         (weights | {"model.extra.weight": torch.zeros(2)}, r"missing \[\], left over \['model.extra.weight'\]"),
-        (weights | {name: weights[name][1:].clone()}, "does not fit"),
+        (weights | {name: weights[name][1:].clone()}, f"of another shape .*{name}"),
     ):
         save_file(content, file, {"format": "pt"})
         with pytest.raises(ValueError, match=message):

@@ -84,6 +84,8 @@ class TransformersForCausalLM(LoadableCausalLM):
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
         options = {"dtype": dtype, "attn_implementation": PROBED, "use_safetensors": True, "output_loading_info": True}
+        # Which are refused here, by name.
+        options["ignore_mismatched_sizes"] = True
         hf = copy.deepcopy(self.config.hf)
         try:
             head, info = self._class.from_pretrained(folder, config=hf, local_files_only=True, **options)
@@ -91,7 +93,7 @@ class TransformersForCausalLM(LoadableCausalLM):
             raise ValueError(f"checkpoint in {folder!r} does not fit: {error}") from error
         missing, surplus = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
         if missing or surplus or info["mismatched_keys"]:
-            misfits = f"tensors missing {missing}, left over {surplus}, others {info['mismatched_keys']}"
+            misfits = f"tensors missing {missing}, left over {surplus}, of another shape {info['mismatched_keys']}"
             raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}")
         return head
 

@@ -238,3 +238,17 @@ def test_token_ids_are_made_when_they_are_asked_for(llm: LLM) -> None:
     assert copy == output == again == replace(output) and "prompt_token_ids=[5, 6, 7]" in repr(again)
     assert output.prompt_token_ids is output.prompt_token_ids and type(copy.prompt_token_ids) is list
     assert replace(output, prompt_token_ids=[5]) != output
+
+
+def test_a_jobs_noise_is_that_of_its_prompts_one_by_one() -> None:
+    params, prompts = SamplingParams(5.0, 6, ignore_eos=True, n=2), [[9, 8, 7]] * 3
+    with LLM(BUNDLED_MODEL, **SETTINGS) as together, LLM(BUNDLED_MODEL, **SETTINGS) as apart:
+        outputs = [
+            *together.generate(prompts, params, use_tqdm=False),
+            *together.generate([[5], [6]], params, use_tqdm=False),
+        ]
+        expected = [apart.generate([prompt], params, use_tqdm=False)[0] for prompt in [*prompts, [5], [6]]]
+    texts = [[item.token_ids for item in output.outputs] for output in outputs]
+    assert texts == [[item.token_ids for item in output.outputs] for output in expected]
+    # All of equal prompts are other draws.
+    assert len({tuple(ids) for output in texts[:3] for ids in output}) == 6

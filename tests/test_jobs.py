@@ -247,7 +247,10 @@ def test_a_jobs_noise_is_that_of_its_prompts_one_by_one() -> None:
             *together.generate(prompts, params, use_tqdm=False),
             *together.generate([[5], [6]], params, use_tqdm=False),
         ]
-        expected = [apart.generate([prompt], params, use_tqdm=False)[0] for prompt in [*prompts, [5], [6]]]
+        ids, found = [apart.add_request(prompt, params) for prompt in [*prompts, [5], [6]]], {}
+        while not apart.is_finished():
+            found.update(apart.step().finished)
+        expected = [found[request_id] for request_id in ids]
     texts = [[item.token_ids for item in output.outputs] for output in outputs]
     assert texts == [[item.token_ids for item in output.outputs] for output in expected]
     # All of equal prompts are other draws.

@@ -247,7 +247,8 @@ def test_a_jobs_noise_is_that_of_its_prompts_one_by_one() -> None:
             *together.generate(prompts, params, use_tqdm=False),
             *together.generate([[5], [6]], params, use_tqdm=False),
         ]
-        ids, found = [apart.add_request(prompt, params) for prompt in [*prompts, [5], [6]]], {}
+        ids = [apart.add_request(prompt, params) for prompt in [*prompts, [5], [6]]]
+        found: dict[int, RequestOutput] = {}
         while not apart.is_finished():
             found.update(apart.step().finished)
         expected = [found[request_id] for request_id in ids]

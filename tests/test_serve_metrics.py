@@ -69,8 +69,16 @@ def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
-    metrics = Metrics(llm.stats, "m", {})
+    metrics = Metrics(llm.stats, "m", {}, llm.llm_engine.step_histograms)
     (result,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    num_tokens = len(result.outputs[0].token_ids)
+    # A step each token, the first with the prompt.
+    assert value(metrics, "step_tokens_count") == num_tokens and value(metrics, "step_tokens_sum") == num_tokens + 3
+    assert value(metrics, "step_tokens_bucket", "1.0") == value(metrics, "inter_token_latency_seconds_count")
+    assert value(metrics, "inter_token_latency_seconds_count") == num_tokens - 1
+    between, total = value(metrics, "inter_token_latency_seconds_sum"), result.metrics.total_time
+    assert 0 < (between or 0) <= total - result.metrics.time_to_first_token + 1e-3
+    assert value(metrics, "prompt_tokens_by_source_total", "local_compute") == 3
     metrics.observe(result)
     assert value(metrics, "prompt_tokens_total") == 3
     assert value(metrics, "output_tokens_total") == len(result.outputs[0].token_ids)
@@ -153,7 +161,11 @@ def test_vllms_names_have_the_same_values() -> None:
         "request_decode_time_seconds_sum{%s} 2.0", "request_prefill_time_seconds_sum{%s} 0.75",
         "request_inference_time_seconds_sum{%s} 2.75", "request_generation_tokens_sum{%s} 5.0",
         "request_max_num_generation_tokens_sum{%s} 5.0", "request_prefill_kv_computed_tokens_sum{%s} 1.0",
-        "prompt_tokens_cached_total{%s} 250.0",
+        "prompt_tokens_cached_total{%s} 250.0", "iteration_tokens_total_count{%s} 0.0",
+        'iteration_tokens_total_bucket{engine="0",le="16.0",model_name="m"} 0.0',
+        "inter_token_latency_seconds_sum{%s} 0.0", 'num_requests_waiting_by_reason{%s,reason="capacity"} 2.0',
+        'prompt_tokens_by_source_total{%s,source="local_compute"} 750.0',
+        'prompt_tokens_by_source_total{%s,source="local_cache_hit"} 250.0',
         "request_params_n_sum{%s} 2.0", "request_params_max_tokens_sum{%s} 7.0",
         'cache_config_info{block_size="16",%s} 1.0',
     ):  # fmt: skip

@@ -12,6 +12,7 @@ thread: they go into an inbox, which the next step empties. What a step brings i
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
+from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.engine.token_masks import token_masks
 from nanovllm.engine.trace import Trace, TracedRunner
 from nanovllm.outputs import StepError, StepResult
@@ -59,6 +61,9 @@ class LLMEngine(Unpicklable):
         vocab_size, max_model_len: token ids of prompts are below it; most tokens of one request.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
+
+    Attributes:
+        step_histograms: sizes of steps, and times between tokens.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class LLMEngine(Unpicklable):
         self._step_tokens = NewTokens()
         self._results = EngineOutputs()
         self._history = StatsHistory()
+        self.step_histograms = StepHistograms()
         self._guard = CallGuard()
         exit_with_interpreter(self)
 
@@ -354,6 +360,8 @@ class LLMEngine(Unpicklable):
                 self._fail(error)
                 return False
             changes = self.scheduler.postprocess(batch, output)
+            num_tokens = batch.num_prompt_tokens + len(output.token_ids)
+            self.step_histograms.observe(num_tokens, len(batch.decode_slots), time.monotonic())
             self._step_tokens.sampled.append((batch.sampled_seq_ids, output.token_ids, changes.dropped))
             self._results.new_tokens += changes.new_tokens
             for seq, cause in changes.failed:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -53,6 +54,10 @@ _HISTOGRAMS |= {
 _VLLM_NAMES = {
     "nanovllm_requests_running": ("vllm:num_requests_running",),
     "nanovllm_requests_waiting": ("vllm:num_requests_waiting",),
+    "nanovllm_requests_waiting_by_reason": ("vllm:num_requests_waiting_by_reason",),
+    "nanovllm_prompt_tokens_by_source": ("vllm:prompt_tokens_by_source",),
+    "nanovllm_step_tokens": ("vllm:iteration_tokens_total",),
+    "nanovllm_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
     "nanovllm_cache_usage_ratio": ("vllm:kv_cache_usage_perc",),
     # Every prompt token is looked for in the prefix cache.
     "nanovllm_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
@@ -85,17 +90,22 @@ class Metrics:
         get_stats: returns the engine's counters: `LLM.stats`.
         model: the model's name.
         cache_config: settings of the cache, by vLLM's names.
+        steps: what the engine counts step by step.
     """
 
     def __init__(
-        self, get_stats: Callable[[], Mapping[str, int]], model: str, cache_config: Mapping[str, object]
+        self,
+        get_stats: Callable[[], Mapping[str, int]],
+        model: str,
+        cache_config: Mapping[str, object],
+        steps: StepHistograms | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
         self._all = CollectorRegistry()
         self._all.register(_WithVllmNames(self._registry, model, cache_config))
         for collector in (ProcessCollector, GCCollector):
             collector(registry=self._all)
-        self._registry.register(_EngineCollector(get_stats))
+        self._registry.register(_EngineCollector(get_stats, steps or StepHistograms()))
         self._histograms = {
             name: Histogram(name, text, buckets=buckets, registry=self._registry)
             for name, (text, buckets) in _HISTOGRAMS.items()
@@ -163,8 +173,15 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's counters when they are asked for."""
 
-    def __init__(self, get_stats: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, get_stats: Callable[[], Mapping[str, int]], steps: StepHistograms) -> None:
         self._get_stats = get_stats
+        self._steps = {
+            "nanovllm_step_tokens": ("Prompt tokens and generated tokens of a step.", steps.step_tokens),
+            "nanovllm_inter_token_latency_seconds": (
+                "Time from a token of an output to the next one.",
+                steps.inter_token_seconds,
+            ),
+        }
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's gauges and counters, all of one moment."""
@@ -176,6 +193,21 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("nanovllm_cache_usage_ratio", "Fraction of the cache's blocks that are in use.", use)
         for name, (key, text) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, stats[key])
+        # Nothing else keeps a sequence waiting, and no other place has keys and values.
+        name, text = "nanovllm_requests_waiting_by_reason", "Sequences that wait, by cause."
+        waiting = GaugeMetricFamily(name, text, labels=["reason"])
+        waiting.add_metric(["capacity"], stats["num_waiting"])
+        waiting.add_metric(["deferred"], 0)
+        yield waiting
+        sources = CounterMetricFamily("nanovllm_prompt_tokens_by_source", "Prompt tokens by origin.", labels=["source"])
+        sources.add_metric(["local_compute"], stats["num_prompt_tokens"] - stats["num_cached_tokens"])
+        sources.add_metric(["local_cache_hit"], stats["num_cached_tokens"])
+        sources.add_metric(["external_kv_transfer"], 0)
+        yield sources
+        for name, (text, histogram) in self._steps.items():
+            bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
+            buckets = list(zip(bounds, histogram.cumulative(), strict=True))
+            yield HistogramMetricFamily(name, text, buckets, histogram.total)
 
 
 class _WithVllmNames(Collector):

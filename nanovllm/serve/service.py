@@ -80,7 +80,7 @@ class Service:
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
-        self.metrics = Metrics(llm.llm.stats, self.model, cache_config)
+        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.llm_engine.step_histograms)
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"

@@ -1,0 +1,63 @@
+"""How large an engine's steps were, and how long outputs waited for their next tokens: two counts a step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class Histogram:
+    """Counts of values by upper bounds, which are in their buckets, as those of Prometheus are.
+
+    Args:
+        bounds: ascending; what is over the last one has a bucket of its own.
+
+    Attributes:
+        total: the sum of the values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, which occurred `count` times."""
+        self._counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def cumulative(self) -> list[int]:
+        """Return how many values are at most each bound, and how many there are."""
+        return list(accumulate(self._counts))
+
+
+@dataclass
+class StepHistograms:
+    """What steps have shown since the engine began.
+
+    Attributes:
+        step_tokens: prompt tokens and sampled tokens of each step.
+        inter_token_seconds: from each token of an output to the next one.
+    """
+
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(_STEP_TOKENS))
+    inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    _last_time: float = 0.0
+
+    def observe(self, num_tokens: int, num_decodes: int, now: float) -> None:
+        """Take in a step whose tokens have come.
+
+        Args:
+            num_tokens: that it computed of prompts, and sampled.
+            num_decodes: sampled tokens that follow another one, which came with the step before.
+            now: in seconds.
+        """
+        self.step_tokens.observe(num_tokens)
+        if num_decodes:
+            self.inter_token_seconds.observe(now - self._last_time, num_decodes)
+        self._last_time = now

@@ -48,7 +48,7 @@ from nanovllm.text.input_processor import InputProcessor, pooling_params
 from nanovllm.text.jobs import Job, JobRun, Outputs, Schedule
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
-from nanovllm.text.run_requests import Progress, check_priorities, one_each, prompt_list, stream_requests
+from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
@@ -240,8 +240,8 @@ class LLM(Unpicklable):
             1 True
         """
         self.engine_client.engine.require_open()
-        requests = list(prompt_list(prompts))
-        params, priorities = one_each(sampling_params, len(requests)), check_priorities(priority, len(requests))
+        requests = list(as_prompts(prompts))
+        params, priorities = expand_params(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
         return self._stream(processed)
 
@@ -358,7 +358,7 @@ class LLM(Unpicklable):
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
-        requests = list(prompt_list(prompts))
+        requests = list(as_prompts(prompts))
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
         with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))

@@ -256,3 +256,23 @@ def test_a_jobs_noise_is_that_of_its_prompts_one_by_one() -> None:
     assert texts == [[item.token_ids for item in output.outputs] for output in expected]
     # All of equal prompts are other draws.
     assert len({tuple(ids) for output in texts[:3] for ids in output}) == 6
+
+
+def test_an_error_is_not_its_own_cause() -> None:
+    bad = SamplingParams(stop_token_ids=[10**6])
+    with LLM(BUNDLED_MODEL, **SETTINGS) as llm:
+        calls: list[Callable[[], Any]] = [
+            lambda: llm.generate("a", bad, use_tqdm=False),
+            lambda: llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False),
+            lambda: llm.add_request("a", bad),
+            lambda: llm.stream(["a", "b"], [SamplingParams(), bad]),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="token id 1000000 is outside") as caught:
+                call()
+            causes: list[BaseException] = []
+            error: BaseException | None = caught.value
+            while error is not None:
+                assert error not in causes
+                causes.append(error)
+                error = error.__cause__

@@ -78,7 +78,7 @@ class BatchRun:
         self._llm = llm
         self._lines = lines
         self._parser = RequestParser(defaults)
-        self._known = llm.input_processor.known_params()
+        self._checker = llm.input_processor.params_checker()
         self._run = run
         self._write = write
         self._num_lines = num_lines
@@ -128,7 +128,7 @@ class BatchRun:
             [0] * len(asked),
             template=template,
             seeds=self._seeds(lines),
-            known=self._known,
+            checker=self._checker,
         )
         for line, request in zip(lines, requests, strict=True):
             yield PreparedPrompt(line.number, line, request)

@@ -22,8 +22,8 @@ LONG_TEXT = 2**16
 """Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
 
-class ParamsFound(NamedTuple):
-    """What is found once of the parameters that many requests share.
+class CheckedParams(NamedTuple):
+    """Sampling parameters, checked, and what follows from them for all requests that share them.
 
     Attributes:
         params: in range, and of this call alone.
@@ -37,29 +37,29 @@ class ParamsFound(NamedTuple):
     grammar: Grammar | None
 
 
-class CheckedParams:
-    """Parameters that have been checked, or why they are refused: equal ones are looked at once.
+class ParamsChecker:
+    """Checks the sampling parameters of a job's prompts, equal ones once.
 
     Args:
-        check: looks at them.
+        check: checks parameters of which no equal ones were seen.
     """
 
-    def __init__(self, check: Callable[[Any], ParamsFound]) -> None:
+    def __init__(self, check: Callable[[Any], CheckedParams]) -> None:
         self._check = check
-        self._found: dict[Any, tuple[Any, ParamsFound | ValueError]] = {}
-        self._last: tuple[Any, ParamsFound | ValueError] | None = None
+        self._found: dict[Any, tuple[Any, CheckedParams | ValueError]] = {}
+        self._last: tuple[Any, CheckedParams | ValueError] | None = None
 
-    def find(self, params: Any) -> ParamsFound | ValueError:
-        """Return what is found of parameters."""
+    def check(self, params: Any) -> CheckedParams | ValueError:
+        """Return the checked form of parameters, or why they are refused."""
         if self._last is None or self._last[0] is not params:
-            key = _values_of(params)
+            key = _params_key(params)
             if key not in self._found:
                 # With the object, whose id may be the key.
                 self._found[key] = params, self._look_at(params)
             self._last = params, self._found[key][1]
         return self._last[1]
 
-    def _look_at(self, params: Any) -> ParamsFound | ValueError:
+    def _look_at(self, params: Any) -> CheckedParams | ValueError:
         try:
             return self._check(params)
         except ValueError as error:
@@ -117,7 +117,7 @@ class InputProcessor:
         pooling: str | None = None,
         template: Callable[[Any], str] | None = None,
         seeds: Sequence[int] | None = None,
-        known: CheckedParams | None = None,
+        checker: ParamsChecker | None = None,
     ) -> list[Request | ValueError]:
         """Return requests, and in the places of those that cannot be served why.
 
@@ -126,14 +126,14 @@ class InputProcessor:
             pooling: see `process_pooling`.
             template: makes texts of conversations, which these prompts are; they bring their special tokens.
             seeds: of each; None numbers the requests in this order.
-            known: parameters of earlier calls.
+            checker: of earlier chunks of the same job, so that their parameters are not checked again.
         """
-        known = self.known_params() if known is None else known
+        checker = self.params_checker() if checker is None else checker
         encoded = self._encode(prompts, template is None, template)
         packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)
         found: list[Request | ValueError] = []
         for index, (prompt, param) in enumerate(zip(encoded, params, strict=True)):
-            checked = known.find(param)
+            checked = checker.check(param)
             if isinstance(prompt.token_ids, ValueError):
                 found.append(prompt.token_ids)
                 continue
@@ -167,9 +167,9 @@ class InputProcessor:
             found.append(request)
         return found
 
-    def known_params(self) -> CheckedParams:
+    def params_checker(self) -> ParamsChecker:
         """Return what checks the parameters of one call, equal ones once."""
-        return CheckedParams(self._check)
+        return ParamsChecker(self._check)
 
     def encode(
         self, prompts: list[Any], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -276,7 +276,7 @@ class InputProcessor:
             most = f"the {self.max_characters} that max_model_len={self.limits.max_model_len} tokens can have"
             raise kind(f"{name} has {len(text)} characters, over {most}")
 
-    def _check(self, param: Any) -> ParamsFound:
+    def _check(self, param: Any) -> CheckedParams:
         """Return checked parameters, and what follows from them for each request."""
         params = self.limits.check_params(param)
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
@@ -288,7 +288,7 @@ class InputProcessor:
         structured = params.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
-        return ParamsFound(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
+        return CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
 
 
 def good_items(found: Sequence[T | ValueError]) -> list[T]:
@@ -300,14 +300,16 @@ def good_items(found: Sequence[T | ValueError]) -> list[T]:
     good = [item for item in found if not isinstance(item, ValueError)]
     if len(good) < len(found):
         index, error = next((i, item) for i, item in enumerate(found) if isinstance(item, ValueError))
-        raise error if all(item is error for item in found) else of_prompt(index, error) from error
+        raise error if all(item is error for item in found) else of_prompt(index, error)
     return good
 
 
 def of_prompt(index: int, error: ValueError) -> ValueError:
-    """Return an error that says which prompt it is of."""
+    """Return an error that says which prompt it is of, and has the given one as its cause."""
     kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
-    return kind(f"prompts[{index}]: {error}")
+    named = kind(f"prompts[{index}]: {error}")
+    named.__cause__ = error
+    return named
 
 
 def pooling_params(pooling: Pooling) -> SamplingParams:
@@ -321,8 +323,8 @@ def pooling_params(pooling: Pooling) -> SamplingParams:
     return SamplingParams(0, 1, detokenize=False)
 
 
-def _values_of(params: Any) -> Any:
-    """Return what equal parameters have in common; of those with lists in them, what is theirs alone."""
+def _params_key(params: Any) -> Any:
+    """Return a key that equal parameters share; of those with lists in them, one of their own."""
     try:
         key = tuple(vars(params).values())
         hash(key)

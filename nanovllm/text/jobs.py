@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.read_ahead import ReadAhead
-from nanovllm.text.run_requests import Progress, check_priorities, one_each, prompt_list
+from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import deferred_signals
 
@@ -76,16 +76,16 @@ class Job:
         self._processor = processor
         self._schedule = schedule
         self._template, self._pooling = template, pooling
-        self._prompts: list[Any] | Iterable[Any] = prompt_list(prompts)
+        self._prompts: list[Any] | Iterable[Any] = as_prompts(prompts)
         self.num_prompts = len(self._prompts) if isinstance(self._prompts, list) else None
         if self.num_prompts is None and (isinstance(params, (list, tuple)) or priority is not None):
             raise ValueError("sampling_params and priorities for each prompt need prompts in a list")
         # Of what gives prompts one by one, those of each.
         num_given = 1 if self.num_prompts is None else self.num_prompts
-        self._params, self._priorities = one_each(params, num_given), check_priorities(priority, num_given)
+        self._params, self._priorities = expand_params(params, num_given), check_priorities(priority, num_given)
         # Where all of them are prepared in one call, or none is known before.
         self._sorts_requests = schedule == "prefix" and (self.num_prompts or 0) <= CHUNK_SIZE
-        self._known = processor.known_params()
+        self._checker = processor.params_checker()
         # Noise follows from the place: a request's first output has the number `first + index * num_outputs`.
         self._num_outputs = max((p.n for p in self._params if isinstance(p, SamplingParams)), default=1)
         self._first_number = processor.seeds.reserve(self._num_outputs * (self.num_prompts or 0))
@@ -126,7 +126,7 @@ class Job:
             pooling=self._pooling,
             template=self._template,
             seeds=[seeds.of(first + index * num_outputs) for index, _ in items],
-            known=self._known,
+            checker=self._checker,
         )
         prepared = [PreparedPrompt(*item, request) for item, request in zip(items, requests, strict=True)]
         if self._sorts_requests:
@@ -258,7 +258,7 @@ def _raise_errors(chunk: list[PreparedPrompt]) -> None:
     if errors:
         place, error = min(errors, key=itemgetter(0))
         concerns_all = all(item.request is error for item in chunk) and (len(chunk) > 1 or place == 0)
-        raise error if concerns_all else of_prompt(place, error) from error
+        raise error if concerns_all else of_prompt(place, error)
 
 
 def _refused(item: PreparedPrompt) -> RequestOutput:

@@ -17,7 +17,7 @@ from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 
-def prompt_list(prompts: Any) -> Any:
+def as_prompts(prompts: Any) -> Any:
     """Return prompts as a list, a single text or dict as a list of one; other iterables as they are."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
@@ -31,7 +31,7 @@ def prompt_list(prompts: Any) -> Any:
     return prompts
 
 
-def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def expand_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Return sampling parameters for `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count

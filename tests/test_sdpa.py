@@ -1,15 +1,31 @@
-"""The sdpa backend against dense attention, on a cache where whatever is not a sequence's own is NaN."""
+"""Backends against dense attention, on a cache where whatever is not a sequence's own is NaN."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from nanovllm.attention import sdpa
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.host_plan import DecodeContexts, DecodeVariant
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
-from tests.test_kernels import DEVICE, DTYPES, check_error, dense_attention, paged, randn
+from tests.test_kernels import (
+    DEVICE,
+    DTYPES,
+    check_error,
+    dense_attention,
+    paged,
+    randn,
+    with_shared_prefixes,
+)
 
 
 # 20 queries of 30 take three pieces, the last of which is not full; 8 take one, and 9 one more of a single query.
@@ -38,3 +54,52 @@ def test_decode_rows_and_chunks(
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     check_error(out, same, exact)
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+LAYERS = (PLAIN, AttentionOptions(window=20), AttentionOptions(softcap=0.7), AttentionOptions(window=40, softcap=0.7))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "triton"])
+def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that share a prefix, which only layers without a window attend to together; then a chunk."""
+    lens, cache, tables, seq_lens, _ = with_shared_prefixes(monkeypatch, 16, 2, 16, torch.float32, 8)
+    num_decodes, num_queries = len(lens) - 1, 9
+    query_lens = [*[1] * num_decodes, num_queries]
+    backend: AttentionBackend = SdpaBackend(16)
+    variant = None
+    if kind == "triton":
+        if DEVICE == "cpu":
+            properties = SimpleNamespace(multi_processor_count=8)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        device = torch.device(DEVICE)
+        backend = TritonBackend(device, torch.float32, 16, 4, 2, 16, num_slots=num_decodes, shares_prefixes=True)
+        slots = np.arange(num_decodes, dtype=np.int32)
+        contexts = DecodeContexts(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
+        variant, array = backend.plan_host(contexts)
+        backend.receive(torch.from_numpy(array).to(device))
+        assert isinstance(variant, DecodeVariant) and variant.uses_cascade
+    backend.take_specs([KVCacheSpec(2, 16, 16, options.window, torch.float32) for options in LAYERS])
+    tiles = int32([0, 0])
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes,
+        slot_mapping=int32([]),
+        block_tables=tables,
+        seq_lens=seq_lens,
+        cu_seqlens_q=int32([0, num_queries]),
+        query_tiles=tiles,
+        sample_tiles=tiles,
+        seq_lens_host=lens,
+        query_lens_host=[num_queries],
+        variant=variant,
+    )
+    metadata.plan = backend.plan(metadata)
+    query, pages = randn(sum(query_lens), 4, 16), KVPages(cache[0], cache[1])
+    for options in LAYERS:
+        out = backend.forward(query, pages, metadata, 16**-0.5, options)
+        rows = zip(query.split(query_lens), tables, lens, strict=True)
+        exact = torch.cat([dense_attention(q, cache, table, length, options) for q, table, length in rows])
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)

@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn")
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.logprobs import Logprob, Logprobs, pack_records
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from nanovllm.serve import event_stream
@@ -76,7 +77,7 @@ class PlayedLLM:
             stats=dict,
             tokenizer=PlayedTokenizer(),
             model_config=SimpleNamespace(hidden_size=8),
-            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20)),
+            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20), step_histograms=StepHistograms()),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []

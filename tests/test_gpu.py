@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -30,6 +31,7 @@ from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.utils.device import resolve_device
+from tests import sweep_models
 from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.gpu
@@ -396,3 +398,22 @@ def test_what_is_compiled_ahead_is_not_launched() -> None:
     assert not state.last_token.any() and not state.num_computed.any()
     scatter(state)
     assert state.last_token.tolist() == [7, 0] and state.num_computed.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen3", "gemma2", "gpt_oss", "cohere2", "olmo2", "qwen3_moe"])
+def test_windows_softcaps_and_transformers_models(model_type: str, eager: bool, tmp_path: Path) -> None:
+    model = sweep_models.make_model(model_type, sweep_models.tiny_config(model_type))
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("eager")
+    batch = sweep_models.prompts()
+    expected = [sweep_models.complete(model, prompt) for prompt in batch]
+    for impl in ("auto", "transformers"):
+        settings = {"device": "cuda", "model_impl": impl, "enforce_eager": eager, "dtype": "float32"}
+        with warnings.catch_warnings(), sweep_models.make_llm(tmp_path, **settings) as llm:
+            # Graphs or a warning.
+            warnings.simplefilter("error")
+            # A size is captured when it comes again; the second time prompts are found in the cache.
+            for _ in range(3):
+                outputs = llm.generate(batch, greedy(sweep_models.NUM_NEW), use_tqdm=False)
+                assert [output["token_ids"] for output in outputs] == expected, impl

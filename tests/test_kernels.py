@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.attention import cascade_plan as shared_prefix
 from nanovllm.attention.cascade_plan import plan_cascade_groups
-from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors
+from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
@@ -91,6 +91,28 @@ def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
     check_error(by_triton(silu_and_mul.silu_and_mul)(gate_up), torch.nn.functional.silu(gate) * up, exact)
     check_error(silu_and_mul.silu_and_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_store_kv(dtype: torch.dtype, by_heads: bool) -> None:
+    tokens, heads, num_slots = 19, 3, 64
+    slots = torch.randperm(num_slots, device=DEVICE)[:tokens].int()
+    slots[::5] = -1
+    before = [randn(4, 16, heads, size, dtype=dtype) for size in (24, 16)]
+    out, same = ([pages.clone() for pages in before] for _ in range(2))
+    sizes = [(heads, tokens, size) if by_heads else (tokens, heads, size) for size in (24, 16)]
+    key, value = (randn(*size, dtype=dtype) for size in sizes)
+    if by_heads:
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+    by_triton(store_kv.store_kv)(key, value, KVPages(*out), slots)
+    store_kv.store_kv_ref(key, value, KVPages(*same), slots)
+    for new, pages, theirs, old in zip((key, value), out, same, before, strict=True):
+        expected = old.flatten(0, 1).clone()
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[slot] = new[token]
+        assert torch.equal(pages.flatten(0, 1), expected) and torch.equal(theirs.flatten(0, 1), expected)
 
 
 @pytest.mark.parametrize("tokens", BATCHES)

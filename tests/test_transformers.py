@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,8 +18,21 @@ from transformers.models.llama import modeling_llama
 from nanovllm import SamplingParams, model_config
 from nanovllm.model_config import MODELS, TRANSFORMERS
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.model_runner import ModelRunner
 from tests.conftest import MakeCheckpoint
-from tests.sweep_models import CAUSAL, NUM_NEW, TABLE, WRAPPERS, complete, make_llm, prompts, run
+from tests.sweep_models import (
+    CAUSAL,
+    NUM_NEW,
+    TABLE,
+    WRAPPERS,
+    compare,
+    complete,
+    make_llm,
+    make_model,
+    prompts,
+    run,
+    tiny_config,
+)
 from tests.test_families import FAMILIES
 
 EQUAL = (
@@ -56,6 +70,45 @@ def test_tokens_are_transformers(model_type: str) -> None:
     assert result.verdict == "equal", result
     # Some tied random models say little else than their prompt's last tokens.
     assert result.num_distinct > 5 and result.num_preemptions and result.num_cached_tokens > 100, result
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fused", "linears"),
+    [
+        ("qwen3", {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17}, 1),
+        # Stacked projections.
+        ("phi3", {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9}, 1),
+        # Norms that add one to their weights; GELU instead of SiLU.
+        ("gemma2", {"FusedAttention": 4, "FusedNorm": 17}, 13),
+        # RoPE of neighbours; layer norms.
+        ("cohere2", {"FusedMLP": 4}, 17),
+        # Norms of all heads at once.
+        ("olmo2", {"FusedMLP": 4, "FusedNorm": 17}, 17),
+    ],
+)
+def test_modules_that_compute_what_ours_do_are_found(
+    model_type: str, fused: dict[str, int], linears: int, tmp_path: Path
+) -> None:
+    make_model(model_type, tiny_config(model_type)).save_pretrained(tmp_path)
+    with make_llm(tmp_path) as llm:
+        model = cast("ModelRunner", llm.llm_engine._runner).model
+        classes = Counter(type(module).__name__ for module in model.modules())
+    assert {name: count for name, count in classes.items() if name.startswith("Fused")} == fused | {
+        "FusedLinear": linears
+    }
+
+
+def test_attention_that_depends_on_positions_otherwise_is_not_ours(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = modeling_llama.LlamaAttention.forward
+
+    def attend(self: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        out, weights = method(self, position_ids=position_ids, **kwargs)
+        return out * (1 + 1.5 * (position_ids > 60)[..., None]), weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", attend)
+    assert compare(llama, AutoModelForCausalLM.from_pretrained(llama, attn_implementation="eager")).verdict == "equal"
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -21,11 +21,12 @@ def rms_norm_ref(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `rms_norm`."""
+    dtype = weight.dtype if x.dim() == 3 else x.dtype
     branch = x.sum(0) if x.dim() == 3 else x
-    total = (branch if residual is None else branch + residual).to(weight.dtype)
+    total = (branch if residual is None else branch + residual).to(dtype)
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.float()).to(weight.dtype), total
+    return (normed * weight.float()).to(dtype), total
 
 
 @jit
@@ -55,7 +56,7 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RMSNorm(x + residual) and `x + residual`, computed in float32, in the weight's dtype.
+    """Return RMSNorm(x + residual) and `x + residual`, computed in float32, in x's dtype; of parts in the weight's.
 
     Args:
         x: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size] float32.
@@ -69,9 +70,9 @@ def rms_norm(
     if not uses_triton(x.device):
         return rms_norm_ref(x, weight, eps, residual)
     num_rows, size = x.shape[-2:]
-    parts = len(x) if x.dim() == 3 else 1
+    parts, dtype = (len(x), weight.dtype) if x.dim() == 3 else (1, x.dtype)
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
-    out = torch.empty(num_rows, size, dtype=weight.dtype, device=x.device)
+    out = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     total = x if residual is None and parts == 1 else torch.empty_like(out)
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -11,8 +13,19 @@ from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Projection
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+
+class QKVProduct(Protocol):
+    """A product of one layer for queries, keys and values, not computed yet; see `Projection`."""
+
+    def compute(self) -> torch.Tensor:
+        """Return the product, [num_tokens, outputs of this rank]."""
+
+    def rope_store(
+        self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the queries of `qkv_rope_store`, if one kernel for both is supported and faster."""
 
 
 class CachedAttention(nn.Module):
@@ -75,7 +88,7 @@ class Attention(CachedAttention):
 
     def forward(
         self,
-        qkv: Projection,
+        qkv: QKVProduct,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
         positions: torch.Tensor,

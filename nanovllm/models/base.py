@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
         communicator: says which rank this is, and connects it with the others.
     """
 
-    supports_cuda_graph: ClassVar[bool] = True
+    supports_cuda_graph: bool = True
     """Whether steps can be captured: nothing in them waits for the device, or depends on values there."""
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]]

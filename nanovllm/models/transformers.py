@@ -9,6 +9,7 @@ library cannot do is refused then.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard, Shard
 from nanovllm.model_config import MODELS, ModelConfig
 from nanovllm.models.base import HiddenStates, LoadableCausalLM
-from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing, store_step
+from nanovllm.models.fused_modules import NUM_ROWS, fuse, fuse_linears, step_positions
+from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
 
+_logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
 _PROBES = 3
 """A mixture may send a token to another expert by a rounding error; a state shows with any tokens."""
@@ -41,8 +44,6 @@ class TransformersForCausalLM(LoadableCausalLM):
         ValueError: transformers has no such model, or one whose attention cannot be replaced.
     """
 
-    supports_cuda_graph = False
-
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)
         self._class = _class_of(config.hf)
@@ -50,8 +51,6 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """See the base class."""
-        if device.type == "cuda" and not config.enforce_eager:
-            warnings.warn(f"{self._class.__name__} runs by transformers' code: without CUDA graphs", stacklevel=2)
         if config.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed or 0)
@@ -67,6 +66,9 @@ class TransformersForCausalLM(LoadableCausalLM):
                 _fix_rope(self.model, max_model_len, device)
                 self._find_layers(min(_PROBED_TOKENS, self.config.max_position), dtype, device)
                 self._detach_head(device)
+                if device.type == "cuda" and not config.enforce_eager:
+                    self._check_capture(device)
+                self._fuse(max_model_len, device)
         except Exception as error:  # the code of each model has its own ways to fail
             cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._class.__name__} cannot run over a paged KV cache: {cause}") from error
@@ -162,6 +164,36 @@ class TransformersForCausalLM(LoadableCausalLM):
         if size != self.config.vocab_size:
             raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
 
+    def _fuse(self, max_model_len: int, device: torch.device) -> None:
+        """Take our kernels where they compute what the model's code does."""
+        positions = torch.arange(NUM_ROWS, device=device)
+        fused = fuse(self.model, lambda: self._run(positions, positions), max_model_len)
+        fuse_linears(self.head)
+        _logger.info("%s has of this library's: %s", self._class.__name__, dict(fused))
+
+    def _check_capture(self, device: torch.device) -> None:
+        """Find out whether steps can be CUDA graphs: on the way of some tokens nothing waits for the device."""
+        positions = torch.arange(NUM_ROWS, device=device)
+        stream = torch.cuda.Stream(device)
+        mode = torch.cuda.get_sync_debug_mode()
+        with torch.cuda.stream(stream), probing(makes_layers=False):
+            self._run(positions, positions)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._run(positions, positions)
+            except RuntimeError as error:
+                self.supports_cuda_graph = False
+                name, cause = self._class.__name__, str(error).splitlines()[0]
+                warnings.warn(f"{name} runs without CUDA graphs, slower with few rows: {cause}", stacklevel=2)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.synchronize(device)
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """See the base class; where the layers are, and whether one can be left out, is the model's own affair."""
+        yield
+
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         masks = {} if mask is None else {"attention_mask": mask[None]}
         return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **masks)
@@ -170,7 +202,7 @@ class TransformersForCausalLM(LoadableCausalLM):
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
     ) -> HiddenStates:
         """See the base class."""
-        with store_step():
+        with step_positions(positions):
             states = self._run(token_ids.long(), positions.long()).last_hidden_state[0]
         return _Computed(states if rows is None else states[rows])
 

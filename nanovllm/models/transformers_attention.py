@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels.attention.options import AttentionOptions
+from nanovllm.kernels.store_kv import store_kv
 from nanovllm.layers.attention import CachedAttention
 
 PAGED, PROBED = "nanovllm_paged", "nanovllm_probed"
@@ -28,38 +29,6 @@ _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "outpu
 """Arguments of attention functions that change nothing here; `is_causal` only says whether there is a mask."""
 _GRID = 1 << 20
 """Positions over which a mask is looked at."""
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """Tokens of a step whose keys and values are stored, all but those with a slot of -1.
-
-    Attributes:
-        rows: [num_stored]; numbers of the tokens in the step.
-        slots: [num_stored]; where their keys and values go.
-    """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-
-    @classmethod
-    def of(cls, slot_mapping: torch.Tensor) -> StoredRows:
-        """Take them out of a step's slot mapping, [num_tokens]; waits for the device, so once a step."""
-        rows = (slot_mapping >= 0).nonzero().squeeze(1)
-        return cls(rows, slot_mapping.index_select(0, rows).long())
-
-
-_stored: ContextVar[StoredRows] = ContextVar("stored")
-
-
-@contextmanager
-def store_step() -> Iterator[None]:
-    """Let layers store the keys and values of the step whose attention metadata is set."""
-    token = _stored.set(StoredRows.of(get_attention_metadata().slot_mapping))
-    try:
-        yield
-    finally:
-        _stored.reset(token)
 
 
 class PagedAttention(CachedAttention):
@@ -77,12 +46,13 @@ class PagedAttention(CachedAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key, value: [1, heads, num_tokens, size] -> [1, num_tokens, num_heads, value_size]."""
-        dtype, stored = self.pages.k_cache.dtype, _stored.get()
-        query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-        for cache, new in ((self.pages.k_cache, key), (self.pages.v_cache, value)):
-            cache.flatten(0, 1).index_copy_(0, stored.slots, new.index_select(0, stored.rows))
-        metadata = get_attention_metadata()
-        return self.backend.forward(query.contiguous(), self.pages, metadata, self.scale, self.options)[None]
+        metadata, pages = get_attention_metadata(), self.pages
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if key.stride(2) != 1 or value.stride(2) != 1:
+            key, value = key.contiguous(), value.contiguous()
+        store_kv(key, value, pages, metadata.slot_mapping)
+        query = query.to(pages.k_cache.dtype).contiguous()
+        return self.backend.forward(query, pages, metadata, self.scale, self.options)[None]
 
 
 @dataclass
@@ -95,22 +65,26 @@ class Probe:
         num_heads: of queries, of each of them.
         tensors: their queries, keys and values, [num_tokens, heads, size] float32.
         masks: that were made, with their windows.
+        answers: makes what attention returns, of a size.
+        answered: what it has returned, [1, num_tokens, heads, size].
     """
 
     makes_layers: bool
+    answers: Callable[..., torch.Tensor] = torch.zeros
     modules: list[nn.Module] = field(default_factory=list)
     num_heads: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+    answered: list[torch.Tensor] = field(default_factory=list)
 
 
 _probe: ContextVar[Probe | None] = ContextVar("probe", default=None)
 
 
 @contextmanager
-def probing(*, makes_layers: bool) -> Iterator[Probe]:
-    """Within the block attention layers are looked at rather than run: they return zeros."""
-    probe = Probe(makes_layers)
+def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.zeros) -> Iterator[Probe]:
+    """Within the block attention layers are looked at rather than run: they return what `answers` makes."""
+    probe = Probe(makes_layers, answers)
     token = _probe.set(probe)
     try:
         yield probe
@@ -155,7 +129,9 @@ def _attend(
             raise ValueError(f"{name} has a sliding_window={sliding_window}, but its mask has none")
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         module.paged = PagedAttention(key, value, scale, AttentionOptions(window, softcap, s_aux))
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    size = 1, query.shape[2], query.shape[1], value.shape[3]
+    probe.answered.append(probe.answers(size, dtype=query.dtype, device=query.device))
+    return probe.answered[-1], None
 
 
 def _window_of(mask: torch.Tensor | None, num_tokens: int, name: str) -> int | None:

@@ -374,7 +374,9 @@ class ModelRunner:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
         # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
-        for filled, value in ((inputs.token_ids, 0), (inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
+        # Its embeddings may be of positions, too.
+        inputs.token_ids.zero_(), inputs.positions.zero_()
+        for filled, value in ((inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
             filled[: shape.num_decodes].fill_(value)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
         self._scatter(inputs, sampled.token_ids)

@@ -52,7 +52,7 @@ class TransformersForCausalLM(LoadableCausalLM):
     def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """See the base class."""
         if config.load_format == "dummy":
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(config.seed or 0)
                 self.head = self._made(self.config.hf, dtype)
         else:
@@ -176,11 +176,13 @@ class TransformersForCausalLM(LoadableCausalLM):
         positions = torch.arange(NUM_ROWS, device=device)
         stream = torch.cuda.Stream(device)
         mode = torch.cuda.get_sync_debug_mode()
-        with torch.cuda.stream(stream), probing(makes_layers=False):
-            self._run(positions, positions)
+        with torch.cuda.stream(stream):
+            with probing(makes_layers=False):
+                self._run(positions, positions)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                self._run(positions, positions)
+                with probing(makes_layers=False):
+                    self._run(positions, positions)
             except RuntimeError as error:
                 self.supports_cuda_graph = False
                 name, cause = self._class.__name__, str(error).splitlines()[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -29,7 +27,7 @@ class DenseWeight(Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows: ClassVar[tuple[int, ...]] = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
+    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ExpertsShard, Shard
 from nanovllm.experts_config import ExpertsConfig
-from nanovllm.kernels.moe.fused_experts import fused_experts
+from nanovllm.kernels.moe.fused_experts import fused_experts, kernel_rows
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.layers.layernorm import DeferredBranch
 from nanovllm.quantization.experts import DenseExpertsWeight
@@ -29,6 +29,7 @@ class Router(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize = config.top_k, config.renormalize
+        self.kernel_rows = kernel_rows(config.num_experts, config.top_k)
 
     def forward(self, x: torch.Tensor) -> Routing:
         """x: [num_tokens, hidden_size], contiguous."""

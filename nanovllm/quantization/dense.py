@@ -60,7 +60,7 @@ class DenseWeight(Weight):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class; for small batches in one kernel."""
         if x.dim() == 3:
-            # Kernels that normalise add up no parts.
+            # Kernels of few rows normalise, but add up no parts.
             normed, total = rms_norm(x, norm.weight, norm.eps, residual)
             return self.multiply(normed, gated), total
         return norm_linear(x, self.values, self.bias, norm, residual, gated)

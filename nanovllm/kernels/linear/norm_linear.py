@@ -43,7 +43,7 @@ def norm_linear(
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`.
 
     Args:
-        x: [num_rows, in_features], contiguous.
+        x: [num_rows, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them.
         weight: [out_features, in_features]; of a gated layer the gate's rows, then as many of up.
         bias: [out_features], or None.
         norm: RMSNorm before the product, or None.
@@ -53,7 +53,7 @@ def norm_linear(
     Returns:
         The result, and `x + residual`, which may be x itself.
     """
-    num_rows = len(x)
+    num_rows = x.shape[-2]
     kernel = choose(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
     if kernel is LinearKernel.GEMV:
         return gemv(x, weight, bias, norm, residual, gated)
@@ -91,7 +91,7 @@ def linear_into(
         residual: [num_rows, out_features]; may be overwritten.
 
     Returns:
-        The x and residual of the next norm: either the sum and None, or the product, [num_rows, out_features]
+        The x and residual of the next `norm_linear`: either the sum and None, or the product, [num_rows, out_features]
         or its parts, and the residual that is still to be added.
     """
     if not uses_triton(x.device) or x.element_size() != 2 or len(x) <= MAX_SKINNY_ROWS:

@@ -91,13 +91,21 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
-        intermediate=_column_shard("intermediate_size", model.intermediate_size, rank, size),
+        intermediate=_mlp_shard(model, rank, size),
         vocab=_padded_shard(model.vocab_size, rank, size),
-        experts=_experts_shard(model.experts, rank, size) if model.experts is not None else None,
+        experts=experts_shard(model.experts, rank, size) if model.experts is not None else None,
     )
 
 
-def _experts_shard(experts: ExpertsConfig, rank: int, size: int) -> ExpertsShard:
+def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
+    if all(layer.has_experts for layer in model.layers):
+        # There is none.
+        return Shard.whole(model.intermediate_size)
+    return _column_shard("intermediate_size", model.intermediate_size, rank, size)
+
+
+def experts_shard(experts: ExpertsConfig, rank: int, size: int) -> ExpertsShard:
+    """Return the shard of each mixture that rank `rank` of `size` holds; see `shard_of`."""
     count, columns = experts.num_experts, experts.intermediate_size
     if not experts.is_parallel:
         return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size))

@@ -11,9 +11,8 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_prev
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.moe.route import Routing
 
-_GATE_UP_WEIGHTS = 16384
-"""Weights per program."""
-_DOWN_WEIGHTS = 16384
+_WEIGHTS = 16384
+"""Weights per program: enough loads in flight, few enough for the registers."""
 
 
 @jit(do_not_specialize=["first_expert"])
@@ -66,34 +65,47 @@ def _down_gemv_kernel(
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=outs < out_features)
 
 
-def _block_out(weights: int, each: int) -> int:
-    """Return the outputs per program that has room for so many weights, of so many an output."""
-    return min(16, max(1, weights // each))
+def _block_out(each: int) -> int:
+    """Return the outputs per program where each takes so many weights."""
+    return min(16, max(1, _WEIGHTS // each))
 
 
-def expert_gemv(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first_expert: int = 0
-) -> torch.Tensor:
-    """Compute `fused_experts` of one row; returns [1, in_features].
+def gate_up_gemv(x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torch.Tensor, first_expert: int) -> None:
+    """Compute SiLU(gate) * up of one row for each of its experts.
 
-    The choice of experts must come from the kernel ahead, or an older one.
+    Args:
+        x: [1, in_features], contiguous.
+        routing: the row's experts.
+        weight: [num_experts, 2 * size, in_features].
+        out: [1, top_k, size]; zeros where the expert is not here.
+        first_expert: the number of the first of them.
     """
-    (rows, in_features), top_k = x.shape, routing.experts.shape[1]
-    num_experts, _, size = down.shape
-    assert rows == 1 and x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
-    activated = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
+    (rows, in_features), (_, top_k, size) = x.shape, out.shape
+    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in = triton.next_power_of_2(in_features)
-    block_out = _block_out(_GATE_UP_WEIGHTS, 2 * block_in)
+    block_out = _block_out(2 * block_in)
     _gate_up_gemv_kernel[(triton.cdiv(size, block_out), top_k)](
-        x, routing.experts, gate_up, activated, first_expert, num_experts, size,
+        x, routing.experts, weight, out, first_expert, len(weight), size,
         IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
-    out = torch.empty_like(x)
+
+
+def down_gemv(x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torch.Tensor, first_expert: int) -> None:
+    """Compute the weighted sum of the products of one row's experts.
+
+    Args:
+        x: [1, top_k, size], contiguous.
+        routing: the row's experts; from a kernel before the one ahead.
+        weight: [num_experts, out_features, size].
+        out: [1, out_features].
+        first_expert: the number of the first expert; those that are not here count nothing.
+    """
+    (_, top_k, size), (rows, out_features) = x.shape, out.shape
+    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in, choices = triton.next_power_of_2(size), triton.next_power_of_2(top_k)
-    block_out = _block_out(_DOWN_WEIGHTS, choices * block_in)
-    _down_gemv_kernel[(triton.cdiv(in_features, block_out),)](
-        activated, routing.experts, routing.weights, down, out, first_expert, num_experts, in_features,
+    block_out = _block_out(choices * block_in)
+    _down_gemv_kernel[(triton.cdiv(out_features, block_out),)](
+        x, routing.experts, routing.weights, weight, out, first_expert, len(weight), out_features,
         IN=size, BLOCK_IN=block_in, BLOCK_OUT=block_out, TOP_K=top_k, CHOICES=choices,
-        num_warps=4 if choices * block_in <= _DOWN_WEIGHTS else 8, **pdl_options(x.device),
+        num_warps=4 if choices * block_in <= _WEIGHTS else 8, **pdl_options(x.device),
     )  # fmt: skip
-    return out

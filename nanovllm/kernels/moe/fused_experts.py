@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
-from nanovllm.kernels.moe.expert_gemv import expert_gemv
+from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots, tile_limits
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
@@ -46,9 +46,12 @@ def fused_experts(
     if not uses_triton(x.device):
         return fused_experts_ref(x, routing, gate_up, down, first_expert)
     (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, down.shape
-    if num_tokens == 1:
-        return expert_gemv(x, routing, gate_up, down, first_expert)
     activated = torch.empty(num_tokens, top_k, size, dtype=x.dtype, device=x.device)
+    if num_tokens == 1:
+        out = torch.empty_like(x)
+        gate_up_gemv(x, routing, gate_up, activated, first_expert)
+        down_gemv(activated, routing, down, out, first_expert)
+        return out
     # Of experts that are not here, no part is written.
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.moe.expert_gemm import multiply_expert
 from nanovllm.kernels.moe.route import Routing
 
@@ -40,7 +40,8 @@ class Tile(NamedTuple):
 
 _TILES = {8: Tile(16, 64, 256, 4), 24: Tile(32, 64, 256, 4), 64: Tile(64, 128, 128, 4)}
 """By the most rows that an expert has on the average: few enough rows that most experts' weights are read once."""
-_LARGEST_TILE = Tile(128, 256, 128, 8)
+_LARGEST_TILE, _HOPPER_TILE = Tile(128, 128, 128, 8), Tile(128, 256, 128, 8)
+"""With more. Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
 
 
 def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
@@ -48,12 +49,12 @@ def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
     return tuple(most * num_experts // top_k + 1 for most in _TILES)
 
 
-def choose_tile(num_rows: int, num_experts: int, top_k: int, element_size: int) -> Tile:
-    """Return the tile for so many rows of which each has `top_k` of all experts."""
+def choose_tile(x: torch.Tensor, routing: Routing) -> Tile:
+    """Return the tile for rows of x's dtype and device, of which each has some of all experts."""
     for most, tile in _TILES.items():
-        if num_rows * top_k <= most * num_experts or (tile.rows == 64 and element_size == 4):
+        if routing.experts.numel() <= most * routing.num_experts or (tile.rows == 64 and x.element_size() == 4):
             return tile
-    return _LARGEST_TILE
+    return _HOPPER_TILE if is_hopper(x.device) else _LARGEST_TILE
 
 
 class SortedSlots(NamedTuple):
@@ -164,7 +165,7 @@ def grouped_gemm(
     num_rows, top_k = routing.experts.shape
     (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    tile = choose_tile(num_rows, routing.num_experts, top_k, x.element_size())
+    tile = choose_tile(x, routing)
     outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
     num_processors, shared_bytes = device_limits(x.device)
     stages = max(1, min(_STAGES, shared_bytes // tile.stage_bytes))

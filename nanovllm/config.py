@@ -41,6 +41,7 @@ class Config:
         device: "auto" (CUDA if available, else the CPU), "cpu", "cuda", or "cuda:N", the first GPU if several are used.
         dtype: of weights and KV cache; "auto" is the checkpoint's on CUDA and float32 on the CPU.
         tensor_parallel_size: number of ranks, each with its own GPU, or all on the CPU; at most the number of KV heads.
+        enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every one.
         max_model_len: maximum tokens of one request, prompt and output together; capped by the model's maximum.
         max_num_seqs: maximum sequences that run at once.
         max_num_batched_tokens: token budget of one step, decode and prompt tokens together.
@@ -68,6 +69,7 @@ class Config:
     device: str = "auto"
     dtype: Dtype = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     max_model_len: int = 4096
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 16384
@@ -88,7 +90,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
             object.__setattr__(self, name, check_int(name, getattr(self, name), low))
-        for name in ("enforce_eager", "enable_prefix_caching", "trust_remote_code"):
+        for name in ("enable_expert_parallel", "enforce_eager", "enable_prefix_caching", "trust_remote_code"):
             check_bool(name, getattr(self, name))
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")
@@ -119,6 +121,7 @@ class EngineSettings(TypedDict, total=False):
     device: str
     dtype: Dtype
     tensor_parallel_size: int
+    enable_expert_parallel: bool
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -99,6 +99,8 @@ class LLM(Unpicklable):
             self.model_config = model_config = ModelConfig.from_folder(
                 folder, config.trust_remote_code, config.model_impl
             )
+            if config.enable_expert_parallel:
+                self.model_config = model_config = model_config.with_expert_parallel()
             max_model_len = min(config.max_model_len, model_config.max_position)
             if max_model_len < config.max_model_len:
                 warnings.warn(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from nanovllm.config import ModelImpl
+from nanovllm.experts_config import ExpertsConfig, is_sparse
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 
@@ -23,6 +24,7 @@ class Architecture:
         name: in config.json's `architectures`.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head of queries and keys is normalised.
+        has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
         is_windowed: whether `sliding_window`, where the config has it, holds for all layers of a config without
             `layer_types`.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
@@ -31,6 +33,7 @@ class Architecture:
     name: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    has_experts: bool = False
     is_windowed: bool = False
     model: str = "decoder.DecoderForCausalLM"
 
@@ -46,6 +49,8 @@ _ROWS = (
     Architecture("Phi3ForCausalLM", is_windowed=True),
     Architecture("SeedOssForCausalLM", qkv_bias=True),
     Architecture("CwmForCausalLM"),
+    Architecture("Qwen3MoeForCausalLM", qk_norm=True, has_experts=True),
+    Architecture("MixtralForCausalLM", has_experts=True, is_windowed=True),
 )
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
@@ -107,15 +112,17 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """How the attention of one layer differs from that of others.
+    """How one layer differs from others.
 
     Attributes:
         window: tokens that a query sees, its own included; None for all.
         has_rope: whether queries and keys are rotated.
+        has_experts: whether the MLP is a mixture of experts.
     """
 
     window: int | None = None
     has_rope: bool = True
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ class ModelConfig:
     """The hyperparameters of a decoder.
 
     Attributes:
+        experts: None of a model without layers that have them.
         max_position: in tokens.
         hf: transformers' config of a model that its code runs, of which the sizes here say only what the engine needs;
             None of a native model.
@@ -143,6 +151,7 @@ class ModelConfig:
     initializer_range: float
     dtype: str
     eos_token_ids: frozenset[int]
+    experts: ExpertsConfig | None = None
     hf: Any = None
 
     @property
@@ -204,7 +213,18 @@ class ModelConfig:
             initializer_range=hf.initializer_range,
             dtype=_dtype(hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
+            experts=ExpertsConfig.from_hf(hf) if architecture.has_experts else None,
         )
+
+    def with_expert_parallel(self) -> ModelConfig:
+        """Return the config of the same model whose ranks hold whole experts.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.experts is None:
+            raise ValueError("enable_expert_parallel=True: the model has no mixtures of experts that run natively")
+        return replace(self, experts=replace(self.experts, is_parallel=True))
 
     @classmethod
     def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
@@ -327,9 +347,10 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={ropes!r:.80} do not have {count} entries")
     if "sliding_attention" in kinds:
         check_int("sliding_window", window, 1)
+    experts = [architecture.has_experts and is_sparse(hf, i) for i in range(count)]
     return tuple(
-        LayerConfig(window if kind == "sliding_attention" else None, bool(has_rope))
-        for kind, has_rope in zip(kinds, ropes, strict=True)
+        LayerConfig(window if kind == "sliding_attention" else None, bool(has_rope), has_experts)
+        for kind, has_rope, has_experts in zip(kinds, ropes, experts, strict=True)
     )
 
 

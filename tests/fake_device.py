@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -53,7 +53,11 @@ SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "1
 SIZES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-}
+    "30B-A3B": {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True,
+    },
+}  # fmt: skip
 _ALIGNED = 256
 COUNTED = {"LDS", "LDSM", "F2F", "F2FP"}
 """Loads from shared memory, one by one and of matrices; conversions of floats, one by one and packed."""
@@ -167,8 +171,9 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
         (model_runner, "compiler_ready", lambda device: None),
         (model_runner, "compile_ahead", record),
     ]
-    shape = Qwen3Config(**SIZES[size], num_hidden_layers=2, num_key_value_heads=8, head_dim=128, vocab_size=151936)
-    shape.architectures = ["Qwen3ForCausalLM"]
+    family, config_class = ("Qwen3Moe", Qwen3MoeConfig) if "num_experts" in SIZES[size] else ("Qwen3", Qwen3Config)
+    shape = config_class(**SIZES[size], num_hidden_layers=2, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    shape.architectures = [f"{family}ForCausalLM"]
     config = Config("none", device="cuda:0", dtype=dtype, num_kvcache_blocks=1, enforce_eager=True)
     with ExitStack() as stack:
         for target, name, value in replaced:

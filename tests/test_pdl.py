@@ -34,12 +34,14 @@ with LLM(sys.argv[1], device="cuda", dtype="bfloat16", max_model_len=2048, num_k
 """
 
 
-@pytest.fixture(scope="module")
-def folder(make_checkpoint: MakeCheckpoint) -> Path:
+@pytest.fixture(scope="module", params=["qwen3", "Qwen3Moe"])
+def folder(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> Path:
     """Of Qwen3-0.6B's sizes, for which most kernels of few and of many rows are chosen."""
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
     return make_checkpoint(
-        vocab_size=5000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, initializer_range=0.05,
+        request.param, vocab_size=5000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
+        initializer_range=0.05, **(experts if request.param == "Qwen3Moe" else {}),
     )  # fmt: skip
 
 

@@ -28,7 +28,10 @@ SOME = [("90", "0.6B", "bfloat16"), ("86", "8B", "float16")]
 DEVICES = [capability for capability in SHARED_KIB if capability != "75"]
 EARLY = {"_rms_norm_kernel", "_gemv_kernel", "_hopper_decode_kernel", "_persistent_gated_kernel"}
 """Some of the kernels that start before the one ahead has ended, unless they are told to wait."""
-ALL = [*product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"])]
+ALL = [
+    *product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"]),
+    *product(DEVICES, ["30B-A3B"], ["bfloat16", "float32"]),
+]  # fmt: skip
 
 
 def start(tmp_path: Path, *arguments: str, triton: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -61,6 +64,8 @@ def test_kernels_fit_the_device(capability: str, size: str, dtype: str, triton: 
     is_hopper = capability == "90" and dtype != "float32"
     needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
     assert needed | {"_cascade_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
+    mixture = {"_route_kernel", "_down_gemv_kernel", "_sort_slots_kernel", "_grouped_gemm_kernel"}
+    assert size != "30B-A3B" or mixture <= {kernel["name"] for kernel in kernels}
     assert not is_hopper or all(kernel["launch_pdl"] for kernel in kernels if kernel["name"] in EARLY)
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel

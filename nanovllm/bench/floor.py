@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.bench.workloads import ON_GPU, Workload
 from nanovllm.llm import LLM
+from nanovllm.model_config import ModelConfig
 
 
 @dataclass
@@ -20,21 +21,60 @@ class Ceilings:
     matmul_rate: float
 
 
+@dataclass
+class ModelWeights:
+    """Numbers of a model's weights.
+
+    Attributes:
+        dense: of all layers, without experts.
+        head: of the LM head.
+        expert: of one expert of each layer that has them.
+        num_experts, top_k: of each such layer.
+    """
+
+    dense: int
+    head: int
+    expert: int
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelWeights:
+        """Count them."""
+        hidden, experts = model.hidden_size, model.experts
+        attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim
+        num_mixtures = sum(layer.has_experts for layer in model.layers)
+        mlps = 3 * hidden * model.intermediate_size * (model.num_layers - num_mixtures)
+        dense, head = model.num_layers * attention + mlps, model.vocab_size * hidden
+        if experts is None:
+            return cls(dense, head, 0, 1, 1)
+        dense += num_mixtures * hidden * experts.num_experts
+        expert = num_mixtures * 3 * hidden * experts.intermediate_size
+        return cls(dense, head, expert, experts.num_experts, experts.top_k)
+
+    @property
+    def of_row(self) -> int:
+        """Return the weights of the layers that one row multiplies."""
+        return self.dense + self.top_k * self.expert
+
+    def read_by(self, num_rows: int) -> float:
+        """Return the weights that are read for so many rows, whose experts are chosen at random."""
+        num_chosen = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
+        return self.dense + self.head + num_chosen * self.expert
+
+
 def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     """The time that the work takes at the ceilings: see the module."""
     model, itemsize = llm.model_config, 2 if ON_GPU else 4
+    weights = ModelWeights.of(model)
     heads_size = model.num_heads * model.head_dim
-    kv_size = model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (2 * heads_size + 2 * kv_size + 3 * model.intermediate_size)
-    layers, head = model.num_layers * layer, model.vocab_size * model.hidden_size
-    kv_bytes = 2 * model.num_layers * kv_size * itemsize
-    weight_seconds = (layers + head) * itemsize / ceilings.read_bandwidth
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
 
     lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
     computed = sum(end - start for end, start in lens)
     # Each token's scores and weighted values over all tokens up to itself.
     attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
-    flops = 2 * layers * computed + 2 * head * len(lens) + 4 * model.num_layers * heads_size * attended
+    flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens) + 4 * model.num_layers * heads_size * attended
     seconds = flops / ceilings.matmul_rate
 
     # The first token of a request comes from its prefill; each decode step gives one to all that are live.
@@ -44,7 +84,8 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
         while waiting and len(live) < llm.config.max_num_running:
             live.append(waiting.pop())
         kv_tokens = sum(context - work.shared_prefix for context, _ in live) + work.shared_prefix
-        seconds += max(weight_seconds, 2 * (layers + head) * len(live) / ceilings.matmul_rate)
+        weight_seconds = weights.read_by(len(live)) * itemsize / ceilings.read_bandwidth
+        seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
         seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
         live = [(context + 1, left - 1) for context, left in live if left > 1]
     # Ranks on the CPU share one machine.

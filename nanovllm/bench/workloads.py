@@ -14,7 +14,7 @@ from nanovllm.llm import LLM
 
 ON_GPU = torch.cuda.is_available()
 
-# hidden_size, intermediate_size, layers, heads, KV heads, tied embeddings
+# hidden_size, intermediate_size (of a mixture: an expert's), layers, heads, KV heads, tied embeddings
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "1.7B": (2048, 6144, 28, 16, 8, True),
@@ -22,7 +22,10 @@ SHAPES = {
     "8B": (4096, 12288, 36, 32, 8, False),
     "14B": (5120, 17408, 40, 40, 8, False),
     "32B": (5120, 25600, 64, 64, 8, False),
+    "30B-A3B": (2048, 768, 48, 32, 4, False),
 }
+# experts, and how many of them compute a token
+EXPERTS = {"30B-A3B": (128, 8)}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
 
 
@@ -80,5 +83,11 @@ def shape_folder(shape: str) -> str:
         "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 151936, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_theta": 1000000, "torch_dtype": "bfloat16",
     }  # fmt: skip
+    if shape in EXPERTS:
+        num_experts, top_k = EXPERTS[shape]
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": intermediate,
+            "num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True,
+        }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

@@ -1,13 +1,14 @@
 """The shard of a model that each rank holds (tensor parallelism: Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
-Attention is sharded by KV heads, each with its group of query heads; the MLP by columns; embedding and LM head by
-token ids.
+Attention is sharded by KV heads, each with its group of query heads; the MLP by columns; experts by columns, too, or as
+a whole; embedding and LM head by token ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanovllm.experts_config import ExpertsConfig
 from nanovllm.model_config import ModelConfig
 
 _MLP_UNIT = 16
@@ -55,40 +56,70 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class ExpertsShard:
+    """One rank's shard of each mixture: experts, and the columns of each that it has."""
+
+    experts: Shard
+    intermediate: Shard
+
+
+@dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns and token ids."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids, and experts if it has them."""
 
     kv_heads: Shard
     heads: Shard
     intermediate: Shard
     vocab: Shard
+    experts: ExpertsShard | None = None
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     """Return the shard of rank `rank` of `size`.
 
-    Heads and MLP columns are divided as evenly as possible, the first ranks taking the remainder; vocabulary shards
-    have equal, padded sizes.
+    Heads, MLP columns and experts are divided as evenly as possible, the first ranks taking the remainder; vocabulary
+    shards have equal, padded sizes.
 
     Raises:
-        ValueError: the model has too few KV heads or MLP columns for `size` ranks, or is run by transformers.
+        ValueError: the model has too few KV heads, MLP columns or experts for `size` ranks, or is run by transformers.
     """
     if size > 1 and model.hf is not None:
         raise ValueError(f"tensor_parallel_size={size}: a model that transformers' code runs has one rank")
     if size > model.num_kv_heads:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
-    if size > max(1, model.intermediate_size // _MLP_UNIT):
-        raise ValueError(
-            f"tensor_parallel_size={size} is too large for intermediate_size={model.intermediate_size}: "
-            f"each rank takes at least {_MLP_UNIT} columns"
-        )
     kv_heads = _even_shard(model.num_kv_heads, 1, rank, size)
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
-        intermediate=_even_shard(model.intermediate_size, _MLP_UNIT, rank, size),
+        intermediate=_mlp_shard(model, rank, size),
         vocab=_padded_shard(model.vocab_size, rank, size),
+        experts=experts_shard(model.experts, rank, size) if model.experts is not None else None,
     )
+
+
+def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
+    if all(layer.has_experts for layer in model.layers):
+        # There is none.
+        return Shard.whole(model.intermediate_size)
+    return _column_shard("intermediate_size", model.intermediate_size, rank, size)
+
+
+def experts_shard(experts: ExpertsConfig, rank: int, size: int) -> ExpertsShard:
+    """Return the shard of each mixture that rank `rank` of `size` holds; see `shard_of`."""
+    count, columns = experts.num_experts, experts.intermediate_size
+    if not experts.is_parallel:
+        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size))
+    if size > count:
+        raise ValueError(f"tensor_parallel_size={size} is over the model's {count} experts")
+    return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns))
+
+
+def _column_shard(name: str, total: int, rank: int, size: int) -> Shard:
+    if size > max(1, total // _MLP_UNIT):
+        raise ValueError(
+            f"tensor_parallel_size={size} is too large for {name}={total}: each rank takes at least {_MLP_UNIT} columns"
+        )
+    return _even_shard(total, _MLP_UNIT, rank, size)
 
 
 def _even_shard(total: int, unit: int, rank: int, size: int) -> Shard:

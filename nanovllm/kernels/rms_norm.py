@@ -59,7 +59,7 @@ def rms_norm(
     """Return RMSNorm(x + residual) and `x + residual`, computed in float32, in x's dtype; of parts in the weight's.
 
     Args:
-        x: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size] float32.
+        x: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size], in any float.
         weight: [size].
         eps: added to the mean square.
         residual: [num_rows, size], or None for zero.

@@ -17,8 +17,7 @@ from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.quantization.loading import WeightTarget
-from nanovllm.quantization.weight import Weight
+from nanovllm.quantization.loading import LoadableModule, WeightTarget
 
 
 class HiddenStates(Protocol):
@@ -39,8 +38,10 @@ class CausalLM(nn.Module):
     supports_cuda_graph: bool = True
     """Whether steps can be captured: nothing in them waits for the device, or depends on values there."""
 
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]]
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str | None]]]
     """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
+    """Modules that have another name in some checkpoints: name there -> name here."""
     fused_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
     """Projections that are one in some checkpoints, too, as Phi-3's are: name -> parts of its weight, in order."""
 
@@ -61,7 +62,7 @@ class CausalLM(nn.Module):
     @property
     def kernel_rows(self) -> set[int]:
         """Numbers of rows at which the choice of the weights' kernels changes."""
-        return {rows for module in self.modules() if isinstance(module, Weight) for rows in module.kernel_rows}
+        return {rows for module in self.modules() if isinstance(module, LoadableModule) for rows in module.kernel_rows}
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
@@ -116,14 +117,18 @@ class CausalLM(nn.Module):
         # Embedding models are published without their head, and the rest without the name that it has beside one.
         if not name.startswith(("model.", "lm_head.")):
             name = f"model.{name}"
-        path = name.split(".")
+        path = [self.renamed_modules.get(module, module) for module in name.split(".")]
         module = path[-2] if len(path) >= 2 else ""
         if module in self.fused_modules_mapping:
             return [WeightTarget(name, part) for part in self.fused_modules_mapping[module]]
         part = None
         if module in self.packed_modules_mapping:
             path[-2], part = self.packed_modules_mapping[module]
-        return [WeightTarget(".".join(path), part)]
+        expert = None
+        if len(path) >= 4 and path[-4] == "experts" and path[-3].isdecimal():
+            # One tensor for each of the experts that are stacked here.
+            expert = int(path.pop(-3))
+        return [WeightTarget(".".join(path), part, expert)]
 
 
 class LoadableCausalLM(CausalLM, ABC):

@@ -2,7 +2,8 @@
 
 Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. How families differ stands in rows of
 `MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them; and what
-differs between layers, in `ModelConfig.layers`: sliding windows, and layers that do not rotate. Activations are
+differs between layers, in `ModelConfig.layers`: sliding windows, layers that do not rotate, and mixtures of experts in
+the MLP's place. Activations are
 [num_tokens, size]: sequences lie one after the other, and only attention knows where one ends.
 
 Norms and linear layers are lazy: they return a deferred result (`Normed`, `Projection`, `DeferredBranch`), and the
@@ -21,6 +22,7 @@ from nanovllm.distributed.shard import ModelShard
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.fused_experts import FusedExperts, Router
 from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, Normed, ResidualStream, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -65,15 +67,34 @@ class MLP(nn.Module):
         return self.down_proj(gate_up.silu_and_mul())
 
 
+class SparseMLP(nn.Module):
+    """A mixture of SwiGLU experts, of which a router chooses some for each token."""
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
+        super().__init__()
+        assert config.experts is not None and shard.experts is not None
+        self.gate = Router(config.hidden_size, config.experts)
+        self.experts = FusedExperts(config.hidden_size, shard.experts, communicator)
+
+    def forward(self, x: Normed) -> DeferredBranch:
+        """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
+        rows = x.compute()
+        return self.experts(rows, self.gate(rows))
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm, each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, attention: SelfAttention
+        self,
+        config: ModelConfig,
+        communicator: Communicator,
+        attention: SelfAttention,
+        mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
         self.self_attn = attention
-        self.mlp = MLP(config, shard)
+        self.mlp = mlp
         self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
@@ -96,7 +117,8 @@ class Decoder(nn.Module):
         for layer in config.layers:
             options = AttentionOptions(window=layer.window)
             attention = SelfAttention(config, shard, rotaries[layer.has_rope], options)
-            self.layers.append(DecoderLayer(config, shard, communicator, attention))
+            mlp = SparseMLP(config, shard, communicator) if layer.has_experts else MLP(config, shard)
+            self.layers.append(DecoderLayer(config, communicator, attention, mlp))
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Normed:
@@ -115,13 +137,17 @@ class DecoderForCausalLM(CausalLM):
         "qkv_proj": ("q", "k", "v"),
         "gate_up_proj": ("gate", "up"),
     }
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str]]] = {
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | None]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
         "gate_proj": ("gate_up_proj", "gate"),
         "up_proj": ("gate_up_proj", "up"),
+        "w1": ("gate_up_proj", "gate"),
+        "w3": ("gate_up_proj", "up"),
+        "w2": ("down_proj", None),
     }
+    renamed_modules: ClassVar[dict[str, str]] = {"block_sparse_moe": "mlp"}
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -72,27 +72,32 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
         ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape or
             dtype. Floats are converted to the model's; a warning says so where the config does not have them so.
     """
-    slices = weight_slices(model)
-    filled: set[WeightTarget] = set()
-    surplus, stored = [], dict[str, torch.dtype]()
+    slices, files, stored = weight_slices(model), weight_files(folder), dict[str, torch.dtype]()
+    _check_names(model, slices, folder, files)
     num_bytes = sum(part.region.nbytes for part in slices.values())
     with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
-        for file, name, tensor in chain.from_iterable(map(_tensors, weight_files(folder))):
-            targets = model.weight_targets(name)
-            if any(target not in slices for target in targets):
-                surplus.append(name)
-                continue
-            for target, rows in _rows_of(tensor, [(target, slices[target]) for target in targets]):
-                if target in filled:
-                    raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
+        for _, name, tensor in chain.from_iterable(map(_tensors, files)):
+            parts = [(target, slices[target]) for target in model.weight_targets(name)]
+            for target, rows in _rows_of(tensor, parts):
                 stored[name] = slices[target].fill(name, rows)
-                filled.add(target)
                 bar.update(slices[target].region.nbytes)
-    missing = [str(target) for target in slices if target not in filled]
-    if surplus or missing:
-        raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
     if rank == 0:
         _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), next(model.parameters()).dtype)
+
+
+def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], folder: str, files: list[str]) -> None:
+    """Refuse, before any is read, tensors that are missing, left over, or there twice."""
+    found, surplus = set[WeightTarget](), []
+    for file, name, _ in chain.from_iterable(map(_tensors, files)):
+        for target in model.weight_targets(name):
+            if target in found:
+                raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
+            found.add(target)
+            if target not in slices:
+                surplus.append(name)
+    missing = [str(target) for target in slices if target not in found]
+    if surplus or missing:
+        raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
 
 
 def _rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:

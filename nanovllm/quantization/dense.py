@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -12,7 +10,7 @@ from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
-from nanovllm.kernels.rms_norm import Norm
+from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
 
@@ -29,7 +27,7 @@ class DenseWeight(Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows: ClassVar[tuple[int, ...]] = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
+    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
         super().__init__()
@@ -61,6 +59,10 @@ class DenseWeight(Weight):
         self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class; for small batches in one kernel."""
+        if x.dim() == 3:
+            # Kernels of few rows normalise, but add up no parts.
+            normed, total = rms_norm(x, norm.weight, norm.eps, residual)
+            return self.multiply(normed, gated), total
         return norm_linear(x, self.values, self.bias, norm, residual, gated)
 
     def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -70,10 +72,10 @@ class DenseWeight(Weight):
 
     def should_use_rope_store(self, x: torch.Tensor, rope: NormRope) -> bool:
         """See the base class."""
-        if rope.norm_weights is None or self.bias is not None or x.dim() != 2 or not is_hopper(x.device):
+        if rope.norm_weights is None or self.bias is not None or not is_hopper(x.device):
             return False
         has_head_dim = rope.cos_sin.shape[1] == choose.PERSISTENT_COLUMNS
-        return has_head_dim and choose.should_use_persistent(len(x), self.values)
+        return has_head_dim and choose.should_use_persistent(x.shape[-2], self.values)
 
     def multiply_rope_store(
         self, x: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,6 +100,9 @@ class TensorRows:
 
 class LoadableModule(nn.Module):
     """A module that makes its parameters of checkpoint tensors."""
+
+    kernel_rows: Collection[int] = ()
+    """Numbers of rows at which the choice of kernels or of their tiles changes."""
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         """Return what this rank holds of each tensor that the module, which the model calls `name`, is made of.

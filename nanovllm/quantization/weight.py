@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -38,9 +37,6 @@ class Weight(LoadableModule, ABC):
 
     Its name in the model is `<layer>.weight`; the checkpoint's tensors have their names from the layer.
     """
-
-    kernel_rows: ClassVar[tuple[int, ...]] = ()
-    """Numbers of rows at which the choice of kernels or of their tiles changes."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:

@@ -1,0 +1,120 @@
+"""The experts of few rows on the tensor cores: each that some row has is read once, and no other one.
+
+There is a program for each tile of outputs and each (row, choice); the first of an expert's computes all its rows, and
+the others end at once. So nothing is sorted, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels.moe.route import Routing
+
+MAX_ROWS = 16
+_OUTS = 64
+"""Rows of a weight per program, of which half are the gate's if it is gated."""
+_STEP_BYTES = 256
+"""Inputs per step, in bytes."""
+
+
+@jit
+def _multiply(
+    x_ptrs, x_mask, weight_ptrs, up_offset, out_mask, in_features,
+    EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Return the product, [rows, outputs] float32, and of a gated layer that with up's weights, too."""
+    ins = tl.arange(0, INS)
+    acc = tl.zeros([x_mask.shape[0], out_mask.shape[0]], dtype=tl.float32)
+    up = acc
+    for start in range(0, in_features, INS):
+        row_mask, mask = x_mask[:, None], out_mask[None, :]
+        if not EVEN:
+            row_mask = row_mask & (start + ins < in_features)[None, :]
+            mask = mask & (start + ins < in_features)[:, None]
+        x = tl.load(x_ptrs[:, None] + (start + ins)[None, :], mask=row_mask, other=0.0)
+        weight = tl.load(weight_ptrs[None, :] + (start + ins)[:, None], mask=mask, other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        if GATED:
+            up_weight = tl.load(weight_ptrs[None, :] + up_offset + (start + ins)[:, None], mask=mask, other=0.0)
+            up = tl.dot(x, up_weight, up, input_precision="ieee")
+    return acc, up
+
+
+@jit
+def multiply_expert(
+    x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype: tl.constexpr,
+    EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Return rows times one expert's weights, [rows, outs] float32; if gated, SiLU of the gate's times up's.
+
+    x_ptrs: of the rows; weight_ptr: of the weights of all experts.
+    """
+    size = tl.cast(out_features, tl.int64) * in_features
+    weight_ptrs = weight_ptr + expert * size * (2 if GATED else 1) + outs.to(tl.int64) * in_features
+    out, up = _multiply(x_ptrs, row_mask, weight_ptrs, size, outs < out_features, in_features, EVEN, INS, GATED)
+    if GATED:
+        # Rounded as by separate ops.
+        out = round_to(out, dtype)
+        out = out / (1 + tl.exp(-out)) * round_to(up, dtype)
+    return out
+
+
+@jit(do_not_specialize=["num_rows", "first_expert"])
+def _expert_gemm_kernel(
+    x_ptr, experts_ptr, scales_ptr, weight_ptr, out_ptr, num_rows, first_expert, num_experts, in_features, out_features,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, OUTS: tl.constexpr,
+    INS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(1)
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    rows, choices = tl.arange(0, ROWS)[:, None], tl.arange(0, CHOICES)[None, :]
+    slots = rows * TOP_K + choices
+    if GATED:
+        wait_for_previous(PDL)
+    chosen = tl.load(experts_ptr + slots, mask=(rows < num_rows) & (choices < TOP_K), other=-1)
+    expert = tl.load(experts_ptr + slot)
+    if not GATED:
+        wait_for_previous(PDL)
+    has_expert = chosen == expert
+    num_earlier = tl.sum(tl.sum((has_expert & (slots < slot)).to(tl.int32), axis=1), axis=0)
+    expert -= first_expert
+    if (num_earlier == 0) & (expert >= 0) & (expert < num_experts):
+        # Where a row has the expert, if it has: at most once, but in rows that are not numbers.
+        row_slots = tl.max(tl.where(has_expert, slots, -1), axis=1)
+        row_mask = row_slots >= 0
+        row_slots = tl.maximum(row_slots, 0).to(tl.int64)
+        x_ptrs = x_ptr + (tl.arange(0, ROWS) if GATED else row_slots) * in_features
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        out = multiply_expert(
+            x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype, EVEN, INS, GATED
+        )
+        if not GATED:
+            out *= tl.load(scales_ptr + row_slots, mask=row_mask, other=0.0)[:, None]
+        mask = row_mask[:, None] & (outs < out_features)[None, :]
+        tl.store(out_ptr + row_slots[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
+
+
+def expert_gemm(
+    x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torch.Tensor, first_expert: int, gated: bool
+) -> None:
+    """Multiply up to MAX_ROWS rows with the weights of their experts.
+
+    Args:
+        x: [num_tokens, in_features], or if not gated [num_tokens, top_k, in_features]; contiguous.
+        routing: the experts of each token; from the kernel ahead if gated, else from an older one.
+        weight: [num_experts, out_features, in_features], or with twice the outputs if gated.
+        out: [num_tokens, top_k, out_features]; filled where the expert is here. If not gated, weighted.
+        first_expert: the number of the first of them.
+        gated: return SiLU(gate) * up.
+    """
+    num_rows, top_k = routing.experts.shape
+    in_features, out_features = x.shape[-1], out.shape[-1]
+    assert num_rows <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    outs, ins = _OUTS // 2 if gated else _OUTS, _STEP_BYTES // x.element_size()
+    _expert_gemm_kernel[(triton.cdiv(out_features, outs), num_rows * top_k)](
+        x, routing.experts, routing.weights, weight, out, num_rows, first_expert, len(weight), in_features,
+        out_features, EVEN=in_features % ins == 0, ROWS=MAX_ROWS, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
+        OUTS=outs, INS=ins, GATED=gated, num_warps=4, num_stages=4, **pdl_options(x.device),
+    )  # fmt: skip

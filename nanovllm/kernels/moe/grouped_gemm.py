@@ -1,0 +1,180 @@
+"""The experts of many rows: rows sorted by expert, then one persistent product over the tiles of all experts.
+
+How many rows an expert has is known on the device alone. Neither the grid nor a shape depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.moe.expert_gemm import multiply_expert
+from nanovllm.kernels.moe.route import Routing
+
+_SORT_BLOCK = 4096
+_STAGES = 4
+
+
+class Tile(NamedTuple):
+    """What a program computes at a time.
+
+    Attributes:
+        rows: of one expert.
+        outs: rows of a weight, of which half are the gate's if it is gated.
+        step_bytes: inputs per step, in bytes.
+        warps: of a program.
+    """
+
+    rows: int
+    outs: int
+    step_bytes: int
+    warps: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """Return the bytes of a step's inputs and weights."""
+        return (self.rows + self.outs) * self.step_bytes
+
+
+_TILES = {8: Tile(16, 64, 256, 4), 24: Tile(32, 64, 256, 4), 64: Tile(64, 128, 128, 4)}
+"""By the most rows that an expert has on the average: few enough rows that most experts' weights are read once."""
+_LARGEST_TILE, _HOPPER_TILE = Tile(128, 128, 128, 8), Tile(128, 256, 128, 8)
+"""With more. Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
+
+
+def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
+    """Return the numbers of rows from which on another tile is taken."""
+    return tuple(most * num_experts // top_k + 1 for most in _TILES)
+
+
+def choose_tile(x: torch.Tensor, routing: Routing) -> Tile:
+    """Return the tile for rows of x's dtype and device, of which each has some of all experts."""
+    for most, tile in _TILES.items():
+        if routing.experts.numel() <= most * routing.num_experts or (tile.rows == 64 and x.element_size() == 4):
+            return tile
+    return _HOPPER_TILE if is_hopper(x.device) else _LARGEST_TILE
+
+
+class SortedSlots(NamedTuple):
+    """The (row, choice) pairs, `row * top_k + choice`, by expert.
+
+    Attributes:
+        slots: [num_rows * top_k] int32, those of this rank's experts, in order.
+        starts: [num_experts + 1] int32, where each expert's begin, and where the last one's end.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+
+
+@jit(do_not_specialize=["num_slots", "first_expert"])
+def _sort_slots_kernel(
+    experts_ptr, slots_ptr, starts_ptr, num_slots, first_expert, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Count and place the slots of one expert; each program reads all, which is faster than waiting for others."""
+    expert = first_expert + tl.program_id(0)
+    block = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    own = tl.zeros([BLOCK], dtype=tl.int32)
+    wait_for_previous(PDL)
+    for start in range(0, num_slots, BLOCK):
+        chosen = tl.load(experts_ptr + start + block, mask=start + block < num_slots, other=-1)
+        before += ((chosen >= first_expert) & (chosen < expert)).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(starts_ptr + tl.program_id(0), place)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + tl.num_programs(0), place + tl.sum(own, axis=0))
+    for start in range(0, num_slots, BLOCK):
+        chosen = tl.load(experts_ptr + start + block, mask=start + block < num_slots, other=-1)
+        is_own = (chosen == expert).to(tl.int32)
+        ranks = tl.cumsum(is_own, axis=0)
+        tl.store(slots_ptr + place + ranks - 1, start + block, mask=is_own > 0)
+        place += tl.sum(is_own, axis=0)
+
+
+def sort_slots(routing: Routing, first_expert: int, num_experts: int) -> SortedSlots:
+    """Sort the slots of `num_experts` experts from the first one on."""
+    device, num_slots = routing.experts.device, routing.experts.numel()
+    slots = torch.empty(num_slots, dtype=torch.int32, device=device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    _sort_slots_kernel[(num_experts,)](
+        routing.experts, slots, starts, num_slots, first_expert, BLOCK=_SORT_BLOCK, num_warps=8, **pdl_options(device)
+    )
+    return SortedSlots(slots, starts)
+
+
+@jit
+def _grouped_gemm_kernel(
+    x_ptr, slots_ptr, starts_ptr, scales_ptr, weight_ptr, out_ptr, num_experts, in_features, out_features,
+    EVEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    INS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    experts = tl.arange(0, EXPERTS)
+    is_expert = experts < num_experts
+    if GATED:
+        wait_for_previous(PDL)
+    starts = tl.load(starts_ptr + experts, mask=is_expert, other=0)
+    stops = tl.load(starts_ptr + experts + 1, mask=is_expert, other=0)
+    if not GATED:
+        wait_for_previous(PDL)
+    columns = tl.cdiv(out_features, OUTS)
+    # An expert's tiles are computed one after the other, so that they find each other's weights and rows in the cache.
+    tiles = tl.where(is_expert, tl.cdiv(stops - starts, ROWS), 0)
+    tile_stops = tl.cumsum(tiles, axis=0) * columns
+    for tile in range(tl.program_id(0), tl.sum(tiles, axis=0) * columns, tl.num_programs(0)):
+        expert = tl.sum((tile_stops <= tile).to(tl.int32), axis=0)
+        is_this = experts == expert
+        row_tiles = tl.sum(tl.where(is_this, tiles, 0), axis=0)
+        tile_start = tl.sum(tl.where(is_this, tile_stops, 0), axis=0) - row_tiles * columns
+        start = tl.sum(tl.where(is_this, starts, 0), axis=0)
+        stop = tl.sum(tl.where(is_this, stops, 0), axis=0)
+        places = start + (tile - tile_start) % row_tiles * ROWS + tl.arange(0, ROWS)
+        outs = (tile - tile_start) // row_tiles * OUTS + tl.arange(0, OUTS)
+        row_mask = places < stop
+        slots = tl.load(slots_ptr + places, mask=row_mask, other=0)
+        x_rows = slots // TOP_K if GATED else places
+        out_rows = places if GATED else slots
+        out = multiply_expert(
+            x_ptr + x_rows.to(tl.int64) * in_features, row_mask, weight_ptr, expert, outs, in_features, out_features,
+            dtype, EVEN, INS, GATED,
+        )  # fmt: skip
+        if not GATED:
+            out *= tl.load(scales_ptr + slots, mask=row_mask, other=0.0)[:, None]
+        mask = row_mask[:, None] & (outs < out_features)[None, :]
+        tl.store(out_ptr + out_rows.to(tl.int64)[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
+
+
+def grouped_gemm(
+    x: torch.Tensor, routing: Routing, order: SortedSlots, weight: torch.Tensor, out: torch.Tensor, gated: bool
+) -> None:
+    """Multiply rows with the weights of their experts.
+
+    Args:
+        x: [num_tokens, in_features], or if not gated [num_tokens * top_k, in_features], sorted; contiguous.
+        routing: the experts of each token.
+        order: its slots by expert; from the kernel ahead if gated, else from an older one.
+        weight: [num_experts, out_features, in_features], or with twice the outputs if gated.
+        out: [num_tokens * top_k, out_features]; filled where the expert is here. If gated, sorted; if not, by slot,
+            and weighted.
+        gated: return SiLU(gate) * up.
+    """
+    num_rows, top_k = routing.experts.shape
+    (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
+    assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    tile = choose_tile(x, routing)
+    outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
+    num_processors, shared_bytes = device_limits(x.device)
+    stages = max(1, min(_STAGES, shared_bytes // tile.stage_bytes))
+    most_tiles = (num_experts + num_rows * top_k // tile.rows) * triton.cdiv(out_features, outs)
+    # Products of fewer than 64 rows on a warpgroup's tensor cores hold a stage in registers.
+    buffers = stages if tile.rows >= 64 else stages - 1
+    resident = num_processors * max(1, shared_bytes // (max(1, buffers) * tile.stage_bytes))
+    _grouped_gemm_kernel[(max(1, min(most_tiles, resident)),)](
+        x, order.slots, order.starts, routing.weights, weight, out, num_experts, in_features, out_features,
+        EVEN=in_features % ins == 0, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, ROWS=tile.rows,
+        OUTS=outs, INS=ins, GATED=gated, num_warps=tile.warps, num_stages=stages, **pdl_options(x.device),
+    )  # fmt: skip

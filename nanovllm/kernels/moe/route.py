@@ -1,0 +1,114 @@
+"""The router of a mixture of experts: its product, the choice of each token's experts, and their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels.fast_math import round_to
+
+_STEP_BYTES = 256
+"""Inputs per step of the product, in bytes."""
+_STAGES = 4
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token.
+
+    Attributes:
+        experts: [num_tokens, top_k] int32, the best first; of equal ones that of the lowest number.
+        weights: [num_tokens, top_k] float32, what their outputs are multiplied by.
+        num_experts: of which they are chosen.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    num_experts: int
+
+
+def route_ref(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+    """Plain torch form of `route`."""
+    logits = functional.linear(x, weight).float()
+    best, experts = (values[:, :top_k] for values in logits.sort(dim=1, descending=True, stable=True))
+    total = (best if renormalize else logits).logsumexp(1, keepdim=True)
+    return Routing(experts.int(), (best - total).exp(), len(weight))
+
+
+@jit(do_not_specialize=["num_rows"])
+def _route_kernel(
+    x_ptr, weight_ptr, experts_ptr, weights_ptr, num_rows, num_experts, in_features,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    ins = tl.arange(0, INS)
+    is_row, is_expert = (rows < num_rows)[:, None], (experts < num_experts)[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * in_features + ins[None, :]
+    weight_ptrs = weight_ptr + experts[None, :] * in_features + ins[:, None]
+    acc = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
+    wait_for_previous(PDL)
+    for start in range(0, in_features, INS):
+        x_mask, weight_mask = is_row, is_expert
+        if not EVEN:
+            x_mask = x_mask & (start + ins < in_features)[None, :]
+            weight_mask = weight_mask & (start + ins < in_features)[:, None]
+        x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    # Rounded as by a separate product.
+    logits = tl.where(is_expert, round_to(acc, x_ptr.dtype.element_ty), float("-inf"))
+    most = tl.max(logits, axis=1)
+    total = tl.sum(tl.exp(logits - most[:, None]), axis=1)
+    choices = tl.arange(0, CHOICES)[None, :]
+    chosen = tl.zeros([ROWS, CHOICES], dtype=tl.int32)
+    weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(logits, axis=1)
+        expert = tl.min(tl.where(logits == best[:, None], experts[None, :], EXPERTS), axis=1)
+        # Where a row is not a number, as padding may be, none is the best; but all must be there.
+        expert = tl.minimum(expert, num_experts - 1)
+        chosen = tl.where(choices == choice, expert[:, None], chosen)
+        weights = tl.where(choices == choice, tl.exp(best - most)[:, None], weights)
+        logits = tl.where(experts[None, :] == expert[:, None], float("-inf"), logits)
+    if RENORMALIZE:
+        total = tl.sum(weights, axis=1)
+    places = rows.to(tl.int64)[:, None] * TOP_K + choices
+    mask = is_row & (choices < TOP_K)
+    tl.store(experts_ptr + places, chosen, mask=mask)
+    tl.store(weights_ptr + places, weights / total[:, None], mask=mask)
+
+
+def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+    """Choose the `top_k` experts of the largest probabilities, the softmax of `x @ weight.T`.
+
+    Args:
+        x: [num_tokens, in_features], contiguous.
+        weight: [num_experts, in_features], contiguous.
+        top_k: experts of each token.
+        renormalize: divide their probabilities by their sum.
+    """
+    if not uses_triton(x.device):
+        return route_ref(x, weight, top_k, renormalize)
+    num_rows, in_features = x.shape
+    assert x.is_contiguous() and weight.is_contiguous()
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
+    num_processors, shared_bytes = device_limits(x.device)
+    # Each program reads the whole weight.
+    tile_rows = 16 if num_rows <= 16 * num_processors else 64
+    experts = max(16, triton.next_power_of_2(len(weight)))
+    ins = _STEP_BYTES // x.element_size()
+    step_bytes = (tile_rows + experts) * _STEP_BYTES
+    _route_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        x, weight, chosen, weights, num_rows, len(weight), in_features,
+        EVEN=in_features % ins == 0, ROWS=tile_rows, EXPERTS=experts, INS=ins, TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
+        num_warps=4 if tile_rows == 16 else 8, num_stages=max(1, min(_STAGES, shared_bytes // step_bytes)),
+        **pdl_options(x.device),
+    )  # fmt: skip
+    return Routing(chosen, weights, len(weight))

@@ -1,0 +1,71 @@
+"""A mixture of SwiGLU experts (Shazeer et al. 2017, arXiv:1701.06538), without limits to what an expert takes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import ExpertsShard, Shard
+from nanovllm.experts_config import ExpertsConfig
+from nanovllm.kernels.moe.fused_experts import fused_experts, kernel_rows
+from nanovllm.kernels.moe.route import Routing, route
+from nanovllm.layers.layernorm import DeferredBranch
+from nanovllm.quantization.experts import DenseExpertsWeight
+from nanovllm.quantization.loading import LoadableModule
+from nanovllm.quantization.weight import MatrixShard
+
+
+class Router(LoadableModule):
+    """Chooses each token's experts; the same on every rank.
+
+    Attributes:
+        weight: [num_experts, hidden_size].
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
+        self.top_k, self.renormalize = config.top_k, config.renormalize
+        self.kernel_rows = kernel_rows(config.num_experts, config.top_k)
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        """x: [num_tokens, hidden_size], contiguous."""
+        return route(x, self.weight, self.top_k, self.renormalize)
+
+
+class _ExpertsLinear(nn.Module):
+    """One projection of all experts, which holds its weight by the name that it has in checkpoints."""
+
+    def __init__(self, experts: Shard, shard: MatrixShard) -> None:
+        super().__init__()
+        self.weight = DenseExpertsWeight(experts, shard)
+
+
+class FusedExperts(nn.Module):
+    """All experts of a layer: of each rank some, or a slice of every one.
+
+    The result is one rank's part of a sum, which is left to the norm that follows.
+    """
+
+    def __init__(self, hidden_size: int, shard: ExpertsShard, communicator: Communicator) -> None:
+        super().__init__()
+        hidden, size = Shard.whole(hidden_size), shard.intermediate
+        self.gate_up_proj = _ExpertsLinear(shard.experts, MatrixShard({"gate": size, "up": size}, hidden))
+        self.down_proj = _ExpertsLinear(shard.experts, MatrixShard({None: hidden}, size))
+        self.communicator = communicator
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> DeferredBranch:
+        """Return the experts' outputs for x, [num_tokens, hidden_size], not computed yet, for the residual stream."""
+        return partial(self._add_to, x, routing)
+
+    def _add_to(
+        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
+        out = fused_experts(x, routing, gate_up.values, down.values, gate_up.experts.start)
+        if self.communicator.size > 1 and out.dim() == 3:
+            out = out.sum(0)
+        return out, residual

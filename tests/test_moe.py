@@ -1,0 +1,238 @@
+"""Mixtures of experts: kernels against float64, and engines against transformers, however the experts are divided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import experts_shard
+from nanovllm.experts_config import ExpertsConfig
+from nanovllm.kernels.moe import fused_experts as experts_op
+from nanovllm.kernels.moe import route as route_op
+from nanovllm.kernels.moe.fused_experts import fused_experts_ref, kernel_rows
+from nanovllm.kernels.moe.grouped_gemm import choose_tile
+from nanovllm.kernels.moe.route import Routing, route_ref
+from nanovllm.layers.fused_experts import FusedExperts
+from nanovllm.quantization.loading import WeightSlice
+from tests.conftest import MakeCheckpoint
+from tests.test_families import FAMILIES
+from tests.test_greedy import Reference, check, make_llm, prompts
+from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, randn
+
+# Experts of each token and of all; in features, and those of an expert: no multiples of what a kernel takes at a time.
+MIXTURES = [(2, 8), (1, 5), *([(8, 128)] if GPU else [])]
+SIZES = (2048, 768) if GPU else (80, 48)
+ROWS = (1, 2, 3, 16, 17, 100, *((200, 500, 1500, 4096) if GPU else ()))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def make_experts(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden, size = SIZES
+    gate_up = randn(num_experts, 2 * size, hidden, dtype=dtype) * hidden**-0.5
+    return gate_up, randn(num_experts, hidden, size, dtype=dtype) * size**-0.5
+
+
+def check_experts(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first: int) -> None:
+    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, first)
+    out = out.float().sum(0) if out.dim() == 3 else out
+    same = fused_experts_ref(x, routing, gate_up, down, first)
+    exact = fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first)
+    check_error(out, same, exact.float())
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("top_k", "num_experts"), MIXTURES)
+def test_kernels(rows: int, dtype: torch.dtype, top_k: int, num_experts: int) -> None:
+    gate_up, down = make_experts(num_experts, dtype)
+    weight, x = randn(num_experts, SIZES[0], dtype=dtype) * SIZES[0] ** -0.5, randn(rows, SIZES[0], dtype=dtype)
+    routing = by_triton(route_op.route)(x, weight, top_k, True)
+    check_experts(x, routing, gate_up, down, 0)
+    # A rank's experts, with others' before and after.
+    check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 19])
+def test_all_rows_of_one_expert_and_experts_of_one_row(rows: int) -> None:
+    dtype = DTYPES[-1]
+    gate_up, down = make_experts(20, dtype)
+    x, weights = randn(rows, SIZES[0], dtype=dtype), torch.rand(rows, 1, device=DEVICE)
+    for chosen in (torch.full((rows, 1), 19), torch.arange(rows).flip(0).unsqueeze(1)):
+        check_experts(x, Routing(chosen.int().to(DEVICE), weights, 20), gate_up, down, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 19, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
+    # Small whole numbers, whose logits are exact, and often equal.
+    weight, x = (torch.randint(-1, 2, (n, 80), device=DEVICE).to(dtype) / 8 for n in (24, rows))
+    got, want = by_triton(route_op.route)(x, weight, 4, renormalize), route_ref(x, weight, 4, renormalize)
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
+    logits = (x.double() @ weight.double().T).cpu()
+    for row, chosen, weights in zip(logits, got.experts.tolist(), got.weights.tolist(), strict=True):
+        assert chosen == [expert for _, expert in sorted(zip((-row).tolist(), range(24), strict=True))[:4]]
+        total = row[chosen].exp().sum() if renormalize else row.exp().sum()
+        assert weights == pytest.approx((row[chosen].exp() / total).tolist(), rel=1e-3)
+
+
+def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other() -> None:
+    gate_up, down = make_experts(5, torch.float32)
+    weight, x = randn(5, SIZES[0]), randn(19, SIZES[0])
+    want = route_ref(x, weight, 2, True)
+    x[3] = float("nan")
+    for rows in (8, 19):
+        routing = by_triton(route_op.route)(x[:rows], weight, 2, True)
+        assert routing.experts.min() >= 0 and routing.experts.max() < 5
+        out = by_triton(experts_op.fused_experts)(x[:rows], routing, gate_up, down).sum(0)
+        others = [row for row in range(rows) if row != 3]
+        routing = Routing(want.experts[:rows], want.weights[:rows], 5)
+        same = fused_experts_ref(x[:rows].nan_to_num(), routing, gate_up, down)
+        torch.testing.assert_close(out[others], same[others], rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_change_where_they_say() -> None:
+    def tile(rows: int) -> Any:
+        chosen = torch.empty(rows, 8, dtype=torch.int32)
+        return choose_tile(torch.empty(rows, 8, dtype=torch.float16), Routing(chosen, chosen.float(), 128))
+
+    rows = kernel_rows(128, 8)
+    assert rows == (1, 2, 17, 129, 385, 1025)
+    assert all(tile(number - 1) != tile(number) and tile(number - 1) == tile(number - 100) for number in rows[3:])
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_the_ranks_hold_adds_up(size: int, is_parallel: bool) -> None:
+    config = ExpertsConfig(num_experts=5, top_k=2, intermediate_size=56, renormalize=True, is_parallel=is_parallel)
+    stored = {"gate": torch.randn(5, 56, 80), "up": torch.randn(5, 56, 80), None: torch.randn(5, 80, 56)}
+    x, routing = torch.randn(20, 80), route_ref(torch.randn(20, 80), torch.randn(5, 80), 2, True)
+    total = torch.zeros(20, 80)
+    for rank in range(size):
+        module = FusedExperts(80, experts_shard(config, rank, size), Communicator())
+        for layer in (module.gate_up_proj, module.down_proj):
+            slices = layer.weight.weight_slices("weight")
+            assert len(slices) == 5 * len(layer.weight.shard.outputs)
+            for target, part in slices.items():
+                part.region.copy_(stored[target.part][target.expert or 0][part.index])
+        out, _ = module(x, routing)(torch.zeros(20, 80))
+        total += out
+    gate_up = torch.cat([stored["gate"], stored["up"]], dim=1)
+    torch.testing.assert_close(total, fused_experts_ref(x, routing, gate_up, stored[None]), rtol=1e-4, atol=1e-3)
+
+
+def folder_of(make_checkpoint: MakeCheckpoint, name: str, **changes: Any) -> Path:
+    return make_checkpoint(name.removesuffix("ForCausalLM"), **(FAMILIES[name] | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "is_parallel"), [("Qwen3MoeForCausalLM", 3, True), ("MixtralForCausalLM", 2, False)]
+)
+def test_ranks_say_what_transformers_says(
+    make_checkpoint: MakeCheckpoint, name: str, size: int, is_parallel: bool
+) -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    folder, batch = folder_of(make_checkpoint, name, **heads), prompts((1, 16, 33, 90), seed=5)
+    reference = Reference(folder)
+    settings = {"tensor_parallel_size": size, "enable_expert_parallel": is_parallel, "device": "cpu"}
+    with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=3, **settings) as llm:
+        runner: Any = llm.llm_engine._runner
+        shards = [shard.experts for shard in runner.call("__getattribute__", "shard")]
+        num_experts = [shard.experts.size for shard in shards]
+        total = shards[0].experts.total
+        assert sum(num_experts) == total if is_parallel else num_experts == [total] * size
+        assert sum(check(llm, reference, batch)) == 0
+        assert sum(check(llm, reference, batch)) > 100
+
+
+def test_an_engine_on_the_kernels_says_what_transformers_says(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of one row, of few and of many, and parts of sums on their way to the next norm."""
+    for op in (route_op, experts_op):
+        monkeypatch.setattr(op, "uses_triton", lambda device: True)
+    folder = folder_of(make_checkpoint, "Qwen3MoeForCausalLM", num_experts_per_tok=3)
+    reference, batch = Reference(folder), prompts((1, 30), seed=6)
+    with make_llm(folder, device="cpu") as llm:
+        for group in (batch[:1], batch):
+            outputs = llm.generate(group, SamplingParams(0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+            for prompt, output in zip(group, outputs, strict=True):
+                assert output["token_ids"] == reference.complete(tuple(prompt))[:4]
+
+
+def test_an_expert_that_is_missing_is_named_before_weights_are_read(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(make_checkpoint, "MixtralForCausalLM")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(weights, folder / "model.safetensors")
+    monkeypatch.setattr(WeightSlice, "fill", None)
+    with pytest.raises(ValueError, match=r"missing \['model.layers.1.mlp.experts.down_proj.weight\[3\]'\], left over"):
+        make_llm(folder)
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 9}, {}, "num_experts_per_tok must be in 1 ... 8, not 9"),
+    ({}, {}, "tensor_parallel_size=2 is too large for moe_intermediate_size=16"),
+    (
+        {"num_local_experts": 1, "num_experts_per_tok": 1},
+        {"enable_expert_parallel": True},
+        "over the model's 1 exp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "settings", "message"), BAD)
+def test_what_cannot_be_divided_is_refused(
+    make_checkpoint: MakeCheckpoint, changes: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    folder = folder_of(make_checkpoint, "MixtralForCausalLM", intermediate_size=16, num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        make_llm(folder, device="cpu", model_impl="native", tensor_parallel_size=2, **settings)
+
+
+def test_a_model_without_experts_has_none_to_divide(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="enable_expert_parallel=True: the model has no mixtures of experts"):
+        LLM(checkpoint, device="cpu", enable_expert_parallel=True)
+
+
+GPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 512, "moe_intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 4,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128, "norm_topk_prob": True,
+    "initializer_range": 0.05,
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_and_eager_steps_give_the_same_tokens(make_checkpoint: MakeCheckpoint, dtype: str) -> None:
+    folder = make_checkpoint("Qwen3Moe", **GPU_SHAPE)
+    batches = [prompts((40,), 1), prompts((5, 300, 17, 1, 64, 9), 2), prompts((1, 3, 40) * 40, 3)]
+    params, tokens = SamplingParams(0, max_tokens=24, ignore_eos=True), []
+    for eager in (False, True):
+        sizes = {"max_num_batched_tokens": 1024, "num_kvcache_blocks": 2000}
+        with make_llm(folder, device="cuda", dtype=dtype, enforce_eager=eager, **sizes) as llm:
+            # Graphs are captured by the second step of a size, and then replayed.
+            for _ in range(2):
+                outputs = [llm.generate(batch, params, use_tqdm=False) for batch in batches]
+        tokens.append([output["token_ids"] for group in outputs for output in group])
+    assert tokens[0] == tokens[1]
+    if dtype == "float32":
+        reference = Reference(folder)
+        want = [reference.complete(tuple(prompt)) for batch in batches[:2] for prompt in batch]
+        assert tokens[0][: len(want)] == want

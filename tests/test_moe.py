@@ -163,6 +163,7 @@ def test_ranks_say_what_transformers_says(
         assert sum(check(llm, reference, batch)) > 100
 
 
+@pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
 def test_an_engine_on_the_kernels_says_what_transformers_says(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,8 @@ def steps(x: torch.Tensor, layers: list[Layer], routings: list[Routing]) -> dict
         found["gate_up"] = lambda i: grouped_gemm(x, routings[i], orders[i], layers[i][1], flat, gated=True)
         found["down"] = lambda i: grouped_gemm(flat, routings[i], orders[i], layers[i][2], out, gated=False)
     gathered = [x[order.slots.long() // TOP_K] for order in orders]
-    found["torch"] = lambda i: torch._grouped_mm(gathered[i], layers[i][1].transpose(1, 2), offs=orders[i].starts[1:])
+    stops = [order.starts[1:].clone() for order in orders]
+    found["torch"] = lambda i: torch._grouped_mm(gathered[i], layers[i][1].transpose(1, 2), offs=stops[i])
     return found
 
 

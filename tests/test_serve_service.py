@@ -77,7 +77,7 @@ class PlayedLLM:
             stats=dict,
             tokenizer=PlayedTokenizer(),
             model_config=SimpleNamespace(hidden_size=8),
-            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20), step_histograms=StepHistograms()),
+            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 512, 20), step_histograms=StepHistograms()),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []

@@ -71,10 +71,8 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     have equal, padded sizes.
 
     Raises:
-        ValueError: the model has too few KV heads or MLP columns for `size` ranks, or is run by transformers.
+        ValueError: the model has too few KV heads or MLP columns for `size` ranks.
     """
-    if size > 1 and model.hf is not None:
-        raise ValueError(f"tensor_parallel_size={size}: a model that transformers' code runs has one rank")
     if size > model.num_kv_heads:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
     if size > max(1, model.intermediate_size // _MLP_UNIT):
@@ -86,9 +84,14 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
-        intermediate=_even_shard(model.intermediate_size, _MLP_UNIT, rank, size),
+        intermediate=even_shard(model.intermediate_size, rank, size),
         vocab=_padded_shard(model.vocab_size, rank, size),
     )
+
+
+def even_shard(columns: int, rank: int, size: int) -> Shard:
+    """Return a rank's share of the columns of an MLP, in aligned units where there are enough of them."""
+    return _even_shard(columns, _MLP_UNIT if columns >= size * _MLP_UNIT else 1, rank, size)
 
 
 def _even_shard(total: int, unit: int, rank: int, size: int) -> Shard:

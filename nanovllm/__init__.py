@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
+        RankedDocument,
         RequestMetrics,
         RequestOutput,
         ScoreOutput,
@@ -38,15 +39,16 @@ _MODULES = {
     "integrations.async_llm_engine": ("AsyncLLMEngine",),
     "logprobs": ("Logprob", "Logprobs"),
     "outputs": (
-        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RequestMetrics", "RequestOutput", "ScoreOutput",
-        "StepError", "StepResult", "TextPrompt", "TokensPrompt", "ToolCall",
+        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RankedDocument", "RequestMetrics",
+        "RequestOutput", "ScoreOutput", "StepError", "StepResult", "TextPrompt", "TokensPrompt", "ToolCall",
     ),
     "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
 }  # fmt: skip
 __all__ = [
     "LLM", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
-    "CompletionOutput", "Logprob", "Logprobs", "QueueFullError", "RequestMetrics", "RequestOutput", "SamplingParams",
-    "ScoreOutput", "StepError", "StepResult", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "ToolCall",
+    "CompletionOutput", "Logprob", "Logprobs", "QueueFullError", "RankedDocument", "RequestMetrics", "RequestOutput",
+    "SamplingParams", "ScoreOutput", "StepError", "StepResult", "StructuredOutputsParams", "TextPrompt",
+    "TokensPrompt", "ToolCall",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from nanovllm.outputs import (
     BeamSearchOutput,
     Prompt,
     Prompts,
+    RankedDocument,
     RequestOutput,
     ScoreOutput,
     StepResult,
@@ -48,6 +49,7 @@ from nanovllm.text.input_processor import InputProcessor, pooling_params
 from nanovllm.text.jobs import Job, JobRun, Outputs, Schedule
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
+from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
 from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
@@ -344,6 +346,44 @@ class LLM(Unpicklable):
         """
         job = Job(self.input_processor, prompts, pooling_params(pooling), schedule=schedule, pooling=pooling)
         return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        by: RankBy | None = None,
+        instruction: str | None = None,
+        pooling: Pooling = "last",
+        use_tqdm: bool = True,
+    ) -> list[RankedDocument]:
+        """Return documents by their relevance to a query, the most relevant first.
+
+        Args:
+            query, documents: texts.
+            top_n: how many to return; all if None.
+            by: "embedding" scores by the cosine of embeddings, "judgement" by the probability that the model answers
+                "yes" to Qwen3-Reranker's prompt; None takes this for models with "reranker" in their names, else that.
+            instruction: what a judge is told to look for; None for passages that answer a web search.
+            pooling: of embeddings; see `embed`.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: what is given is no text, an unknown `by`, or see `generate`.
+
+        Example:
+            >>> best = llm.rank("Monday", ["2, 3, 5, 7", "Tuesday"])[0]
+            >>> best.index, best.document
+            (1, 'Tuesday')
+        """
+        pairs = text_pairs([query], list(documents))
+        if rank_method(by, self.config.model) == "embedding":
+            scores = cosines(self.embed([query, *documents], pooling, use_tqdm), 1)
+        else:
+            judge = Judge(self.input_processor)
+            scores = judge.scores(self.generate(judge.prompts(pairs, instruction), judge.params, use_tqdm))
+        return ranked(scores, documents, top_n)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of prompts; equals transformers' beam search.

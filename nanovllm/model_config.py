@@ -239,6 +239,7 @@ class ModelConfig:
         num_layers, hidden_size = (_size_of(values, name) for name in ("num_hidden_layers", "hidden_size"))
         num_heads = values.get("num_attention_heads")
         num_heads = num_heads if isinstance(num_heads, int) and num_heads > 0 else 1
+        num_kv_heads = values.get("num_key_value_heads")
         return cls(
             architecture=TRANSFORMERS,
             vocab_size=_size_of(values, "vocab_size"),
@@ -246,7 +247,7 @@ class ModelConfig:
             intermediate_size=hidden_size,
             layers=(LayerConfig(),) * num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_heads,
+            num_kv_heads=num_kv_heads if isinstance(num_kv_heads, int) and 0 < num_kv_heads < num_heads else num_heads,
             head_dim=hidden_size // num_heads,
             rms_norm_eps=0.0,
             rope=RopeConfig(0.0),

@@ -227,6 +227,21 @@ class ScoreOutput:
 
 
 @dataclass
+class RankedDocument:
+    """A document, and how relevant it is to a query.
+
+    Attributes:
+        index: its place among the documents that were given.
+        score: a cosine, -1 ... 1, or a probability, 0 ... 1.
+        document: its text.
+    """
+
+    index: int
+    score: float
+    document: str
+
+
+@dataclass
 class BeamSearchSequence:
     """One beam: its tokens without the prompt's, its text, and its score with length penalty."""
 

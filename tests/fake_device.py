@@ -181,7 +181,9 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
         stack.enter_context(FakeTensorMode())
         model, communicator = ModelConfig.from_hf(shape), Communicator()
         if num_ranks > 1:
-            communicator = FirstRank(num_ranks, torch.device("cuda:0"), step_limits(config, model))
+            limits = step_limits(config, model)
+            assert limits is not None
+            communicator = FirstRank(num_ranks, torch.device("cuda:0"), limits)
         settings: dict[str, Any] = {"max_model_len": config.max_model_len, "compilers": given}
         ModelRunner(config, model, "none", communicator=communicator, **settings)
     return [compiles for (kernel, _), compiles in kernels.items() if not names or kernel.__name__ in names]

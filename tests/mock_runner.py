@@ -30,11 +30,13 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(array("i", context).tobytes()) % VOCAB_SIZE
 
 
-def complete(prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int) -> list[int]:
+def complete(
+    prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int, window: int | None = None
+) -> list[int]:
     """What the mock model says, without any engine."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and (len(tokens) < max_model_len or len(tokens) == len(prompt)):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-(window or len(tokens)) :]))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
@@ -74,10 +76,13 @@ def mock_pooling(token_ids: Sequence[int]) -> np.ndarray:
 
 
 class MockRunner:
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, pipeline_depth: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, pipeline_depth: int, window: int | None = None
+    ) -> None:
         self.num_kvcache_blocks = num_blocks
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
+        self.kv_window = window
         self.cache = [[EMPTY] * block_size for _ in range(num_blocks)]
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
@@ -183,7 +188,8 @@ class MockRunner:
         return self.cache[self.tables[slot][position // self.block_size]][position % self.block_size]
 
     def _sample(self, slot: int) -> int:
-        context = [self._load(slot, position) for position in range(self.num_computed[slot])]
+        end = self.num_computed[slot]
+        context = [self._load(slot, position) for position in range(max(0, end - (self.kv_window or end)), end)]
         assert EMPTY not in context
         self.last_token[slot] = next_token(context)
         return self.last_token[slot]
@@ -200,6 +206,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
     make_constraint: MakeConstraint = no_constraint,
+    window: int | None = None,
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -211,7 +218,7 @@ def make_engine(
     )
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
-    runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth)
+    runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth, window)
     engine = LLMEngine(
         config,
         runner,
@@ -250,7 +257,9 @@ def check_engine(engine: LLMEngine) -> None:
         if manager._num_gained < seq.fits_from:
             # It is not looked at again yet, and would not fit.
             matched = manager._match_prefix(seq)
-            num_needed = manager.num_blocks_for(seq.num_tokens) - sum(block.ref_count > 0 for block in matched)
+            num_computed = min(len(matched) * manager.block_size, seq.num_tokens - 1)
+            first, end = manager._span(num_computed, seq.num_tokens)
+            num_needed = end - first - sum(block is not None and block.ref_count > 0 for block in matched[first:])
             assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]
     assert len(set(slots)) == len(slots) and -1 not in slots

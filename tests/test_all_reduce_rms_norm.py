@@ -178,7 +178,7 @@ def test_all_ranks_take_what_rank_0_chooses(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
     monkeypatch.setattr(symmetric, "uses_triton", lambda device: device.type == "cuda")
     store: Any = HashStore()
-    limits: Any = None
+    limits: Any = "of a step"
     first: Any = connect(0, 2, torch.device(device), store, limits)
     # Another rank's process might choose otherwise.
     reachable = not reachable
@@ -186,6 +186,8 @@ def test_all_ranks_take_what_rank_0_chooses(
     assert first[0] == second[0] == want
     assert second[1][:2] == (1, 2)
     assert set(asked) == (set() if device == "cpu" else {(1, 2), (2, 1)} if want == "symmetric" else {(1, 2)})
+    unlimited: Any = connect(0, 2, torch.device(device), store, None)
+    assert unlimited[0] == "plain"
 
 
 def test_what_goes_to_another_gpu_needs_no_atomics() -> None:

@@ -125,7 +125,7 @@ def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypa
     held = [hold(manager, [i, i]) for i in range(5)]
     matches, match = [], BlockManager._match_prefix
 
-    def counted_match(self: BlockManager, seq: Sequence) -> list[Block]:
+    def counted_match(self: BlockManager, seq: Sequence) -> list[Block | None]:
         matches.append(seq)
         return match(self, seq)
 

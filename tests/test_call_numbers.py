@@ -190,7 +190,9 @@ def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypa
 
     class Runner(model_runner.ModelRunner):
         def __init__(self, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-            made.append(Counting(step_limits(config, model_config)))
+            limits = step_limits(config, model_config)
+            assert limits is not None
+            made.append(Counting(limits))
             super().__init__(config, model_config, *args, **kwargs | {"communicator": made[0]})
 
     def all_reduce_rms_norm(x: torch.Tensor, norm: Any, residual: Any, *args: Any) -> None:

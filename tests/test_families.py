@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.model_config import MODELS
 from tests.conftest import MakeCheckpoint
 from tests.test_greedy import PARAMS, Reference, check, make_llm, prompts
@@ -58,6 +58,19 @@ def test_tokens_are_transformers(name: str, make_checkpoint: MakeCheckpoint) -> 
         assert sum(check(llm, reference, batch)) > 300
     # A model that repeats one token would be right by chance.
     assert len({token for prompt in batch for token in reference.complete(tuple(prompt))}) > 20
+
+
+def test_a_window_alone_is_held(make_checkpoint: MakeCheckpoint) -> None:
+    """Six blocks are a window and a chunk of one sequence; a prompt has up to 17."""
+    folder = make_checkpoint("Mistral", seed=3, **FAMILIES["MistralForCausalLM"])
+    reference, batch = Reference(folder), prompts(LENGTHS, seed=5)
+    with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=4, num_kvcache_blocks=6) as llm:
+        check(llm, reference, batch)
+        assert llm.stats()["num_preemptions"] > 0
+        # Of the longest prompt, which came last, the window alone is left.
+        assert check(llm, reference, batch[-1:]) == [256]
+    with make_llm(folder, num_kvcache_blocks=2) as small, pytest.raises(ValueError, match="need 42 KV slots"):
+        small.generate([batch[2]], SamplingParams(max_tokens=10))
 
 
 def test_projections_that_the_checkpoint_stacks_are_divided_among_ranks(make_checkpoint: MakeCheckpoint) -> None:

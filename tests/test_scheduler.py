@@ -65,6 +65,7 @@ SIZES = st.fixed_dictionaries(
         "max_model_len": st.integers(4, 24),
         "eos": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=8),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "window": st.sampled_from([None, None, None, 1, 2, 5, 7]),
     }
 )
 PROMPT = st.tuples(
@@ -112,7 +113,8 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             except ValueError:
                 assert len(prompt) + max_tokens - 1 > runner.num_kvcache_blocks * runner.block_size
                 continue
-            wanted[request_id] = complete(prompt, max_tokens, sizes["eos"], sizes["max_model_len"])
+            limits = sizes["eos"], sizes["max_model_len"], sizes["window"]
+            wanted[request_id] = complete(prompt, max_tokens, *limits)
         elif kind == "step":
             for _ in range(arguments[0]):
                 step()
@@ -137,6 +139,83 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
     for output in outputs.values():
         stopped = output["token_ids"][-1] in sizes["eos"]
         assert output["finish_reason"] == ("stop" if stopped else "length")
+
+
+@DEPTHS
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sequence_far_longer_than_the_window_holds_a_bounded_number_of_blocks(depth: int, caching: bool) -> None:
+    # Eight tokens before a query, and a chunk of eight, lie in five blocks of four; what decodes holds three.
+    engine, _ = make_engine(
+        pipeline_depth=depth, window=9, block_size=4, num_blocks=12, max_num_batched_tokens=8, max_model_len=300,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    prompts = [[i] * 150 for i in range(3)]
+    wanted = {engine.add_request(prompt, greedy(100)): complete(prompt, 100, frozenset(), 300, 9) for prompt in prompts}
+    outputs: dict[int, Any] = {}
+    num_decoding = 0
+    while not engine.is_finished():
+        outputs.update(engine.step().finished)
+        check_engine(engine)
+        for seq in engine.scheduler.running:
+            num_held = len(seq.block_table) - seq.num_released_blocks
+            assert num_held <= (5 if seq.is_prefill or seq.num_tokens < 156 else 3)
+        num_decoding = max(num_decoding, len(engine.scheduler.decoding))
+    assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
+    assert num_decoding == 3 and not engine.stats()["num_preemptions"]
+
+
+def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
+    engine, _ = make_engine(pipeline_depth=0, window=6, block_size=4, num_blocks=12, max_num_batched_tokens=64)
+    manager, prompt = engine.block_manager, list(range(32))
+
+    def num_cached(token_ids: list[int]) -> int:
+        request_id = engine.add_request(token_ids, greedy(1))
+        output = run(engine)[request_id]
+        assert output["token_ids"] == complete(token_ids, 1, frozenset(), 128, 6)
+        return output["num_cached_tokens"]
+
+    assert num_cached(prompt) == 0
+    blocks = [manager.blocks[block_id] for block_id in range(8)]
+    for index in (0, 5, 3):
+        manager._unregister(blocks[index])
+        # Last, so that what the prompts take is nothing of this one's.
+        manager._free.move_to_end(index)
+    # What follows sees two blocks. They are here, and those in front of them are remembered.
+    assert num_cached([*prompt, 1]) == 32
+    # Neither blocks 4 and 5, nor 3 and 4, nor 2 and 3 are both here.
+    assert num_cached(prompt[:24]) == 12
+    # What was missing has been computed, as the same blocks.
+    assert num_cached(prompt[:25]) == 24
+    assert num_cached([*prompt, 2]) == 32
+
+
+@DEPTHS
+def test_outputs_share_a_prompt_while_the_first_holds_what_the_second_needs(depth: int) -> None:
+    sizes: dict[str, Any] = {"window": 5, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    # The prompt's first blocks are released, and evicted, before it ends; then the first has released its last ones.
+    for num_blocks, prompt, max_tokens, others in ((6, list(range(30)), 2, []), (20, list(range(13)), 20, [[9]])):
+        engine, _ = make_engine(pipeline_depth=depth, num_blocks=num_blocks, **sizes)
+        for other in others:
+            engine.add_request(other, greedy(10))
+        request_id = engine.add_request(prompt, SamplingParams(0.5, max_tokens, ignore_eos=True, n=2))
+        output = run(engine)[request_id]
+        want = complete(prompt, max_tokens, frozenset(), 128, 5)
+        assert [item.token_ids for item in output.outputs] == [want, want]
+        for end in (5, 9):
+            request_id = engine.add_request(prompt[:end], greedy(4))
+            assert run(engine)[request_id]["token_ids"] == complete(prompt[:end], 4, frozenset(), 128, 5)
+
+
+def test_outputs_do_not_share_a_prompt_once_its_last_block_is_one_outputs_own() -> None:
+    engine, _ = make_engine(pipeline_depth=0, window=7, block_size=4, max_num_seqs=1, max_num_batched_tokens=4)
+    engine.add_request(list(range(19)), SamplingParams(0.5, 9, ignore_eos=True, n=2))
+    while not engine.scheduler.decoding.seqs:
+        engine.step()
+    first, second = engine.scheduler.sequences
+    assert first.num_released_blocks == 2 and engine.block_manager._can_fork(first, second)
+    while first.num_registered_blocks < 5:
+        engine.step()
+    assert first.num_released_blocks == 3 and not engine.block_manager._can_fork(first, second)
 
 
 @DEPTHS
@@ -360,6 +439,7 @@ def test_sequences_run_and_are_preempted_by_their_key(depth: int) -> None:
 @given(data=st.data())
 def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(data: st.DataObject) -> None:
     depth = data.draw(st.sampled_from([0, 1]))
+    window = data.draw(st.sampled_from([None, 2, 5]))
     engine, _ = make_engine(
         pipeline_depth=depth,
         num_blocks=data.draw(st.integers(10, 30)),
@@ -368,6 +448,7 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
         max_num_batched_tokens=data.draw(st.sampled_from([6, 8, 32])),
         max_model_len=30,
         enable_prefix_caching=data.draw(st.booleans()),
+        window=window,
     )
     wanted: dict[int, tuple[list[int], SamplingParams]] = {}
     for _ in range(data.draw(st.integers(1, 4))):
@@ -386,13 +467,13 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
         result = engine.step()
         check_engine(engine)
         for request_id, output in result.finished:
-            check_outputs(output, *wanted.pop(request_id))
+            check_outputs(output, *wanted.pop(request_id), window)
     assert not wanted and engine.block_manager.num_used_blocks == 0
 
 
-def check_outputs(output: RequestOutput, prompt: list[int], params: SamplingParams) -> None:
+def check_outputs(output: RequestOutput, prompt: list[int], params: SamplingParams, window: int | None) -> None:
     """Compare a request's outputs with what the mock model says."""
-    want = complete(prompt, params.max_tokens or 0, frozenset(), 30)
+    want = complete(prompt, params.max_tokens or 0, frozenset(), 30, window)
     assert [item.token_ids for item in output.outputs] == [want] * params.n
     for item in output.outputs:
         assert item.logprobs == mock_dicts(want, params.logprobs)

@@ -14,6 +14,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import LogprobsMode, Pooling
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams
+from nanovllm.text.ranking import rank_method
 from tests.reference import check_position, prompt, reference_logits, reference_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
@@ -140,6 +141,36 @@ def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: Pooling)
         # The second time with a hot cache.
         for vectors in found:
             torch.testing.assert_close(vectors[row], want, rtol=1e-3, atol=1e-4)
+
+
+def test_ranks_are_by_embeddings_or_by_the_probability_of_yes() -> None:
+    bundled = LLM(BUNDLED_MODEL, num_kvcache_blocks=200, max_logprobs=512, **(SETTINGS | {"max_model_len": 512}))
+    query, documents = "Monday", ["2, 3, 5, 7", "Tuesday", "Monday"]
+    found = bundled.rank(query, documents, use_tqdm=False)
+    vectors = bundled.embed([query, *documents], use_tqdm=False)
+    assert [item.index for item in found] == [2, 1, 0]
+    assert [(item.document, item.score) for item in found] == [
+        (documents[item.index], pytest.approx(float(vectors[0] @ vectors[1 + item.index]), abs=1e-5)) for item in found
+    ]
+    judged = bundled.rank(query, documents, 2, by="judgement", instruction="Find days.", use_tqdm=False)
+    prompt = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+        "<Instruct>: Find days.\n<Query>: Monday\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n"
+    )
+    scores = []
+    answers = [bundled.tokenizer(word)["input_ids"][0] for word in ("yes", "no")]
+    for document in documents:
+        token_ids = bundled.tokenizer(prompt.format(document))["input_ids"]
+        scores.append(reference_logits(BUNDLED_MODEL, token_ids)[-1, answers].softmax(0)[0].item())
+    assert [item.index for item in judged] == sorted(range(3), key=lambda index: -scores[index])[:2]
+    assert [item.score for item in judged] == pytest.approx(sorted(scores, reverse=True)[:2], abs=1e-5)
+    assert rank_method(None, "Qwen/Qwen3-Reranker-0.6B") == "judgement"
+    assert bundled.rank(query, [], use_tqdm=False) == []
+    for wrong, message in (({"by": "name"}, "by must be 'embedding' or"), ({"documents": [[1]]}, r"not \[1\]")):
+        with pytest.raises(ValueError, match=message):
+            bundled.rank(**({"query": query, "documents": documents} | wrong))
 
 
 @pytest.mark.parametrize("mode", get_args(LogprobsMode))

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -15,21 +15,25 @@ from tokenizers import decoders
 
 pytest.importorskip("uvicorn")
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.logprobs import Logprob, Logprobs, pack_records
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
-from nanovllm.serve import event_stream
+from nanovllm.serve import event_stream, service
 from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.event_stream import EventStream
+from nanovllm.serve.pooling import rerank
+from nanovllm.serve.pooling_protocol import RerankBody
 from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.ranking import RankBy
 from nanovllm.text.token_bytes import token_bytes_function
 
 
@@ -77,7 +81,7 @@ class PlayedLLM:
             stats=dict,
             tokenizer=PlayedTokenizer(),
             model_config=SimpleNamespace(hidden_size=8),
-            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 20), step_histograms=StepHistograms()),
+            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 512, 20), step_histograms=StepHistograms()),
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []
@@ -249,3 +253,24 @@ def test_bytes_of_tokens_of_sentencepiece() -> None:
     )
     get_bytes = token_bytes_function(tokenizer)
     assert b"".join(get_bytes(i) or b"" for i in range(4)).decode() == " sea字"
+
+
+def test_ranks_are_those_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, documents = "Monday", ["2, 3, 5, 7", "Tuesday"]
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "max_logprobs": 512}
+    methods: tuple[RankBy, ...] = get_args(RankBy)
+    with LLM(BUNDLED_MODEL, num_kvcache_blocks=50, **settings) as alone:
+        expected = {by: alone.rank(query, documents, by=by, use_tqdm=False) for by in methods}
+    llm = AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=50, **settings)
+
+    async def check(by: RankBy) -> None:
+        monkeypatch.setattr(service, "rank_method", lambda *_: by)
+        body = RerankBody.model_validate({"query": query, "documents": documents})
+        results = (await rerank(make_service(llm), body)).results
+        found = [(item.index, item.score) for item in await llm.rank(query, documents, by=by)]
+        for pairs in (found, [(item.index, item.relevance_score) for item in results]):
+            assert pairs == [(item.index, pytest.approx(item.score, abs=1e-5)) for item in expected[by]]
+
+    for by in methods:
+        asyncio.run(check(by))
+    llm.exit()

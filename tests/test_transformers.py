@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from nanovllm import SamplingParams, model_config
-from nanovllm.model_config import MODELS, TRANSFORMERS
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import shard_of
+from nanovllm.model_config import MODELS, TRANSFORMERS, ModelConfig
+from nanovllm.models.transformers_shard import shard_model
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.model_runner import ModelRunner
 from tests.conftest import MakeCheckpoint
@@ -289,9 +292,57 @@ def test_code_of_a_folder_runs_where_it_is_trusted(llama: Path) -> None:
     assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
 
 
-def test_several_ranks_are_refused(llama: Path) -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: a model that transformers' code runs has one rank"):
-        make_llm(llama, tensor_parallel_size=2)
+WITH_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
+    # Uneven shares of the MLP; logits are capped after the head.
+    "Gemma2": (
+        3,
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "intermediate_size": 104,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
+    # Queries, keys and values of a head after one another; all layers have biases.
+    "GPTNeoX": (3, {"num_key_value_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("family", WITH_RANKS)
+def test_ranks_say_the_same_as_one(family: str, make_checkpoint: MakeCheckpoint) -> None:
+    size, changes = WITH_RANKS[family]
+    folder = make_checkpoint(family, **changes)
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+    with make_llm(folder) as one, make_llm(folder, tensor_parallel_size=size, num_kvcache_blocks=10) as several:
+        expected, outputs = (llm.generate(prompts(), params, use_tqdm=False) for llm in (one, several))
+        assert several.stats()["num_preemptions"] > 0
+    for output, want in zip(outputs, expected, strict=True):
+        assert output["token_ids"] == want["token_ids"]
+        pairs = zip(_logprobs(output), _logprobs(want), strict=True)
+        assert max(abs(first - second) for first, second in pairs) < 1e-4
+    assert len({token for output in expected for token in output["token_ids"]}) > 5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("qwen3_moe", "its base_model_tp_plan has styles that are not supported: moe_tp_experts, packed_colwise"),
+        ("gpt_oss", "it has no base_model_tp_plan that divides its layers"),
+        ("gemma", "tensor_parallel_size=2 is over the model's 1 KV heads"),
+    ],
+)
+def test_a_model_without_a_plan_has_one_rank(model_type: str, message: str) -> None:
+    config = tiny_config(model_type)
+    if model_type == "gemma":
+        config.num_key_value_heads = 1
+    with pytest.raises(ValueError, match=message):
+        shard_model(
+            make_model(model_type, config), shard_of(ModelConfig.for_transformers(config), 0, 2), Communicator()
+        )
 
 
 def test_a_transformers_without_mask_functions_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

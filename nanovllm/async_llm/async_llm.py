@@ -19,11 +19,12 @@ from nanovllm.async_llm.request_stream import Mailbox, RequestStream
 from nanovllm.config import EngineSettings, Pooling
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
-from nanovllm.outputs import Prompt, RequestOutput, TokenIds, TokensPrompt
+from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.input_processor import LONG_TEXT, takes_long
 from nanovllm.text.pooling import embeddings
+from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
 from nanovllm.text.tool_calls import add_tool_calls
 from nanovllm.utils.unpicklable import Unpicklable
 
@@ -120,6 +121,27 @@ class AsyncLLM(Unpicklable):
         process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
         is_slow = takes_long(prompts, SamplingParams())
         return await self._gather(await self._enqueue(len(prompts), process, is_slow, None))
+
+    async def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        by: RankBy | None = None,
+        instruction: str | None = None,
+        pooling: Pooling = "last",
+        priority: int = 0,
+    ) -> list[RankedDocument]:
+        """Return documents by their relevance to a query, the most relevant first; see `LLM.rank`."""
+        pairs = text_pairs([query], list(documents))
+        if rank_method(by, self.llm.config.model) == "embedding":
+            scores = cosines(await self.embed([query, *documents], pooling, priority=priority), 1)
+        else:
+            judge = Judge(self.llm.input_processor)
+            prompts = judge.prompts(pairs, instruction)
+            scores = judge.scores(await self.generate_all(prompts, judge.params, priority=priority))
+        return ranked(scores, documents, top_n)
 
     async def _gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
         try:

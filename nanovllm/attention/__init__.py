@@ -56,7 +56,8 @@ def make_backend(
             specs[0].num_kv_heads,
             specs[0].key_size,
             num_slots=num_slots,
-            shares_prefixes=shares_prefixes,
+            # Layers with windows take no part in cascade attention.
+            shares_prefixes=shares_prefixes and any(spec.window is None for spec in specs),
             all_reduce_min=all_reduce_min,
         )
     from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,3 +24,10 @@ class KVCacheSpec:
     value_size: int
     window: int | None
     dtype: torch.dtype
+
+
+def common_window(specs: Iterable[KVCacheSpec]) -> int | None:
+    """Return how many tokens some layer sees at most; None if one sees all."""
+    windows = [spec.window for spec in specs]
+    known = [window for window in windows if window is not None]
+    return max(known) if known and len(known) == len(windows) else None

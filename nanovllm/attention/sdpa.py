@@ -5,13 +5,14 @@ It gathers the pages of a few sequences at a time into one padded tensor, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -30,21 +31,14 @@ class Segment:
     Attributes:
         rows: [num_seqs * num_queries]; query rows.
         num_seqs: sequences of the segment.
-        key_slots: [num_seqs * max_len]; KV slots of the keys.
-        mask: [num_seqs, 1, num_queries, max_len]; true where a key is not after the query.
-        query_positions: [num_seqs, num_queries].
+        key_slots: [num_seqs * num_keys]; KV slots of the keys that any of the queries sees.
+        mask: [num_seqs, 1, num_queries, num_keys]; true where a query sees a key.
     """
 
     rows: torch.Tensor
     num_seqs: int
     key_slots: torch.Tensor
     mask: torch.Tensor
-    query_positions: torch.Tensor
-
-    def in_window(self, window: int) -> torch.Tensor:
-        """Return the mask of a sliding window."""
-        position = torch.arange(self.mask.shape[3], device=self.mask.device)
-        return self.mask & (position > self.query_positions[:, None, :, None] - window)
 
 
 class SdpaBackend(AttentionBackend):
@@ -55,44 +49,60 @@ class SdpaBackend(AttentionBackend):
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        # Of the layers: one plan serves those of one window.
+        self._windows: list[int | None] = [None]
 
-    def plan(self, metadata: AttentionMetadata) -> list[Segment]:
-        """Divide the step into segments: decode rows of similar context length together, each prompt chunk alone."""
+    def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:
+        """See the base class."""
+        self._windows = list(dict.fromkeys(spec.window for spec in specs))
+
+    def plan(self, metadata: AttentionMetadata) -> dict[int | None, list[Segment]]:
+        """Divide the step into segments, by the layers' window."""
+        return {window: self._segments(metadata, window) for window in self._windows}
+
+    def _segments(self, metadata: AttentionMetadata, window: int | None) -> list[Segment]:
+        """Return the segments of a step: decode rows of similar context length together, each prompt chunk alone."""
         lens = metadata.seq_lens_host
         segments = []
         seqs: list[int] = []
         for seq in sorted(range(metadata.num_decodes), key=lens.__getitem__):
             padded = (len(seqs) + 1) * lens[seq]
             if seqs and (lens[seq] > 1.5 * lens[seqs[0]] + _SHORT or padded > _MAX_GATHERED_TOKENS):
-                segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]]))
+                segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]], window))
                 seqs = []
             seqs.append(seq)
         if seqs:
-            segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]]))
+            segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]], window))
         row = metadata.num_decodes
         for seq, query_len in enumerate(metadata.query_lens_host, start=metadata.num_decodes):
             for start in range(0, query_len, _MAX_QUERIES):
                 end = min(start + _MAX_QUERIES, query_len)
                 segments.append(
-                    self._segment(metadata, [seq], range(row + start, row + end), lens[seq] - query_len + end)
+                    self._segment(metadata, [seq], range(row + start, row + end), lens[seq] - query_len + end, window)
                 )
             row += query_len
         return segments
 
-    def _segment(self, metadata: AttentionMetadata, seqs: list[int], rows: Sequence[int], max_len: int) -> Segment:
+    def _segment(
+        self, metadata: AttentionMetadata, seqs: list[int], rows: Sequence[int], max_len: int, window: int | None
+    ) -> Segment:
         """Return the segment of `seqs`, which have equal numbers of query `rows`, over at most `max_len` keys each."""
         device = metadata.seq_lens.device
         seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
         num_queries = len(rows) // len(seqs)
         lens = metadata.seq_lens[seq_index].clamp(max=max_len)
-        position = torch.arange(max_len, device=device)
-        blocks = metadata.block_tables[seq_index][:, position // self.block_size].long()
         query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=device)
-        mask = position <= query_position[:, :, None]
-        key_slots = blocks * self.block_size + position % self.block_size
+        num_keys = max_len if window is None else min(max_len, window + num_queries - 1)
+        first = torch.zeros_like(lens) if window is None else (query_position[:, 0] + 1 - window).clamp(min=0)
+        position = first[:, None] + torch.arange(num_keys, device=device)
         # Masked keys still enter the products, and 0 times another sequence's infinity is NaN: read an own key instead.
-        key_slots = torch.where(position < lens[:, None], key_slots, key_slots[:, :1])
-        return Segment(row_index, len(seqs), key_slots.flatten(), mask.unsqueeze(1), query_position)
+        own_position = torch.where(position < lens[:, None], position, first[:, None])
+        blocks = metadata.block_tables[seq_index].gather(1, own_position // self.block_size).long()
+        key_slots = blocks * self.block_size + own_position % self.block_size
+        mask = position[:, None] <= query_position[:, :, None]
+        if window is not None:
+            mask &= position[:, None] > query_position[:, :, None] - window
+        return Segment(row_index, len(seqs), key_slots.flatten(), mask.unsqueeze(1))
 
     def forward(
         self,
@@ -104,7 +114,7 @@ class SdpaBackend(AttentionBackend):
     ) -> torch.Tensor:
         """See the base class."""
         out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
-        for segment in metadata.plan:
+        for segment in metadata.plan[options.window]:
             out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale, options)
         return out
 
@@ -122,8 +132,7 @@ def _attend(
         cache.flatten(0, 1).index_select(0, segment.key_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
         for cache in (pages.k_cache, pages.v_cache)
     )
-    mask = segment.mask if options.window is None else segment.in_window(options.window)
-    mask = mask.repeat(1, 1, group, 1)
+    mask = segment.mask.repeat(1, 1, group, 1)
     if options.softcap is None and options.sinks is None:
         out = functional.scaled_dot_product_attention(q.flatten(2, 3), key, value, attn_mask=mask, scale=scale)
     else:

@@ -42,7 +42,7 @@ class Communicator:
     def begin_sampling(self) -> None:
         """Set the per-step state to that after the forward pass, which a CUDA graph may have run."""
 
-    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""
         return x
 
@@ -50,7 +50,7 @@ class Communicator:
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return RMSNorm(sum of the ranks' x + residual), and that sum; x may be overwritten."""
-        return rms_norm(self._all_reduce(x), weight, eps, residual)
+        return rms_norm(self.all_reduce(x), weight, eps, residual)
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.
@@ -137,7 +137,8 @@ class DistributedCommunicator(Communicator):
                 raise RuntimeError("a collective was interrupted because a rank has died")
         work.wait()
 
-    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
         self._reduce_in_place(x, ReduceOp.SUM)
         return x
 
@@ -151,10 +152,7 @@ class DistributedCommunicator(Communicator):
         """See the base class."""
         out = x.new_zeros(len(x), self.size, x.shape[1])
         out[:, self.rank] = x
-        return self._sum(out).flatten(1)
-
-    def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(x)
+        return self.all_reduce(out).flatten(1)
 
     def all_reduce_min(self, value: int) -> int:
         """See the base class."""

@@ -81,10 +81,8 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     shards have equal, padded sizes.
 
     Raises:
-        ValueError: the model has too few KV heads, MLP columns or experts for `size` ranks, or is run by transformers.
+        ValueError: the model has too few KV heads, MLP columns or experts for `size` ranks.
     """
-    if size > 1 and model.hf is not None:
-        raise ValueError(f"tensor_parallel_size={size}: a model that transformers' code runs has one rank")
     if size > model.num_kv_heads:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
     kv_heads = _even_shard(model.num_kv_heads, 1, rank, size)
@@ -119,7 +117,12 @@ def _column_shard(name: str, total: int, rank: int, size: int) -> Shard:
         raise ValueError(
             f"tensor_parallel_size={size} is too large for {name}={total}: each rank takes at least {_MLP_UNIT} columns"
         )
-    return _even_shard(total, _MLP_UNIT, rank, size)
+    return even_shard(total, rank, size)
+
+
+def even_shard(columns: int, rank: int, size: int) -> Shard:
+    """Return a rank's share of the columns of an MLP, in aligned units where there are enough of them."""
+    return _even_shard(columns, _MLP_UNIT if columns >= size * _MLP_UNIT else 1, rank, size)
 
 
 def _even_shard(total: int, unit: int, rank: int, size: int) -> Shard:

@@ -145,7 +145,8 @@ class SymmetricCommunicator(DistributedCommunicator):
         # An odd index, as a forward pass's last call has an even one.
         self._call, self._end_call = self._forward_calls, self._buffer.calls_per_step
 
-    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class; for what follows a forward pass."""
         # Two halves in an odd number of calls each, so that the number of calls per step stays odd.
         padding = -x.numel() % (2 * _SUM_COLUMNS)
         rows = functional.pad(x.flatten(), (0, padding)).view(-1, _SUM_COLUMNS)
@@ -196,12 +197,16 @@ class SymmetricCommunicator(DistributedCommunicator):
             self._memory.free()
 
 
-def connect(rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> DistributedCommunicator:
+def connect(
+    rank: int, size: int, device: torch.device, store: Store, limits: StepLimits | None
+) -> DistributedCommunicator:
     """Join the other ranks with the communicator that rank 0 chooses for all.
 
     It is `SymmetricCommunicator` if all GPUs map each other's memory, else NCCL on CUDA and gloo on the CPU.
-    limits: of every step.
+    limits: of every step; None has none, and NCCL or gloo then.
     """
+    if limits is None:
+        return DistributedCommunicator(rank, size, device, store)
     if rank == 0:
         first = device.index
         symmetric = uses_triton(device) and all(

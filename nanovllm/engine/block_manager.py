@@ -5,6 +5,9 @@ prefix cache are in more than one table, and nobody writes to those; a freed blo
 again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its
 head. All of it is O(1) a block. Outputs of one request also share the last block of its prompt, until they write to it.
 
+Where all layers have a sliding window, a sequence holds the blocks of the window and of what it computes next: what
+lies before is released as it goes on, and need not be there when a prefix is found again.
+
 Knows nothing of the device: block ids are all that it deals in.
 """
 
@@ -14,15 +17,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from itertools import count
 
+from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer
 
-Identity = int | str
-BlockKey = tuple[Identity, bytes]
-"""What a cached block holds: the identity of the block before it, and its tokens as bytes.
-
-Equal keys mean equal prefixes, since identities are never used twice; a dict compares the keys behind their hashes.
-"""
 _ROOT_IDENTITY = 0
 """The identity of the block before a first one; a request's salt, a string, takes its place."""
 
@@ -44,9 +42,24 @@ class Block:
 
 
 class BlockManager:
-    """Pages, reference counts, the prefix cache and its eviction."""
+    """Pages, reference counts, the prefix cache and its eviction.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    Args:
+        num_blocks, block_size: blocks, and tokens of one.
+        enable_prefix_caching: whether blocks can be found again.
+        window: tokens that each layer sees at most, the query's own included; None if a layer sees all.
+        max_chunk: most tokens of a sequence in one step.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        window: int | None = None,
+        max_chunk: int = 1,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -59,6 +72,14 @@ class BlockManager:
         self._num_gained = 0
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
+        # At least 2, so that the block before the next token is always held.
+        self._window = None if window is None else max(2, window)
+        self._evicted: EvictedPrefixes | None = None
+        # Most blocks that a sequence with a window holds.
+        self._most_held = num_blocks
+        if self._window is not None:
+            self._evicted = EvictedPrefixes()
+            self._most_held = min(num_blocks, self._num_spanned(self._window - 1 + max_chunk))
 
     @property
     def num_free_blocks(self) -> int:
@@ -70,46 +91,81 @@ class BlockManager:
         """Blocks in the table of at least one sequence."""
         return self.num_blocks - len(self._free)
 
+    @property
+    def holds_any_length(self) -> bool:
+        """Whether a sequence of any length fits into the cache: a window of it does."""
+        return self._window is not None and self._num_spanned(self._window) <= self.num_blocks
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one maybe in part."""
         return -(-num_tokens // self.block_size)
 
+    def _num_spanned(self, num_tokens: int) -> int:
+        """Most blocks in which so many consecutive tokens lie."""
+        return (num_tokens + self.block_size - 2) // self.block_size + 1
+
+    def _span(self, num_computed: int, num_tokens: int) -> tuple[int, int]:
+        """Return the first block that a sequence of so many tokens needs, and the end of those to give it."""
+        end = self.num_blocks_for(num_tokens)
+        if self._window is None:
+            return 0, end
+        first = max(0, num_computed + 1 - self._window) // self.block_size
+        return first, min(end, first + self._most_held)
+
     def allocate(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, those of its prefix from the cache where they are there.
+
+        With a window, only those that its first step needs; see `extend`.
 
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
         """
         source = seq.fork_source
-        if source is not None:
+        if source is not None and self._can_fork(source, seq):
             self._fork(source, seq)
             return True
         if self._num_gained < seq.fits_from:
             return False
         matched = self._match_prefix(seq)
-        num_new = self.num_blocks_for(seq.num_tokens) - len(matched)
-        num_revived = sum(block.ref_count == 0 for block in matched) if matched else 0
+        num_computed = min(len(matched) * self.block_size, seq.num_tokens - 1)
+        first, end = self._span(num_computed, seq.num_tokens)
+        found = [block for block in matched[first:] if block is not None]
+        num_new = end - len(matched)
+        num_revived = sum(block.ref_count == 0 for block in found) if found else 0
         num_missing = num_new + num_revived - len(self._free)
         if num_missing > 0:
-            seq.fits_from = self._num_gained + num_missing
+            # With a window, one block more may make a whole prefix usable.
+            seq.fits_from = self._num_gained + (num_missing if self._window is None else 1)
             return False
-        for block in matched:
+        for block in found:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
             block.num_hits += 1
-        seq.block_table = [block.block_id for block in matched] + [self._take_free_block() for _ in range(num_new)]
+        seq.block_table = [0] * first + [block.block_id for block in found]
+        seq.block_table += [self._take_free_block() for _ in range(num_new)]
+        seq.num_released_blocks = first
         seq.num_registered_blocks = len(matched)
-        seq.registered_identity = matched[-1].identity if matched else _root(seq)
-        seq.num_computed_tokens = min(len(matched) * self.block_size, seq.num_tokens - 1)
+        seq.registered_identity = found[-1].identity if found else _root(seq)
+        seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
         return True
+
+    def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
+        """Whether `source` still holds what a sequence needs of their prompt, and no more of it is registered."""
+        first, _ = self._span(seq.num_tokens - 1, seq.num_tokens)
+        num_released, num_full = source.num_released_blocks, seq.num_tokens // self.block_size
+        return not num_released or (num_released <= first and source.num_registered_blocks <= num_full)
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
         """Share all blocks of a prompt; whoever writes to the last one, if it is not full, copies it first."""
         seq.block_table = source.block_table[: self.num_blocks_for(seq.num_tokens)]
-        for block_id in seq.block_table:
+        seq.num_released_blocks = source.num_released_blocks
+        for block_id in seq.block_table[seq.num_released_blocks :]:
             self.blocks[block_id].ref_count += 1
         seq.num_registered_blocks, seq.registered_identity = 0, _root(seq)
+        if seq.num_released_blocks:
+            seq.num_registered_blocks = source.num_registered_blocks
+            seq.registered_identity = source.registered_identity
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
     def must_copy(self, seq: Sequence) -> bool:
@@ -141,11 +197,30 @@ class BlockManager:
         seq.block_table.append(block_id)
         return block_id
 
+    def extend(self, seq: Sequence) -> list[int]:
+        """Give a sequence with a window blocks for its next tokens, as far as they are free; returns their indices."""
+        self.release_outside_window(seq)
+        _, end = self._span(seq.num_computed_tokens, seq.num_tokens)
+        num_held = len(seq.block_table)
+        indices = list(range(num_held, min(end, num_held + len(self._free))))
+        seq.block_table += [self._take_free_block() for _ in indices]
+        return indices
+
+    def release_outside_window(self, seq: Sequence) -> None:
+        """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
+        if self._window is None:
+            return
+        first, _ = self._span(seq.num_computed_tokens, seq.num_tokens)
+        for index in range(seq.num_released_blocks, first):
+            self._release(seq.block_table[index])
+        seq.num_released_blocks = max(seq.num_released_blocks, first)
+
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
-        for block_id in reversed(seq.block_table):
+        for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
             self._release(block_id)
         seq.block_table.clear()
+        seq.num_released_blocks = 0
         seq.num_registered_blocks = 0
         seq.num_computed_tokens = 0
 
@@ -193,12 +268,12 @@ class BlockManager:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert every promise of this class, given all sequences that may hold blocks. For tests; O(blocks)."""
         sequences = list(sequences)
-        uses = Counter(block_id for seq in sequences for block_id in seq.block_table)
+        uses = Counter(block_id for seq in sequences for block_id in seq.block_table[seq.num_released_blocks :])
         for block in self.blocks:
             assert block.ref_count == uses[block.block_id], f"block {block.block_id}: wrong reference count"
             assert (block.ref_count == 0) == (block.block_id in self._free), f"block {block.block_id} lost or leaked"
             if block.ref_count > 1 and block.key is None:
-                owners = [seq for seq in sequences if block.block_id in seq.block_table]
+                owners = [s for s in sequences if block.block_id in s.block_table[s.num_released_blocks :]]
                 assert all(owner in owners[0].siblings for owner in owners), (
                     f"block {block.block_id} shared unregistered"
                 )
@@ -207,24 +282,45 @@ class BlockManager:
                 parent = _ROOT_IDENTITY if isinstance(block.key[0], str) else block.key[0]
                 assert block.identity > parent, f"block {block.block_id} is older than its parent"
         assert len(self._cached) == sum(block.key is not None for block in self.blocks)
+        if self._evicted is not None:
+            self._evicted.check_integrity({key: block.identity for key, block in self._cached.items()})
         for seq in sequences:
-            assert len(seq.block_table) == len(set(seq.block_table)), f"{seq} holds a block twice"
+            held = seq.block_table[seq.num_released_blocks :]
+            assert len(held) == len(set(held)) <= self._most_held, f"{seq} holds a block twice, or too many"
+            first, _ = self._span(seq.num_computed_tokens, seq.num_tokens)
+            most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
+            assert seq.num_released_blocks <= most_released, f"{seq} has released a block too early"
             for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
                 is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
                 assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
 
-    def _match_prefix(self, seq: Sequence) -> list[Block]:
+    def _match_prefix(self, seq: Sequence) -> list[Block | None]:
+        """Return the blocks of the longest prefix that need not be computed; None for those that were evicted."""
         if not self.enable_prefix_caching:
             return []
-        matched: list[Block] = []
+        matched: list[Block | None] = []
         identity = _root(seq)
         for i in range(seq.max_cached_tokens // self.block_size):
-            block = self._cached.get((identity, self._block_tokens(seq, i)))
-            if block is None:
+            key = identity, self._block_tokens(seq, i)
+            block = self._cached.get(key)
+            if block is not None:
+                identity = block.identity
+            elif self._evicted is None or (evicted := self._evicted.find(key)) is None:
                 break
+            else:
+                identity = evicted
             matched.append(block)
-            identity = block.identity
-        return matched
+        return matched if self._evicted is None else matched[: self._num_usable(matched, seq)]
+
+    def _num_usable(self, matched: list[Block | None], seq: Sequence) -> int:
+        """Return the length of the longest prefix whose blocks are cached as far as the window of what follows goes."""
+        num_usable = num_consecutive = 0
+        for length, block in enumerate(matched, 1):
+            num_consecutive = 0 if block is None else num_consecutive + 1
+            first, _ = self._span(min(length * self.block_size, seq.num_tokens - 1), seq.num_tokens)
+            if length - num_consecutive <= first:
+                num_usable = length
+        return num_usable
 
     def _block_tokens(self, seq: Sequence, index: int) -> bytes:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
@@ -240,7 +336,8 @@ class BlockManager:
         # A fork may share a block whose parent was evicted since it was registered.
         self._unregister(block)
         block.key = key
-        block.identity = next(self._identities)
+        known = None if self._evicted is None else self._evicted.on_registered(key)
+        block.identity = next(self._identities) if known is None else known
         self._cached[key] = block
         self._unconfirmed[-1].append(block.block_id)
         self._num_gained += 1
@@ -249,6 +346,8 @@ class BlockManager:
     def _unregister(self, block: Block) -> None:
         if block.key is not None:
             del self._cached[block.key]
+            if self._evicted is not None:
+                self._evicted.on_evicted(block.key, block.identity)
             block.key = None
 
 

@@ -79,8 +79,13 @@ class LLMEngine(Unpicklable):
         self.config = config
         self._runner: Runner | None = runner
         self.block_manager = BlockManager(
-            runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
+            runner.num_kvcache_blocks,
+            config.kvcache_block_size,
+            config.enable_prefix_caching,
+            window=runner.kv_window,
+            max_chunk=config.max_num_batched_tokens,
         )
+        num_kv_slots = runner.num_kvcache_blocks * config.kvcache_block_size
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_running=config.max_num_running,
@@ -91,7 +96,8 @@ class LLMEngine(Unpicklable):
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
-            num_kv_slots=runner.num_kvcache_blocks * config.kvcache_block_size,
+            num_kv_slots=num_kv_slots,
+            max_stored_tokens=max_model_len if self.block_manager.holds_any_length else num_kv_slots,
             max_logprobs=config.most_logprobs(vocab_size),
         )
         self.seeds = RequestSeeds(config.seed)

@@ -22,12 +22,14 @@ class RequestLimits:
         vocab_size: token ids of prompts are below it.
         max_model_len: most tokens of one request, prompt and output together.
         num_kv_slots: tokens that the KV cache holds.
+        max_stored_tokens: most tokens of one request whose keys and values are stored, not always all at once.
         max_logprobs: most log-probabilities at a position.
     """
 
     vocab_size: int
     max_model_len: int
     num_kv_slots: int
+    max_stored_tokens: int
     max_logprobs: int
 
     def check_params(self, params: Any) -> SamplingParams:
@@ -91,7 +93,7 @@ class RequestLimits:
             )
         # The last token is returned and never computed, so its keys and values are not stored.
         num_stored = max(num_prompt_tokens, num_prompt_tokens + self.max_tokens(num_prompt_tokens, params) - 1)
-        if num_stored > self.num_kv_slots:
+        if num_stored > self.max_stored_tokens:
             raise ValueError(
                 f"a prompt of {num_prompt_tokens} tokens and max_tokens={params.max_tokens} need {num_stored} KV "
                 f"slots, over the cache's {self.num_kv_slots} (num_kvcache_blocks * kvcache_block_size)"
@@ -102,4 +104,4 @@ class RequestLimits:
         limit = self.max_model_len - num_prompt_tokens
         if params.max_tokens is not None:
             return max(1, min(params.max_tokens, limit))
-        return max(1, min(limit, self.num_kv_slots + 1 - num_prompt_tokens))
+        return max(1, min(limit, self.max_stored_tokens + 1 - num_prompt_tokens))

@@ -245,6 +245,7 @@ class Scheduler:
         if seq.status is not SequenceStatus.RUNNING:
             return
         manager = self.block_manager
+        manager.release_outside_window(seq)
         while manager.needs_block(seq) or (seq.siblings and manager.must_copy(seq)):
             if not manager.num_free_blocks:
                 # Those already in the batch come before this one, so the last is never one of them.
@@ -299,6 +300,13 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         end = min(seq.num_prefill_tokens, start + self._budget)
+        if end > len(seq.block_table) * self.block_manager.block_size:
+            # With a window, it has blocks for a part of its prompt.
+            new = self.block_manager.extend(seq)
+            batch.new_blocks += [NewBlock(seq.slot, index, seq.block_table[index]) for index in new]
+            end = min(end, len(seq.block_table) * self.block_manager.block_size)
+            if end == start:
+                return
         store = start >= max(seq.num_registered_blocks * self.block_manager.block_size, seq.num_shared_tokens)
         ends_prompt = end == seq.num_prefill_tokens
         scores, pooling = prompt_scores(seq, start, end), pooling_of(seq, end)

@@ -91,6 +91,7 @@ class Sequence:
         "num_prefill_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
+        "num_released_blocks",
         "num_shared_tokens",
         "params",
         "prompt_outputs",
@@ -160,6 +161,8 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.slot = -1
         self.block_table: list[int] = []
+        # Leading entries of block_table that mean nothing: what they held is outside the window.
+        self.num_released_blocks = 0
         # Leading blocks of block_table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
         # The identity, in the prefix cache, of the last of them.

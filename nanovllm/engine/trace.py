@@ -132,6 +132,7 @@ class TracedRunner:
         self._trace = trace
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
+        self.kv_window = runner.kv_window
 
     def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:
         """See `Runner`."""

@@ -28,6 +28,7 @@ from nanovllm.model_config import MODELS, ModelConfig
 from nanovllm.models.base import HiddenStates, LoadableCausalLM
 from nanovllm.models.fused_modules import NUM_ROWS, fuse, fuse_linears, step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
+from nanovllm.models.transformers_shard import shard_model
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -46,6 +47,7 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)
+        self._communicator = communicator
         self._class = _class_of(config.hf)
         self.head = self._made(config.hf, torch.float32)
 
@@ -57,7 +59,10 @@ class TransformersForCausalLM(LoadableCausalLM):
                 self.head = self._made(self.config.hf, dtype)
         else:
             self.head = self._read(folder, dtype)
-        self.head.eval().requires_grad_(False).to(device)
+        self.head.eval().requires_grad_(False)
+        if self._communicator.size > 1:
+            self._divide()
+        self.head.to(device)
         prefix = self.head.base_model_prefix
         self._prefix = prefix if hasattr(self.head, prefix) else "model"
         self.model = getattr(self.head, self._prefix)
@@ -72,6 +77,14 @@ class TransformersForCausalLM(LoadableCausalLM):
         except Exception as error:  # the code of each model has its own ways to fail
             cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._class.__name__} cannot run over a paged KV cache: {cause}") from error
+
+    def _divide(self) -> None:
+        """Leave what this rank has of the model."""
+        try:
+            shard_model(self.head, self.shard, self._communicator)
+        except ValueError as error:
+            size = self._communicator.size
+            raise ValueError(f"tensor_parallel_size={size}: {self._class.__name__} has one rank: {error}") from error
 
     def _made(self, hf: Any, dtype: torch.dtype) -> Any:
         """Make the model with random weights, or on the meta device with none."""
@@ -122,7 +135,9 @@ class TransformersForCausalLM(LoadableCausalLM):
             probe.tensors.append(out.last_hidden_state[0].float())
             other.tensors.append(changed.last_hidden_state[0].float())
             pairs = zip(probe.tensors, other.tensors, strict=True)
-            if all(_are_close(x[half:], y.flip(0)[half:], tolerance) for x, y in pairs):
+            is_equal = all(_are_close(x[half:], y.flip(0)[half:], tolerance) for x, y in pairs)
+            # The ranks go on together.
+            if self._communicator.all_reduce_min(int(is_equal)):
                 is_stateless = True
                 break
         if not is_stateless:
@@ -149,6 +164,11 @@ class TransformersForCausalLM(LoadableCausalLM):
                 raise ValueError(f"its cache keeps {kept} tokens, its mask shows {'all' if seen is None else seen}")
         heads, kv_heads = probe.num_heads[0], self.attention_layers[0].num_kv_heads
         shard = self.shard
+        is_divided = heads != shard.heads.total
+        if self._communicator.size > 1 and is_divided:
+            counts = {(heads, layer.num_kv_heads) for layer in self.attention_layers}
+            if counts != {(shard.heads.size, shard.kv_heads.size)}:
+                raise ValueError(f"its layers have other heads than its config says: {sorted(counts)} on this rank")
         self.shard = ModelShard(Shard.whole(kv_heads), Shard.whole(heads), shard.intermediate, shard.vocab)
         # Steps take no masks, nor does what comes after this.
         for module in (self.head, *self.model.modules()):
@@ -160,8 +180,8 @@ class TransformersForCausalLM(LoadableCausalLM):
         self._given = _GivenStates(self.model, self._output_type)
         setattr(self.head, self._prefix, self._given)
         dtype = next(self.model.parameters()).dtype
-        size = self.project_logits(torch.zeros(1, self.config.hidden_size, dtype=dtype, device=device)).shape[-1]
-        if size != self.config.vocab_size:
+        size = self._head_logits(torch.zeros(1, self.config.hidden_size, dtype=dtype, device=device)).shape[-1]
+        if size != self.shard.vocab.num_present:
             raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
 
     def _fuse(self, max_model_len: int, device: torch.device) -> None:
@@ -214,6 +234,10 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class; the model's own head may scale the logits, cap them, or add a bias."""
+        logits, vocab = self._head_logits(hidden), self.shard.vocab
+        return logits if vocab.is_whole else nn.functional.pad(logits, (0, vocab.size - vocab.num_present))
+
+    def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._given.states = hidden[None]
         logits: torch.Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits

@@ -175,6 +175,8 @@ class Runner(Protocol):
     # Steps that are left under way while the next one is planned: 0 or 1.
     pipeline_depth: int
     num_kvcache_blocks: int
+    # Tokens that each layer sees at most, the query's own included; None if a layer sees all.
+    kv_window: int | None
 
     def forward(self, batch: ScheduledBatch) -> Any:
         """Queue the forward pass of a step and return the step, for `sample`; raises if it cannot be queued."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention import check_backend, make_backend
+from nanovllm.attention.kv_cache_spec import common_window
 from nanovllm.attention.metadata import set_attention_metadata
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
@@ -126,13 +127,15 @@ class ModelRunner:
     def _make_backend(self) -> None:
         """Make what the model's layers attend with."""
         config, self.shard = self.config, self.model.shard
+        specs = [layer.kv_cache_spec(self.dtype) for layer in self.model.attention_layers]
+        self.kv_window = common_window(specs)
         self.backend = make_backend(
             config.attention_backend,
             self.device,
             self.dtype,
             config.kvcache_block_size,
             self.shard.heads.size,
-            [layer.kv_cache_spec(self.dtype) for layer in self.model.attention_layers],
+            specs,
             num_slots=config.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
             all_reduce_min=self._all_reduce_min,

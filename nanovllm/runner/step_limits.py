@@ -8,8 +8,10 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.runner.prompt_outputs import scored_rows_at_once
 
 
-def step_limits(config: Config, model_config: ModelConfig) -> StepLimits:
-    """Return the limits of an engine's steps."""
+def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
+    """Return the limits of an engine's steps; None for a model whose collectives are not counted."""
+    if model_config.hf is not None:
+        return None
     max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
     return StepLimits(
         # Two norms a layer, and the last.

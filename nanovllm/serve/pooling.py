@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, and `/score` and `/rerank` by the cosine of embeddings, as vLLM does for embedding models."""
+"""`POST /v1/embeddings`, and `/score` and `/rerank` by what `LLM.rank` ranks by."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from nanovllm.serve.pooling_protocol import (
 )
 from nanovllm.serve.protocol import prompt_list
 from nanovllm.serve.service import Service
+from nanovllm.text.ranking import ranked
 
 
 async def embed(service: Service, body: EmbeddingBody) -> EmbeddingAnswer:
@@ -51,22 +52,25 @@ async def score(service: Service, body: ScoreBody) -> ScoreAnswer:
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or as many")
-    vectors, outputs = await service.embed([*first, *second], body.pooling, body.priority)
-    similar = (vectors[: len(first)] * vectors[len(first) :]).sum(1).tolist()
-    data = [ScoreItem(index=index, score=value) for index, value in enumerate(similar)]
+    scores, outputs = await service.relevance(first, second, body.pooling, body.priority)
+    data = [ScoreItem(index=index, score=value) for index, value in enumerate(scores)]
     return ScoreAnswer(id=f"score-{uuid4().hex}", created=int(time.time()), model=service.model, data=data,
                        usage=_usage(outputs))  # fmt: skip
 
 
 async def rerank(service: Service, body: RerankBody) -> RerankAnswer:
-    """Return documents, the most similar to the query first."""
+    """Return documents, the most relevant to the query first."""
     service.check_model(body.model)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    vectors, outputs = await service.embed([body.query, *texts], body.pooling, body.priority)
-    similar = (vectors[1:] @ vectors[0]).tolist()
-    order = sorted(range(len(texts)), key=lambda index: -similar[index])[: body.top_n or None]
-    shown = [RerankDocument(text=text) if body.return_documents else None for text in texts]
-    results = [RerankItem(index=i, document=shown[i], relevance_score=similar[i]) for i in order]
+    scores, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)
+    results = [
+        RerankItem(
+            index=found.index,
+            document=RerankDocument(text=found.document) if body.return_documents else None,
+            relevance_score=found.score,
+        )
+        for found in ranked(scores, texts, body.top_n or None)
+    ]
     return RerankAnswer(id=f"rerank-{uuid4().hex}", model=service.model, results=results, usage=_usage(outputs))
 
 

@@ -27,7 +27,7 @@ class EmbeddingBody(PoolingBody):
 
 
 class ScoreBody(PoolingBody):
-    """A request for the similarity of pairs of texts; a single `text_1` is compared with each `text_2`."""
+    """A request for the similarity of pairs of texts; a single `text_1`, the query, goes with each `text_2`."""
 
     text_1: str | Annotated[Texts, Field(min_length=1)]
     text_2: str | Annotated[Texts, Field(min_length=1)]
@@ -40,7 +40,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankBody(PoolingBody):
-    """A request for documents in the order of their similarity to a query; `top_n`: how many, all if None or 0."""
+    """A request for documents in the order of their relevance to a query; `top_n`: how many, all if None or 0."""
 
     query: str
     documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=1023, fail_fast=True)]
@@ -73,7 +73,7 @@ class EmbeddingAnswer(BaseModel):
 
 
 class ScoreItem(BaseModel):
-    """The similarity of one pair, -1 ... 1."""
+    """The score of one pair: a cosine, -1 ... 1, or a judge's probability, 0 ... 1."""
 
     object: Literal["score"] = "score"
     index: int
@@ -81,7 +81,7 @@ class ScoreItem(BaseModel):
 
 
 class ScoreAnswer(BaseModel):
-    """Similarities in the order of the pairs."""
+    """Scores in the order of the pairs."""
 
     id: str
     object: Literal["list"] = "list"
@@ -100,7 +100,7 @@ class RerankItem(BaseModel):
 
 
 class RerankAnswer(BaseModel):
-    """Documents, the most similar first."""
+    """Documents, the most relevant first."""
 
     id: str
     model: str

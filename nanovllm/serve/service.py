@@ -30,6 +30,7 @@ from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.pooling import embeddings
+from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tool_calls import tool_call_format
 from nanovllm.utils.device import device_name
@@ -250,6 +251,18 @@ class Service:
         for output in outputs:
             self._observe(output)
         return embeddings(outputs, self.hidden_size), outputs
+
+    async def relevance(
+        self, queries: list[str], documents: list[str], pooling: Pooling, priority: int | None
+    ) -> tuple[list[float], list[RequestOutput]]:
+        """Return how relevant each document is to its query, or to the only one, and what tells it; see `LLM.rank`."""
+        pairs = text_pairs(queries, documents)
+        if rank_method(None, self.config.model) == "embedding":
+            vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
+            return cosines(vectors, len(queries)), outputs
+        judge = Judge(self.llm.llm.input_processor)
+        outputs = await self.complete(judge.prompts(pairs), judge.params, priority)
+        return judge.scores(outputs), outputs
 
     def _check_request(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> None:
         """Raise if a request asks for more than the server gives to one; log it otherwise."""

@@ -109,6 +109,7 @@ class ParallelRunner:
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
+        self.kv_window = runner.kv_window
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:
         """Queue a step's forward pass on every rank; see `Runner`."""

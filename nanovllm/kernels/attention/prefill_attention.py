@@ -99,8 +99,10 @@ def _prefill_kernel(
             for start in range(first_key, unmasked_start, BLOCK_N):
                 positions = start + tl.arange(0, BLOCK_N)
                 distance = (first_position + q_index)[:, None] - positions[None, :]
+                # Before the window other sequences' keys may lie.
                 acc, row_max, row_sum = attend_tile(
-                    query, k_ptr, v_ptr, table_ptr, table_size, start, positions < end,
+                    query, k_ptr, v_ptr, table_ptr, table_size, start,
+                    (positions < end) & (positions > first_position + tile * BLOCK_M - window),
                     (distance >= 0) & (distance < window), scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM,
                     acc, row_max, row_sum, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
                 )  # fmt: skip
@@ -113,10 +115,12 @@ def _prefill_kernel(
         for start in range(unmasked_end, end, BLOCK_N):
             positions = start + tl.arange(0, BLOCK_N)
             sees = positions[None, :] <= (first_position + q_index)[:, None]
+            is_own = positions < end
             if window is not None:
                 sees = sees & (positions[None, :] > (first_position + q_index)[:, None] - window)
+                is_own = is_own & (positions > first_position + tile * BLOCK_M - window)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr, v_ptr, table_ptr, table_size, start, positions < end, sees, scale,
+                query, k_ptr, v_ptr, table_ptr, table_size, start, is_own, sees, scale,
                 KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
                 BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
             )  # fmt: skip

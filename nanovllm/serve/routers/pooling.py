@@ -27,7 +27,7 @@ async def embeddings(body: EmbeddingBody, request: Request, service: ServiceDep)
 @router.post("/score", responses=ERRORS)
 @router.post("/v1/score", responses=ERRORS)
 async def scores(body: ScoreBody, request: Request, service: ServiceDep) -> ScoreAnswer:
-    """Return how similar pairs of texts are."""
+    """Return how similar pairs of texts are, or how relevant the second is to the first."""
     return await within_limits(request, service, score(service, body))
 
 
@@ -35,5 +35,5 @@ async def scores(body: ScoreBody, request: Request, service: ServiceDep) -> Scor
 @router.post("/v1/rerank", responses=ERRORS)
 @router.post("/v2/rerank", responses=ERRORS)
 async def rank(body: RerankBody, request: Request, service: ServiceDep) -> RerankAnswer:
-    """Return documents by how similar they are to a query."""
+    """Return documents by how relevant they are to a query."""
     return await within_limits(request, service, rerank(service, body))

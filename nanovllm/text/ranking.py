@@ -1,0 +1,101 @@
+"""How relevant documents are to queries: what the model is asked, and what its answers mean.
+
+Embedding models compare: the score is the cosine of two embeddings. Rerankers that are causal models judge: the score
+is the probability of "yes" rather than "no" after the prompt of Qwen3-Reranker (Zhang et al. 2025, arXiv:2506.05176).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from nanovllm.outputs import RankedDocument, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.input_processor import InputProcessor
+
+RankBy = Literal["embedding", "judgement"]
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_PROMPT = (
+    "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n"
+    "<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+def rank_method(by: RankBy | None, model: str) -> RankBy:
+    """Return how a model ranks: as it is asked to, else by its name, since configs of rerankers do not say it."""
+    if by is None:
+        return "judgement" if "reranker" in Path(model).name.lower() else "embedding"
+    if by not in get_args(RankBy):
+        raise ValueError(f"by must be 'embedding' or 'judgement', not {by!r}")
+    return by
+
+
+def text_pairs(queries: list[str], documents: list[str]) -> list[tuple[str, str]]:
+    """Return each document with its query, or with the only one."""
+    for text in (*queries, *documents):
+        if not isinstance(text, str):
+            raise ValueError(f"queries and documents are texts, not {text!r:.80}")
+    if len(queries) not in (1, len(documents)):
+        raise ValueError(f"{len(queries)} queries for {len(documents)} documents: give one, or as many")
+    return list(zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True))
+
+
+def cosines(vectors: torch.Tensor, num_queries: int) -> list[float]:
+    """Return the similarity of documents to queries; vectors: of the queries, then of the documents."""
+    values: list[float] = (vectors[:num_queries] * vectors[num_queries:]).sum(1).tolist()
+    return values
+
+
+def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None = None) -> list[RankedDocument]:
+    """Return the documents of the highest scores first, all or `top_n`; ties keep their order."""
+    order = sorted(range(len(documents)), key=lambda index: -scores[index])[:top_n]
+    return [RankedDocument(index, scores[index], documents[index]) for index in order]
+
+
+class Judge:
+    """Asks a causal model whether documents fit queries.
+
+    Args:
+        processor: of the model's inputs.
+
+    Attributes:
+        params: of the requests.
+
+    Raises:
+        ValueError: the model has no tokenizer, or one with the same first token for both answers.
+    """
+
+    def __init__(self, processor: InputProcessor) -> None:
+        self._yes, self._no = (token_ids[0] for token_ids in processor.tokenize(["yes", "no"], False))
+        if self._yes == self._no:
+            raise ValueError("the model's tokenizer begins 'yes' and 'no' with the same token")
+        answers, num_logprobs = [self._yes, self._no], processor.limits.max_logprobs
+        self.params = SamplingParams(0, 1, allowed_token_ids=answers, logprobs=num_logprobs, detokenize=False)
+
+    def prompts(self, pairs: Sequence[tuple[str, str]], instruction: str | None = None) -> list[str]:
+        """Return the prompts that ask about pairs of a query and a document."""
+        return [
+            _PROMPT.format(system=_SYSTEM, instruction=instruction or INSTRUCTION, query=query, document=document)
+            for query, document in pairs
+        ]
+
+    def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
+        """Return the probability of "yes", 0 ... 1, where either answer is given.
+
+        An answer that is not among the `max_logprobs` most likely tokens counts as likely as the last of those.
+        """
+        return [self._score(output) for output in outputs]
+
+    def _score(self, output: RequestOutput) -> float:
+        (at,) = output.outputs[0].logprobs or ()
+        found = {token_id: logprob.logprob for token_id, logprob in at.items()}
+        least = min(found.values())
+        return 1 / (1 + math.exp(found.get(self._no, least) - found.get(self._yes, least)))

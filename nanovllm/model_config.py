@@ -194,9 +194,7 @@ class ModelConfig:
         """Convert a transformers config; `eos_token_ids` are added to its own."""
         architecture = _architecture(hf)
         _check_supported(hf, architecture)
-        rope, max_position = _rope(hf), hf.max_position_embeddings
-        if isinstance(rope.scaling, YarnScaling):
-            max_position = max(max_position, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
+        rope, max_position = _rope(hf), _yarn_length(hf, hf.max_position_embeddings)
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
@@ -240,6 +238,7 @@ class ModelConfig:
         num_heads = values.get("num_attention_heads")
         num_heads = num_heads if isinstance(num_heads, int) and num_heads > 0 else 1
         num_kv_heads = values.get("num_key_value_heads")
+        max_position = _size_of({"max_position_embeddings": _MAX_POSITION} | values, "max_position_embeddings")
         return cls(
             architecture=TRANSFORMERS,
             vocab_size=_size_of(values, "vocab_size"),
@@ -252,7 +251,7 @@ class ModelConfig:
             rms_norm_eps=0.0,
             rope=RopeConfig(0.0),
             tie_word_embeddings=False,
-            max_position=_size_of({"max_position_embeddings": _MAX_POSITION} | values, "max_position_embeddings"),
+            max_position=_yarn_length(hf.get_text_config(), max_position),
             initializer_range=0.0,
             dtype=_dtype(hf.get_text_config() if _has_dtype(hf.get_text_config()) else hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),
@@ -379,6 +378,15 @@ def _rope(hf: Any) -> RopeConfig:
     if missing:
         raise ValueError(f"{kind} needs a {', '.join(missing)}; rope parameters are {values}")
     return RopeConfig(theta, _SCALINGS[kind](**values))
+
+
+def _yarn_length(hf: Any, max_position: int) -> int:
+    """Return the positions of a model that YaRN may have lengthened beyond `max_position`."""
+    values = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    if "yarn" not in (values.get("rope_type"), values.get("type")):
+        return max_position
+    original = values.get("original_max_position_embeddings") or max_position
+    return max(max_position, int(values.get("factor", 1) * original))
 
 
 def _generation_eos(path: str) -> list[int]:

@@ -217,7 +217,8 @@ def test_other_parameters_need_overwrite(tmp_path: Path, capsys: pytest.CaptureF
     assert run(source, output) == 0
     before = output.read_bytes()
     model.mkdir()
-    for flags in (["--max-tokens", "5"], ["--seed", "1"], ["--model", str(model)], ["--dtype", "bfloat16"]):
+    changes = ["--model", str(model)], ["--dtype", "bfloat16"], ["--model-impl", "transformers"]
+    for flags in (["--max-tokens", "5"], ["--seed", "1"], *changes):
         with pytest.raises(SystemExit) as exit_info:
             run(source, output, *flags)
         assert exit_info.value.code == 2 and "another model or with other parameters" in capsys.readouterr().err

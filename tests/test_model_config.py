@@ -82,6 +82,7 @@ def test_yarn_lengthens_a_model_and_never_shortens_it(factor: float, original: i
     hf = Qwen3Config(max_position_embeddings=40960, rope_theta=1000000, rope_scaling=rope)
     config = ModelConfig.from_hf(hf)
     assert config.rope.scaling == YarnScaling(factor, original) and config.max_position == max_position
+    assert ModelConfig.for_transformers(hf).max_position == max_position
 
 
 @pytest.mark.parametrize(

@@ -216,14 +216,17 @@ def test_auto_is_native_where_a_row_of_the_table_takes_the_config(make_checkpoin
         make_llm(make_checkpoint("Llama", hidden_act="gelu"), model_impl="native")
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
 def test_angles_do_not_depend_on_the_longest_sequence_of_a_step(kind: str, make_checkpoint: MakeCheckpoint) -> None:
     scaling = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 32, "factor": 4.0}
     if kind == "longrope":
         scaling |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    folder = make_checkpoint("Llama", head_dim=16, max_position_embeddings=32 * 4, rope_scaling=scaling)
+    # YaRN alone lengthens a model by itself.
+    length = 32 if kind == "yarn" else 32 * 4
+    folder = make_checkpoint("Llama", head_dim=16, max_position_embeddings=length, rope_scaling=scaling)
     short, long, params = prompts()[3], prompts()[-1], SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0)
     with make_llm(folder, max_model_len=120) as llm:
+        assert llm.max_model_len == 120
         alone = llm.generate([short], params, use_tqdm=False)[0]
         together = llm.generate([long, short], params, use_tqdm=False)[1]
     size = len(short) - 1

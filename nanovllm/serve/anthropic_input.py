@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.serve.anthropic_protocol import CountTokensBody, MessagesBody, MessagesTool, Turn
 from nanovllm.serve.protocol import ChatMessage, NamedToolChoice, SamplingBody, Tool, ToolFunction, ToolName
 from nanovllm.serve.tools import ToolUse
+from nanovllm.text.chat_template import join_parts
 from nanovllm.text.tool_calls import ToolCallFormat
 
 Block = dict[str, Any]
@@ -62,11 +63,10 @@ def _call(block: Block) -> Block:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-    ):
-        raise ValueError("content is a string, or a list of blocks of type text, tool_use or tool_result")
-    return "".join(part["text"] for part in content)
+    error = "content is a string, or a list of blocks of type text, tool_use or tool_result"
+    if not isinstance(content, list):
+        raise ValueError(error)
+    return join_parts(content, error)
 
 
 def sampling_body(body: MessagesBody) -> SamplingBody:

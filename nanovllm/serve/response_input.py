@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.serve.protocol import ChatMessage
 from nanovllm.serve.response_protocol import ResponseBody
+from nanovllm.text.chat_template import join_parts
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -51,10 +52,9 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
+    error = "a message's content is a string, or a list of parts of text"
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in content):
-            raise ValueError("a message's content is a string, or a list of parts of text")
-        return "".join(str(part.get("text", "")) for part in content)
+        return join_parts(content, error, _TEXT_PARTS)
     if not isinstance(content, str):
-        raise ValueError("a message's content is a string, or a list of parts of text")
+        raise ValueError(error)
     return content

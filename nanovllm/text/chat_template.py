@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypedDict
 
 from nanovllm.outputs import TokensPrompt
 
 Message = dict[str, Any]
+_MEDIA = "image", "audio", "video", "file", "document"
 
 
 class ChatTemplateOptions(TypedDict, total=False):
@@ -89,9 +90,19 @@ def _plain_message(message: Message) -> Message:
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
-    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-        raise ValueError("a message's content is a string, or a list of parts of type text")
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    error = "a message's content is a string, or a list of parts of type text"
+    return {**message, "content": join_parts(parts, error)}
+
+
+def join_parts(parts: list[Any], error: str, types: Collection[str] = ("text",)) -> str:
+    """Return the text of a content's parts; raises a ValueError with `error` where one is of none of the types."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(name in kind for name in _MEDIA):
+            raise ValueError(f"{error}, not {kind!r}: models run on text alone")
+        if kind not in types or not isinstance(part.get("text"), str):
+            raise ValueError(error)
+    return "".join(part["text"] for part in parts)
 
 
 def _plain_call(call: Any) -> Any:

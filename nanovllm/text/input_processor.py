@@ -359,6 +359,8 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             return ParsedPrompt(None, text, salt)
         if ids is not None and not isinstance(ids, str):
             return ParsedPrompt(token_list(ids), text, salt)
+    if prompt.get("multi_modal_data"):
+        raise ValueError("multi_modal_data is not supported: models run on text alone")
     raise ValueError(
         "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
     )

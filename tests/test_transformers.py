@@ -96,6 +96,9 @@ def test_modules_that_compute_what_ours_do_are_found(
     with make_llm(tmp_path) as llm:
         model = cast("ModelRunner", llm.llm_engine._runner).model
         classes = Counter(type(module).__name__ for module in model.modules())
+        # transformers' code may read what a module says of itself.
+        layers: Any = model.model.layers
+        assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2, 3]
     assert {name: count for name, count in classes.items() if name.startswith("Fused")} == fused | {
         "FusedLinear": linears
     }

@@ -195,7 +195,6 @@ class _Calls:
         finally:
             for handle in handles:
                 handle.remove()
-
         self.modules = {call.module for call in self._calls}
 
     def within(self, module: nn.Module) -> list[_Call]:
@@ -245,6 +244,9 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
         return None
     down = next((linear for linear in linears if linear.out_features == linears[0].in_features), linears[-1])
     others = [linear for linear in linears if linear is not down]
+    if any(linear.bias is not None for linear in others):
+        # Gated products take none.
+        return None
     copied, x = copy.deepcopy(module).float(), _random(NUM_ROWS, others[0].in_features, like=down.weight)
     for order in (others, others[::-1]):
         if sum(linear.out_features for linear in order) != 2 * down.in_features:
@@ -390,8 +392,11 @@ def _merged(linears: list[nn.Linear]) -> DenseWeight:
     # Until all is replaced the layers are still there, and their memory would be.
     for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
         linear.weight.data = part
-    biases = [linear.bias.data for linear in linears if linear.bias is not None]
-    return _dense_weight(weight, torch.cat(biases) if len(biases) == len(linears) else None)
+    if all(linear.bias is None for linear in linears):
+        return _dense_weight(weight, None)
+    zeros = (weight.new_zeros(linear.out_features) for linear in linears)
+    biases = [zero if linear.bias is None else linear.bias.data for linear, zero in zip(linears, zeros, strict=True)]
+    return _dense_weight(weight, torch.cat(biases))
 
 
 def _dense_weight(values: torch.Tensor, bias: torch.Tensor | None) -> DenseWeight:

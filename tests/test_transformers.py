@@ -19,7 +19,7 @@ from nanovllm import SamplingParams, model_config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import shard_of
 from nanovllm.model_config import MODELS, TRANSFORMERS, ModelConfig
-from nanovllm.models import fused_modules
+from nanovllm.models import fuse, fused_modules
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.model_runner import ModelRunner
@@ -114,10 +114,10 @@ def test_biases_go_into_the_product(make_checkpoint: MakeCheckpoint) -> None:
     model.save_pretrained(folder)
     assert compare(folder, model).verdict == "equal"
     # Gated products take none.
-    assert fused_modules._as_mlp(model.model.layers[0].mlp) is None
+    assert fuse._as_mlp(model.model.layers[0].mlp) is None
     linears = [torch.nn.Linear(8, 4, bias=bias) for bias in (True, False)]
     x = torch.randn(3, 8)
-    torch.testing.assert_close(fused_modules._merged(linears).multiply(x), torch.cat([f(x) for f in linears], dim=1))
+    torch.testing.assert_close(fused_modules.merged(linears).multiply(x), torch.cat([f(x) for f in linears], dim=1))
 
 
 def test_attention_that_depends_on_positions_otherwise_is_not_ours(

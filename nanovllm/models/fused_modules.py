@@ -1,39 +1,27 @@
-"""This library's kernels in models that transformers' code runs, for modules that compute what they do.
+"""Modules by this library's kernels that take the place of those in a model which transformers' code runs.
 
-Such a module is found by running it beside the op on random numbers in float32, not by its name: an RMS norm, a SwiGLU
-MLP, and attention whose queries, keys and values are one product, perhaps normed by head, and rotated. What is not
-found stays as it is, but each plain linear layer gets our product.
+`fuse.py` finds out where. Each takes and returns what the module before it did.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from nanovllm.distributed.shard import Shard
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
-from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.transformers_attention import PagedAttention, probing
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard, Weight
 
-NUM_ROWS = 8
-"""Random rows that a module and an op are compared on."""
-_TOLERANCE = 1e-4
 _positions: ContextVar[torch.Tensor] = ContextVar("positions")
 
 
@@ -52,7 +40,7 @@ class FusedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.product = _dense_weight(linear.weight, linear.bias)
+        self.product = dense_weight(linear.weight, linear.bias)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -131,275 +119,23 @@ class FusedAttention(nn.Module):
         return self.out.multiply(out)[None], None
 
 
-def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counter[str]:
-    """Replace the modules of a model that compute what ours do; return how many of each class.
-
-    Args:
-        model: its attention modules have a `PagedAttention` each.
-        run: sends `NUM_ROWS` tokens through it.
-        max_model_len: positions that RoPE is computed for.
-    """
-    with probing(makes_layers=False):
-        calls = _Calls(model, run)
-    rotaries: dict[int, RotaryEmbedding | None] = {}
-    for match in (partial(_as_attention, calls, rotaries, max_model_len), _as_mlp, _as_norm):
-        # Lists of modules, for example, are not called.
-        _replace(model, match, calls.modules)
-    fuse_linears(model)
-    ours = (FusedLinear, FusedNorm, FusedMLP, FusedAttention)
-    return Counter(type(module).__name__ for module in model.modules() if isinstance(module, ours))
-
-
-def fuse_linears(model: nn.Module) -> None:
-    """Replace the linear layers of a model."""
-    # Subclasses may compute something else.
-    linears = {module for module in model.modules() if type(module) is nn.Linear}
-    _replace(model, lambda module: FusedLinear(cast("nn.Linear", module)), linears)
-
-
-def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], among: Set[nn.Module]) -> None:
-    for name, module in list(model.named_modules()):
-        if name and module in among and (fused := match(module)) is not None:
-            # What holds a module may read of it what it is, such as whether it has a window.
-            for key, value in vars(module).items():
-                if not key.startswith("_") and not hasattr(fused, key):
-                    setattr(fused, key, value)
-            model.set_submodule(name, fused)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a module."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-
-class _Calls:
-    """The calls of a model's modules in one run, in the order in which they ended.
-
-    Attributes:
-        modules: that were called.
-    """
-
-    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
-        self._calls: list[_Call] = []
-        handles = [
-            module.register_forward_hook(lambda *call: self._calls.append(_Call(*call)), with_kwargs=True)
-            for module in model.modules()
-        ]
-        try:
-            run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.modules = {call.module for call in self._calls}
-
-    def within(self, module: nn.Module) -> list[_Call]:
-        """Return the calls of a module's children, and of itself at the end."""
-        members = set(module.modules())
-        return [call for call in self._calls if call.module in members]
-
-    def source_of(self, output: Any) -> _Call | None:
-        """Return the call that returned an object."""
-        return next((call for call in self._calls if call.output is output), None)
-
-
-def _as_norm(module: nn.Module) -> FusedNorm | None:
-    """Return a module as an RMS norm, if it is one: y = factor * x / sqrt(mean(x * x) + eps)."""
-    params = list(module.parameters())
-    if len(params) != 1 or params[0].dim() != 1 or next(module.children(), None) is not None:
-        return None
-    dtype, like = params[0].dtype, params[0]
-    norm = copy.deepcopy(module).float()
-
-    def outputs(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = norm(x[None])[0]
-        return out
-
-    try:
-        ones = torch.ones(1, len(like), device=like.device)
-        factor = outputs(ones * 1e4)[0]
-        ratio = (outputs(ones * 1e-3)[0] / factor)[factor != 0].double().median()
-        eps = max(0.0, 1e-6 * (ratio.item() ** -2 - 1))
-        x = _random(NUM_ROWS, len(like), like=like)
-        x[0] *= 1e-3
-        if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
-            return None
-    except (RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError):
-        # It takes something else.
-        return None
-    rounded = factor.to(dtype)
-    return FusedNorm(rounded if torch.equal(rounded.float(), factor) else factor, eps)
-
-
-def _as_mlp(module: nn.Module) -> FusedMLP | None:
-    """Return a module as a SwiGLU MLP, if it is one of two or three linear layers."""
-    linears = [child for child in module.children() if type(child) is nn.Linear]
-    if len(linears) not in (2, 3) or sum(1 for _ in module.parameters()) != sum(
-        1 for linear in linears for _ in linear.parameters()
-    ):
-        return None
-    down = next((linear for linear in linears if linear.out_features == linears[0].in_features), linears[-1])
-    others = [linear for linear in linears if linear is not down]
-    if any(linear.bias is not None for linear in others):
-        # Gated products take none.
-        return None
-    copied, x = copy.deepcopy(module).float(), _random(NUM_ROWS, others[0].in_features, like=down.weight)
-    for order in (others, others[::-1]):
-        if sum(linear.out_features for linear in order) != 2 * down.in_features:
-            return None
-        gate_up = torch.cat([_product(x, linear) for linear in order], dim=-1)
-        if _equal(copied(x[None])[0], _product(silu_and_mul_ref(gate_up), down)):
-            return FusedMLP(_merged(order), _dense_weight(down.weight, down.bias))
-    return None
-
-
-def _as_attention(
-    calls: _Calls, rotaries: dict[int, RotaryEmbedding | None], max_model_len: int, module: nn.Module
-) -> FusedAttention | None:
-    """Return a module as attention with one product, if it attends from norms and RoPE as `qkv_rope_store` does."""
-    paged = getattr(module, "paged", None)
-    if not isinstance(paged, PagedAttention) or paged.key_size != paged.value_size:
-        return None
-    if paged.key_size.bit_count() != 1:
-        # `qkv_rope_store` does not take them.
-        return None
-    *inner, call = calls.within(module)
-    hidden = call.kwargs.get("hidden_states", call.args[0] if call.args else None)
-    angles = call.kwargs.get("position_embeddings")
-    is_pair = isinstance(call.output, tuple) and len(call.output) == 2
-    if hidden is None or not isinstance(angles, tuple) or not is_pair:
-        return None
-    linears = [(other.module, other.args[0] is hidden) for other in inner if isinstance(other.module, nn.Linear)]
-    firsts = [linear for linear, takes_hidden in linears if takes_hidden]
-    lasts = [linear for linear, takes_hidden in linears if not takes_hidden]
-    norms = [norm for other in inner if (norm := _as_norm(other.module)) and len(norm.weight) == paged.key_size]
-    if id(angles) not in rotaries:
-        rotaries[id(angles)] = _rotary_of(calls.source_of(angles), max_model_len)
-    rotary = rotaries[id(angles)]
-    if len(firsts) not in (1, 3) or len(lasts) != 1 or len(norms) not in (0, 2) or rotary is None:
-        return None
-    found = _Attending(call, firsts, lasts[0], norms, rotary, paged)
-    return found.fused() if found.is_equal() else None
-
-
-@dataclass(frozen=True)
-class _Attending:
-    """A module that attends, and what it may be made of.
-
-    Attributes:
-        call: of the module.
-        firsts, last: linear layers that take what it takes, and that return what it returns.
-        norms: of queries and keys, or none.
-        rotary: with the angles of all positions.
-        paged: its cache.
-    """
-
-    call: _Call
-    firsts: list[nn.Linear]
-    last: nn.Linear
-    norms: list[FusedNorm]
-    rotary: RotaryEmbedding
-    paged: PagedAttention
-
-    def is_equal(self) -> bool:
-        """Return whether queries, keys and values, and what becomes of attention's outputs, are ours."""
-        kv_heads, size, table = self.paged.num_kv_heads, self.paged.key_size, self.rotary.cos_sin
-        x = _random(NUM_ROWS, self.firsts[0].in_features, like=self.last.weight)
-        qkv = torch.cat([_product(x, linear) for linear in self.firsts], dim=-1)
-        if size != table.shape[1] or qkv.shape[1] != self.last.in_features + 2 * kv_heads * size:
-            return False
-        positions = torch.arange(NUM_ROWS, device=x.device) * (len(table) - 1) // (NUM_ROWS - 1)
-        angles = tuple(half.repeat(1, 2)[None] for half in table[positions].chunk(2, dim=-1))
-        module = copy.deepcopy(self.call.module).float()
-        kwargs = {
-            key: positions.view_as(given) if _is_positions(given) else given for key, given in self.call.kwargs.items()
-        }
-        kwargs["position_embeddings"] = angles
-        kwargs, args = (kwargs | {"hidden_states": x[None]}, ()) if not self.call.args else (kwargs, (x[None],))
-        with probing(makes_layers=False, answers=_noise) as probe:
-            out = module(*args, **kwargs)[0][0]
-        query, key, value = probe.tensors
-        pages = KVPages(torch.empty_like(key)[None], torch.empty_like(value)[None])
-        norms = (self.norms[0].weight.float(), self.norms[1].weight.float()) if self.norms else None
-        eps = self.norms[0].eps if self.norms else 0.0
-        slots = torch.arange(NUM_ROWS, device=x.device, dtype=torch.int32)
-        ours = qkv_rope_store_ref(qkv.view(NUM_ROWS, -1, size), NormRope(norms, eps, table), positions, pages, slots)
-        pairs = [(query, ours), (key, pages.k_cache[0]), (value, pages.v_cache[0])]
-        pairs.append((out, _product(probe.answered[0][0].flatten(1), self.last)))
-        return all(_equal(theirs, mine) for theirs, mine in pairs)
-
-    def fused(self) -> FusedAttention:
-        """Return the module with our kernels."""
-        eps = self.norms[0].eps if self.norms else 0.0
-        attn = Attention(self.paged.num_kv_heads, self.paged.key_size, eps, self.rotary, self.paged.options)
-        attn.scale = self.paged.scale
-        return FusedAttention(_merged(self.firsts), _dense_weight(self.last.weight, self.last.bias), self.norms, attn)
-
-
-def _rotary_of(call: _Call | None, max_model_len: int) -> RotaryEmbedding | None:
-    """Return the table of the module that made cosines and sines; None if these do not go by halves of heads."""
-    if call is None:
-        return None
-    args, kwargs = list(call.args), dict(call.kwargs)
-    for arguments, keys in ((args, range(len(args))), (kwargs, list(kwargs))):
-        for key in keys:
-            given = arguments[key]  # type: ignore[index]
-            if _is_positions(given):
-                arguments[key] = torch.arange(max_model_len, device=given.device)[None]  # type: ignore[index]
-            elif isinstance(given, torch.Tensor):
-                arguments[key] = given.float()  # type: ignore[index]
-    cos, sin = (x[0] for x in call.module(*args, **kwargs))
-    if cos.shape[0] != max_model_len:
-        return None
-    half = cos.shape[-1] // 2
-    if not torch.equal(torch.cat((cos[:, :half],) * 2, -1), cos):
-        return None
-    rotary = RotaryEmbedding(cos.shape[-1], None)
-    rotary.cos_sin = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float().contiguous()
-    return rotary
-
-
-def _is_positions(given: Any) -> bool:
-    return isinstance(given, torch.Tensor) and given.dtype == torch.int64 and given.numel() == NUM_ROWS
-
-
-def _random(*shape: int, like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(*shape, generator=generator).to(like.device)
-
-
-def _noise(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-
-
-def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE * max(x.std().item(), 1e-6))
-
-
-def _product(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    return functional.linear(x, linear.weight.float(), None if linear.bias is None else linear.bias.float())
-
-
-def _merged(linears: list[nn.Linear]) -> DenseWeight:
+def merged(linears: list[nn.Linear]) -> DenseWeight:
     """Return linear layers of one input as one product."""
     if len(linears) == 1:
-        return _dense_weight(linears[0].weight, linears[0].bias)
+        return dense_weight(linears[0].weight, linears[0].bias)
     weight = torch.cat([linear.weight.data for linear in linears])
     # Until all is replaced the layers are still there, and their memory would be.
     for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
         linear.weight.data = part
     if all(linear.bias is None for linear in linears):
-        return _dense_weight(weight, None)
+        return dense_weight(weight, None)
     zeros = (weight.new_zeros(linear.out_features) for linear in linears)
     biases = [zero if linear.bias is None else linear.bias.data for linear, zero in zip(linears, zeros, strict=True)]
-    return _dense_weight(weight, torch.cat(biases))
+    return dense_weight(weight, torch.cat(biases))
 
 
-def _dense_weight(values: torch.Tensor, bias: torch.Tensor | None) -> DenseWeight:
+def dense_weight(values: torch.Tensor, bias: torch.Tensor | None) -> DenseWeight:
+    """Return a weight of these values, [out_features, in_features], and this bias, [out_features], not copied."""
     out_features, in_features = values.shape
     with torch.device("meta"):
         weight = DenseWeight(MatrixShard({None: Shard.whole(out_features)}, Shard.whole(in_features)), bias is not None)

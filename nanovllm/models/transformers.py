@@ -26,7 +26,8 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard, Shard
 from nanovllm.model_config import MODELS, ModelConfig
 from nanovllm.models.base import HiddenStates, LoadableCausalLM
-from nanovllm.models.fused_modules import NUM_ROWS, fuse, fuse_linears, step_positions
+from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
+from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
 from nanovllm.models.transformers_shard import shard_model
 

@@ -295,6 +295,8 @@ class Scheduler:
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
         batch.new_requests.append(new_request(seq))
+        if self.block_manager.loads:
+            batch.transfers += self.block_manager.take_loads()
         return seq
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:

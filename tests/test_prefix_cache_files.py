@@ -72,10 +72,15 @@ def test_an_engine_loads_what_another_has_saved(model: Path, saved: Path, expect
     with LLM(model, prefix_cache=str(saved), max_num_batched_tokens=16, **SETTINGS) as llm:
         first, second = llm.generate([PROMPT, PROMPT[:72]], GREEDY, use_tqdm=False, schedule="arrival")
         assert (first.outputs[0].token_ids, first.num_cached_tokens, second.num_cached_tokens) == (expected, 96, 64)
+        source = llm.llm_engine.block_manager.source
         fill(llm)
         # All blocks are there, and the last token is computed alone.
         assert answer(llm, PROMPT[:96])[1] == 95
         assert answer(llm) == (expected, 96)
+        llm.llm_engine.block_manager.source = None
+        # They are in the device's cache now.
+        assert answer(llm) == (expected, 96)
+        llm.llm_engine.block_manager.source = source
         # Those that another salt's prompt has computed are not there.
         assert answer(llm, {"prompt_token_ids": PROMPT, "cache_salt": "salt"}) == (expected, 0)
         # Log-probabilities of the prompt need it computed, up to where they begin.
@@ -84,14 +89,17 @@ def test_an_engine_loads_what_another_has_saved(model: Path, saved: Path, expect
         assert llm.generate([PROMPT], params, use_tqdm=False)[0].num_cached_tokens == 48
 
 
-def test_a_salt_and_generated_tokens(model: Path, tmp_path: Path, expected: list[int]) -> None:
+def test_prompts_of_one_step_and_their_salts(model: Path, tmp_path: Path, expected: list[int]) -> None:
     salted = {"prompt_token_ids": PROMPT, "cache_salt": "salt"}
     with LLM(model, prefix_cache=str(tmp_path), **SETTINGS) as llm:
-        assert llm.save_prefix_cache(tmp_path, [salted, PROMPT[:15]], use_tqdm=False) == 6
+        other = answer(llm, PROMPT[::-1])[0]
+        assert llm.save_prefix_cache(tmp_path, [salted, PROMPT[::-1], PROMPT[:15]], use_tqdm=False) == 12
         fill(llm)
         assert answer(llm)[1] == 0
         fill(llm)
-        assert answer(llm, salted) == (expected, 96)
+        outputs = llm.generate([salted, PROMPT[::-1]], GREEDY, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [96, 96]
+        assert [output.outputs[0].token_ids for output in outputs] == [expected, other]
 
 
 def test_three_ranks_read_and_write_their_own_heads(model: Path, tmp_path: Path, expected: list[int]) -> None:

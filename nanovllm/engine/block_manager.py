@@ -305,7 +305,6 @@ class BlockManager:
             self._unregister(self.blocks[block_id])
             self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
-        self.loads.clear()
 
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be."""

@@ -281,6 +281,8 @@ class Scheduler:
         # A preempted sequence waits for its token in flight, which it will need as input.
         if seq is None or seq.num_in_flight or not self.block_manager.allocate(seq):
             return None
+        if self.block_manager.loads:
+            batch.transfers += self.block_manager.take_loads()
         self.waiting.remove(seq)
         insort(self.running, seq, key=_sort_key)
         seq.status = SequenceStatus.RUNNING
@@ -295,8 +297,6 @@ class Scheduler:
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
         batch.new_requests.append(new_request(seq))
-        if self.block_manager.loads:
-            batch.transfers += self.block_manager.take_loads()
         return seq
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:

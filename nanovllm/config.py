@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
@@ -50,6 +51,7 @@ class Config:
         kvcache_block_size: tokens per cache block, a multiple of 16.
         num_kvcache_blocks: number of cache blocks; -1 derives it from the free memory.
         enable_prefix_caching: share the cache blocks of equal prefixes.
+        prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
         model_impl: whose code runs the model: "native" is this library's, "transformers" that of transformers over this
@@ -78,6 +80,7 @@ class Config:
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
     enable_prefix_caching: bool = True
+    prefix_cache: str | None = None
     attention_backend: AttentionBackendName = "auto"
     load_format: LoadFormat = "auto"
     model_impl: ModelImpl = "auto"
@@ -101,9 +104,18 @@ class Config:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
         if not isinstance(self.device, str):
             raise ValueError(f"device must be a string such as 'cuda:0', not {self.device!r}")
+        if self.prefix_cache is not None:
+            self._check_prefix_cache(self.prefix_cache)
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+
+    def _check_prefix_cache(self, folder: str) -> None:
+        if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
+            raise ValueError(f"prefix_cache must be a folder that exists, not {folder!r}")
+        if not self.enable_prefix_caching:
+            raise ValueError(f"prefix_cache={folder!r} needs enable_prefix_caching=True")
+        object.__setattr__(self, "prefix_cache", os.path.abspath(folder))
 
     @property
     def max_num_running(self) -> int:
@@ -130,6 +142,7 @@ class EngineSettings(TypedDict, total=False):
     kvcache_block_size: int
     num_kvcache_blocks: int
     enable_prefix_caching: bool
+    prefix_cache: str | None
     attention_backend: AttentionBackendName
     load_format: LoadFormat
     model_impl: ModelImpl

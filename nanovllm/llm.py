@@ -14,11 +14,13 @@ import torch
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.block_usage import BlockUsage
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prefix_files import PrefixFiles
 from nanovllm.engine.request import Request
 from nanovllm.engine.stats_history import StatsSample
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
+from nanovllm.models.model_digest import model_digest
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompt,
@@ -51,6 +53,7 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
 from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
+from nanovllm.text.save_prefixes import save_prefixes
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
@@ -111,8 +114,12 @@ class LLM(Unpicklable):
             self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
             make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
             runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
-        self.device = resolve_device(config.device, size=config.tensor_parallel_size)
-        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device.type == "cuda")
+            self.device = resolve_device(config.device, size=config.tensor_parallel_size)
+            self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device.type == "cuda")
+            self._runner, self._folder = runner, folder
+            prefix_files = None
+            if config.prefix_cache is not None:
+                prefix_files = self._prefix_files(config.prefix_cache, max_model_len)
         self.num_parameters = count_parameters(model_config)
         tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
         self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
@@ -125,7 +132,7 @@ class LLM(Unpicklable):
             eos_token_ids=self.eos_token_ids,
             make_constraint=constraints,
         )
-        self._folder = folder
+        self.llm_engine.block_manager.source = prefix_files
         self.input_processor = InputProcessor(
             self.tokenizer, self.llm_engine.limits, constraints, self.llm_engine.seeds
         )
@@ -422,6 +429,41 @@ class LLM(Unpicklable):
             'Hello'
         """
         return self.tokenizer
+
+    def save_prefix_cache(self, folder: str | os.PathLike[str], prompts: Prompts, use_tqdm: bool = True) -> int:
+        """Write the KV cache of prompts to files, which `LLM(prefix_cache=folder)` of the same model loads.
+
+        A file holds a full block (of one rank); what lies after a prompt's last full block is not saved. What neither
+        cache nor folder has is computed, one prompt after the other. Several engines may write to one folder.
+
+        Args:
+            folder: is made if it is not there. Nobody else may be able to write to it whose prompts you would not run.
+            prompts: see `generate`; those with a `cache_salt` serve prompts with the same one.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            The number of different full blocks of the prompts, all of which the folder now has.
+
+        Raises:
+            ValueError: a prompt is out of bounds, prefix caching is off, or all layers of the model have windows.
+            OSError: a file cannot be written; the error is a RuntimeError if it is another rank's.
+            RuntimeError: other requests are unfinished, or see `generate`.
+
+        Example:
+            >>> num_blocks = llm.save_prefix_cache("prefixes", [{"prompt_token_ids": [7] * 600}], use_tqdm=False)
+        """
+        if not self.config.enable_prefix_caching:
+            raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
+        files = self._prefix_files(os.path.abspath(folder), self.max_model_len)
+        given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
+        os.makedirs(folder, exist_ok=True)
+        return save_prefixes(self.engine_client, self.llm_engine, files, requests, use_tqdm)
+
+    def _prefix_files(self, folder: str, max_model_len: int) -> PrefixFiles:
+        """Return the files of a folder that are this model's."""
+        digest = model_digest(self.config, self.model_config, self._folder, str(self.dtype), max_model_len)
+        return PrefixFiles(self._runner, folder, digest, self.config.kvcache_block_size)
 
     @property
     def most_pending(self) -> int:

@@ -84,6 +84,7 @@ class MockRunner:
         self.pipeline_depth = pipeline_depth
         self.kv_window = window
         self.cache = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.host: dict[int, list[int]] = {}
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
         self.num_computed = [0] * num_slots
@@ -114,7 +115,9 @@ class MockRunner:
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
                 self.num_logprobs[request.slot] = request.extra.params.logprobs
-        contents = [list(self.cache[transfer.source]) for transfer in batch.transfers]
+        # Copies and loads.
+        places = [self.cache if transfer.kind == "copy" else self.host for transfer in batch.transfers]
+        contents = [list(place[move.source]) for place, move in zip(places, batch.transfers, strict=True)]
         for transfer, content in zip(batch.transfers, contents, strict=True):
             self.cache[transfer.destination] = content
         for new in batch.new_blocks:
@@ -149,6 +152,8 @@ class MockRunner:
             # A step that failed may have left anything in the blocks that it was to write.
             for slot in batch.decode_slots:
                 self._store(slot, self.num_computed[slot] - 1, EMPTY)
+            for transfer in batch.transfers:
+                self.cache[transfer.destination] = [EMPTY] * self.block_size
             for chunk in batch.chunks:
                 for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
                     self._store(chunk.slot, position, EMPTY)

@@ -13,9 +13,12 @@ Knows nothing of the device: block ids are all that it deals in.
 
 from __future__ import annotations
 
+import typing
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from itertools import count
+from typing import Protocol
 
 from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
 from nanovllm.engine.sequence import Sequence
@@ -41,6 +44,16 @@ class Block:
         self.num_hits = 0
 
 
+class BlockSource(Protocol):
+    """Has blocks that the device's cache does not have, and can bring them into the host's memory."""
+
+    def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
+        """Return the host slots of a sequence's blocks from `first` on, as many as there are, up to `end`.
+
+        The next step loads them from there.
+        """
+
+
 class BlockManager:
     """Pages, reference counts, the prefix cache and its eviction.
 
@@ -49,6 +62,10 @@ class BlockManager:
         enable_prefix_caching: whether blocks can be found again.
         window: tokens that each layer sees at most, the query's own included; None if a layer sees all.
         max_chunk: most tokens of a sequence in one step.
+
+    Attributes:
+        source: is asked for the blocks of a prefix that follow those in the cache.
+        loads: what the step being planned must load.
     """
 
     def __init__(
@@ -70,6 +87,8 @@ class BlockManager:
         self._identities = count(_ROOT_IDENTITY + 1)
         # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
         self._num_gained = 0
+        self.source: BlockSource | None = None
+        self.loads: list[BlockTransfer] = []
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
         # At least 2, so that the block before the next token is always held.
@@ -137,6 +156,7 @@ class BlockManager:
             # With a window, one block more may make a whole prefix usable.
             seq.fits_from = self._num_gained + (num_missing if self._window is None else 1)
             return False
+        slots = () if self.source is None else self._fetch(self.source, seq, len(matched))
         for block in found:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
@@ -148,7 +168,40 @@ class BlockManager:
         seq.registered_identity = found[-1].identity if found else _root(seq)
         seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
+        if slots:
+            self._load(seq, slots)
         return True
+
+    def _fetch(self, source: BlockSource, seq: Sequence, first: int) -> typing.Sequence[int]:
+        """Return the host slots of the blocks that follow the first ones of a sequence."""
+        end = seq.max_cached_tokens // self.block_size
+        return source.fetch(seq, first, end) if first < end else ()
+
+    def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
+        """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned."""
+        for i, slot in enumerate(slots, seq.num_registered_blocks):
+            self.loads.append(BlockTransfer("load", slot, seq.block_table[i]))
+        num_loaded = seq.num_registered_blocks + len(slots)
+        seq.num_computed_tokens = num_loaded * self.block_size
+        self.register(seq)
+        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+
+    def take_loads(self) -> list[BlockTransfer]:
+        """Return, once, what the step being planned must load."""
+        loads, self.loads = self.loads, []
+        return loads
+
+    def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
+        """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not."""
+        parent: Identity = _ROOT_IDENTITY if salt is None else salt
+        block_ids = []
+        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+            block = self._cached.get((parent, token_ids[start : start + self.block_size].tobytes()))
+            if block is None:
+                break
+            block_ids.append(block.block_id)
+            parent = block.identity
+        return block_ids
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
         """Whether `source` still holds what a sequence needs of their prompt, and no more of it is registered."""

@@ -23,7 +23,7 @@ from itertools import count
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
@@ -183,6 +183,21 @@ class LLMEngine(Unpicklable):
                     self._empty_inbox()
         finally:
             self.end(call)
+
+    @contextmanager
+    def block_source(self, source: BlockSource) -> Iterator[None]:
+        """Ask `source` for blocks of prefixes inside the `with` block, for the call that drives the engine.
+
+        Raises:
+            RuntimeError: requests are unfinished.
+        """
+        if not self.scheduler.is_finished() or self._inbox:
+            raise RuntimeError("the engine has unfinished requests")
+        before, self.block_manager.source = self.block_manager.source, source
+        try:
+            yield
+        finally:
+            self.block_manager.source = before
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""

@@ -281,6 +281,8 @@ class Scheduler:
         # A preempted sequence waits for its token in flight, which it will need as input.
         if seq is None or seq.num_in_flight or not self.block_manager.allocate(seq):
             return None
+        if self.block_manager.loads:
+            batch.transfers += self.block_manager.take_loads()
         self.waiting.remove(seq)
         insort(self.running, seq, key=_sort_key)
         seq.status = SequenceStatus.RUNNING

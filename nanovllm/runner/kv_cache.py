@@ -50,6 +50,7 @@ class KVCache:
 
     Attributes:
         groups: the pages by what layers cache.
+        host_blocks: blocks in the host's memory by slot, which the next step that loads may load, as `block` has them.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self._layers, self._device = layers, device
+        self.host_blocks: dict[int, list[torch.Tensor]] = {}
         self.groups: dict[KVCacheSpec, CacheGroup] = {}
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
@@ -89,13 +91,30 @@ class KVCache:
             layer.unbind()
 
     def transfer(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Copy blocks, of which one may be the source of one copy and the destination of another."""
-        pairs = torch.tensor([(transfer.source, transfer.destination) for transfer in transfers])
+        """Copy blocks, of which one may be the source of one copy and the destination of another, then load others."""
+        copies = [(transfer.source, transfer.destination) for transfer in transfers if transfer.kind == "copy"]
+        if copies:
+            self._copy(copies)
+        if len(copies) < len(transfers):
+            self._load([transfer for transfer in transfers if transfer.kind == "load"])
+
+    def block(self, block_id: int) -> list[torch.Tensor]:
+        """Return a block's pages, views of [block_size, num_kv_heads, head size]: keys of each layer, and values."""
+        return [layer[block_id] for layer in self._pages()]
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        pairs = torch.tensor(copies)
         on_device = (pairs.pin_memory() if self._device.type == "cuda" else pairs).to(self._device, non_blocking=True)
         sources, destinations = on_device.unbind(1)
         # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
         for layer in self._pages():
             layer[destinations] = layer[sources]
+
+    def _load(self, loads: list[BlockTransfer]) -> None:
+        for load in loads:
+            for page, content in zip(self.block(load.destination), self.host_blocks[load.source], strict=True):
+                page.copy_(content)
+        self.host_blocks.clear()
 
     def _pages(self) -> Iterator[torch.Tensor]:
         """The keys of each layer, and the values, [num_blocks, ...]."""

@@ -45,10 +45,10 @@ class NewBlock:
 class BlockTransfer:
     """Gives block `destination` the content of block `source`.
 
-    `kind` says where the two are; "copy": both on the device.
+    `kind` says where the two are; "copy": both on the device; "load": the source is a slot in the host's memory.
     """
 
-    kind: Literal["copy"]
+    kind: Literal["copy", "load"]
     source: int
     destination: int
 
@@ -101,7 +101,7 @@ class ScheduledBatch:
 
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
-    # Before the step writes anything; all their sources are read before a destination is written.
+    # Before the step writes anything. All copies' sources are read before a destination is written; loads come last.
     transfers: list[BlockTransfer] = field(default_factory=list)
     # [num_decodes] int32; the same object as in the step before if no row has joined or left.
     decode_slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)
@@ -195,3 +195,35 @@ class Runner(Protocol):
 
     def exit(self) -> None:
         """Let go of the device."""
+
+
+@dataclass(frozen=True)
+class BlocksRead:
+    """What came of reading blocks from files.
+
+    Attributes:
+        count: blocks that were read, up to the first that is not there or was refused.
+        refused: of each refused file its name, and why.
+    """
+
+    count: int
+    refused: list[str] = field(default_factory=list)
+
+
+class BlockFileRunner(Protocol):
+    """What the engine needs of a runner to keep blocks in files; see `runner.block_files`."""
+
+    kv_window: int | None
+
+    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
+        """Read blocks from a folder into the host's slots `slot`, `slot + 1`, ..., for the next step to load.
+
+        What a slot held before is forgotten, and so is, after the next step that loads, what it did not load.
+        """
+
+    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
+        """Write blocks of the device to a folder, each under its digest, unless they are there.
+
+        Raises:
+            OSError: a file cannot be written; a RuntimeError if it is another rank's.
+        """

@@ -27,10 +27,11 @@ from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
+from nanovllm.runner.block_files import BlockFiles
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import BlocksRead, ScheduledBatch
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.sampling.rows import ExtraRows
@@ -250,6 +251,22 @@ class ModelRunner:
         exact, plan = builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
+
+    def has_block(self, folder: str, digest: bytes) -> bool:
+        """Whether a folder has this rank's file of a block."""
+        return self._block_files(folder).path(digest).exists()
+
+    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
+        """Read blocks from a folder into the host's memory; see `BlockFileRunner`."""
+        return self._block_files(folder).read(digests, slot)
+
+    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
+        """Write blocks to a folder; see `BlockFileRunner`."""
+        with self._device_guard():
+            self._block_files(folder).write(digests, block_ids)
+
+    def _block_files(self, folder: str) -> BlockFiles:
+        return BlockFiles(folder, self.kv_cache, self.communicator.rank, self.communicator.size)
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""

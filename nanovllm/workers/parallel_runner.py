@@ -22,7 +22,7 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import BlocksRead, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ForwardStep, ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
@@ -139,6 +139,18 @@ class ParallelRunner:
         finally:
             others = self._ranks.replies()
         return [own, *others]
+
+    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
+        """Read, on every rank, the blocks that all have; see `BlockFileRunner`."""
+        # Most prompts are in no folder, and need no reply of every rank.
+        if not self._require_open().has_block(folder, digests[0]):
+            return BlocksRead(0)
+        replies: list[BlocksRead] = self.call("read_blocks", folder, digests, slot)
+        return BlocksRead(min(reply.count for reply in replies), [file for reply in replies for file in reply.refused])
+
+    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
+        """Write every rank's part of blocks; see `BlockFileRunner`."""
+        self.call("write_blocks", folder, digests, block_ids)
 
     def synchronize(self) -> None:
         """Wait for all launched work on every rank.

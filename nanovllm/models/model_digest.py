@@ -1,0 +1,49 @@
+"""Tells models apart whose keys and values differ, where these leave the process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+from nanovllm.config import Config
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.loader import weight_files
+
+_SAMPLED_BYTES = 4096
+"""Read of each tensor, since files of gigabytes take long: two checkpoints of one shape differ in most elements."""
+
+
+def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: str, max_model_len: int) -> bytes:
+    """Return 128 bits that follow from a model's config, its weights, and how it is run.
+
+    Of the weights it reads the files' headers and the first 4 KiB of each tensor. Where the model's folder is does not
+    matter.
+
+    Args:
+        config, model_config: the engine's settings, and the model's shape.
+        folder: has the model's files.
+        dtype: of what is computed.
+        max_model_len: some of transformers' rotary embeddings depend on it.
+    """
+    digest = xxh3_128(Path(folder, "config.json").read_bytes())
+    is_dummy, is_native = config.load_format == "dummy", model_config.hf is None
+    settings = config.revision, dtype, is_native, None if is_native else max_model_len
+    digest.update(json.dumps([*settings, config.seed or 0 if is_dummy else None]).encode())
+    for file in [] if is_dummy else weight_files(folder):
+        _add_samples(digest, file)
+    return digest.digest()
+
+
+def _add_samples(digest: xxh3_128, file: str) -> None:
+    """Add a safetensors file's size, header, and samples of its tensors to a digest."""
+    with open(file, "rb") as opened:
+        length = opened.read(8)
+        header = opened.read(int.from_bytes(length, "little"))
+        digest.update(b"%d " % os.path.getsize(file) + header)
+        tensors = json.loads(header)
+        for start, end in sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"):
+            opened.seek(len(length) + len(header) + start)
+            digest.update(opened.read(min(end - start, _SAMPLED_BYTES)))

@@ -1,11 +1,12 @@
 """Matrices of e4m3 values (Micikevicius et al. 2022, arXiv:2209.05433) with float32 scales: rounding to them and back.
 
-Kernels take the values as bytes, and so need no support of theirs by Triton, which GPUs before sm_89 do not have. A NaN
-among the values, which quantisation does not make, is 480 to them.
+Kernels take the values as bytes, which those convert themselves whose GPU cannot, before sm_89. A NaN among the values,
+which quantisation does not make, is then 480.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +43,19 @@ class Fp8Matrix(NamedTuple):
     def scaling(self) -> dict[str, Any]:
         """The scales as arguments of kernels; with `SCALE_INS` 0 an output has one, by which its sum is multiplied."""
         block_ins = self.block_ins if self.scales.shape[1] > 1 else 0
-        return {"scale_ptr": self.scales, "SCALE_OUTS": self.block_outs, "SCALE_INS": block_ins}
+        native = _converts_e4m3(self.values.device)
+        return {"scale_ptr": self.scales, "SCALE_OUTS": self.block_outs, "SCALE_INS": block_ins, "NATIVE": native}
 
     def outputs(self, start: int, stop: int) -> Fp8Matrix:
         """Return the matrix of outputs `start ... stop - 1`; `start` is a multiple of `block_outs`."""
         scales = self.scales[start // self.block_outs : -(-stop // self.block_outs)]
         return self._replace(values=self.values[start:stop], scales=scales)
+
+
+@cache
+def _converts_e4m3(device: torch.device) -> bool:
+    """Return whether a GPU has an instruction that converts e4m3 to float16."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:
@@ -77,13 +85,15 @@ def dequantize_ref(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
 
 
 @jit
-def from_e4m3(bytes, dtype: tl.constexpr):
+def from_e4m3(bytes, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """Return bytes of e4m3 as `dtype`, bfloat16 or float16, exactly.
 
-    The bits are moved to where they are in `dtype`, whose exponents have another bias: a product with a power of two
-    makes up for that. Triton's own conversion to bfloat16 goes through float32, four instructions a value.
+    The GPU's instruction knows float16 only, and two slow ones lead from there to bfloat16. Without it the bits are
+    moved to where they are in `dtype`, whose exponents have another bias: a product by a power of two corrects that.
     """
-    if _INTERPRETED:
+    if NATIVE and dtype == tl.float16:
+        converted = bytes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif _INTERPRETED:
         converted = bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
     elif dtype == tl.bfloat16:
         converted = tl.inline_asm_elementwise(
@@ -132,14 +142,15 @@ def from_e4m3(bytes, dtype: tl.constexpr):
 @jit
 def _dequantize_kernel(
     bytes_ptr, out_ptr, out_features, in_features, scale_ptr,
-    TILE_OUTS: tl.constexpr, TILE_INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
+    TILE_OUTS: tl.constexpr, TILE_INS: tl.constexpr,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * TILE_OUTS + tl.arange(0, TILE_OUTS)
     ins = tl.program_id(1) * TILE_INS + tl.arange(0, TILE_INS)
     out_mask = outs < out_features
     mask = out_mask[:, None] & (ins < in_features)[None, :]
     offsets = outs.to(tl.int64)[:, None] * in_features + ins[None, :]
-    values = from_e4m3(tl.load(bytes_ptr + offsets, mask=mask, other=0), tl.bfloat16).to(tl.float32)
+    values = from_e4m3(tl.load(bytes_ptr + offsets, mask=mask, other=0), tl.float16, NATIVE).to(tl.float32)
     blocks = outs // SCALE_OUTS
     if SCALE_INS:
         # A tile is within one block of inputs.

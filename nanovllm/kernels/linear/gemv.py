@@ -32,10 +32,11 @@ def _load_scales(
 
 @jit
 def _scaled_product(
-    weight, x, scales, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, SCALE_INS: tl.constexpr
+    weight, x, scales,
+    BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Return the product of e4m3 bytes, [outs, ins], and float32 x, [ins]."""
-    products = from_e4m3(weight, tl.bfloat16).to(tl.float32) * x[None, :]
+    products = from_e4m3(weight, tl.float16, NATIVE).to(tl.float32) * x[None, :]
     if SCALE_INS:
         by_block = tl.sum(tl.reshape(products, [BLOCK_OUT, BLOCK_IN // SCALE_INS, SCALE_INS]), axis=2)
         out = tl.sum(by_block * scales, axis=1)
@@ -49,7 +50,8 @@ def _gemv_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr, scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0,
+    PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
@@ -79,14 +81,14 @@ def _gemv_kernel(
         x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
         x = round_to(x, dtype)
     if SCALE_OUTS:
-        out = _scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS)
+        out = _scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
     else:
         out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
     if GATED:
         if SCALE_OUTS:
-            up = _scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS)
+            up = _scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
         else:
             up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
         out = round_to(out, dtype)
@@ -117,6 +119,8 @@ def gemv(
     # Weights per program: enough loads in flight, few enough for the registers.
     wide = block_in > 4096 or (gated and block_in == 4096)
     size = 32768 if wide else 8192 if block_in <= 1024 else 16384
+    # As many bytes of e4m3: a program's inputs cost as many instructions as two rows of weights.
+    size *= 2 if scaling else 1
     block_out = min(16, max(1, size // block_in // (2 if gated else 1)))
     _gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,

@@ -31,13 +31,14 @@ def _sum_of_warps(parts, WARPS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.conste
 
 @jit
 def _scaled_dot(
-    x, weight, scale_ptr, outs, blocks, in_features, out_mask, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr
+    x, weight, scale_ptr, outs, blocks, in_features, out_mask,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Return the product of x and e4m3 bytes of which each warp's have one block of inputs."""
     offsets = (outs // SCALE_OUTS)[None, None, :] * tl.cdiv(in_features, SCALE_INS) + blocks
     mask = out_mask[None, None, :] & (blocks * SCALE_INS < in_features)
     scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
-    return tl.dot(x, from_e4m3(weight, x.dtype), input_precision="ieee") * scales
+    return tl.dot(x, from_e4m3(weight, x.dtype, NATIVE), input_precision="ieee") * scales
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -45,7 +46,7 @@ def _skinny_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
     EVEN: tl.constexpr, WARP_INS: tl.constexpr, WARPS: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     out_mask = outs < out_features
@@ -69,9 +70,9 @@ def _skinny_gemm_kernel(
         if SCALE_INS:
             # What a warp multiplies in a step has one block of inputs.
             blocks = (start + parts) // SCALE_INS
-            acc += _scaled_dot(x, weight, scale_ptr, outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS)
+            acc += _scaled_dot(x, weight, scale_ptr, outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE)
         elif SCALE_OUTS:
-            acc = tl.dot(x, from_e4m3(weight, x.dtype), acc, input_precision="ieee")
+            acc = tl.dot(x, from_e4m3(weight, x.dtype, NATIVE), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, weight, acc, input_precision="ieee")
         if GATED:
@@ -79,10 +80,10 @@ def _skinny_gemm_kernel(
             if SCALE_INS:
                 up_outs = outs + out_features
                 up += _scaled_dot(
-                    x, up_weight, scale_ptr, up_outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS
+                    x, up_weight, scale_ptr, up_outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE
                 )
             elif SCALE_OUTS:
-                up = tl.dot(x, from_e4m3(up_weight, x.dtype), up, input_precision="ieee")
+                up = tl.dot(x, from_e4m3(up_weight, x.dtype, NATIVE), up, input_precision="ieee")
             else:
                 up = tl.dot(x, up_weight, up, input_precision="ieee")
     # From here on, values are rounded as by separate ops.
@@ -94,10 +95,11 @@ def _skinny_gemm_kernel(
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
     if GATED:
         out = round_to(out, dtype)
+        activated = out / (1 + tl.exp(-out))
         up_out = _sum_of_warps(up, WARPS, ROWS, BLOCK_OUT)
         if SCALE_OUTS and not SCALE_INS:
             up_out *= tl.load(scale_ptr + (outs + out_features) // SCALE_OUTS, mask=out_mask, other=0.0)[None, :]
-        out = out / (1 + tl.exp(-out)) * round_to(up_out, dtype)
+        out = activated * round_to(up_out, dtype)
     out_rows = tl.arange(0, ROWS)
     mask = (out_rows < num_rows)[:, None] & out_mask[None, :]
     tl.store(out_ptr + out_rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 BLOCK = 128
@@ -31,13 +31,13 @@ class QuantizationConfig:
     Attributes:
         granularity: what has one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
             `BLOCK` inputs ("block").
-        scale_name: of the scales, beside `weight`; None of a checkpoint that has none, and is quantised while loading.
+        is_stored: whether the checkpoint is quantised; otherwise it is while it is loaded, by channels.
         has_input_scale: whether there is a scale of the inputs as well, which weight-only products do not need.
         ignored: modules that are stored as they are: names, their beginnings or ends at a dot, or "re:" and a pattern.
     """
 
     granularity: Granularity
-    scale_name: str | None = None
+    is_stored: bool = False
     has_input_scale: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -61,9 +61,9 @@ class QuantizationConfig:
             "'compressed-tensors'"
         )
 
-    def without_scales(self) -> QuantizationConfig:
-        """Return the config of a checkpoint that is to be quantised so while it is loaded."""
-        return replace(self, scale_name=None, has_input_scale=False)
+    def unstored(self) -> QuantizationConfig:
+        """Return the config of a checkpoint whose same layers are to be quantised while it is loaded."""
+        return QuantizationConfig("channel", ignored=self.ignored)
 
     def ignores(self, name: str, parts: Iterable[str | None]) -> bool:
         """Return whether a layer is stored as it is.
@@ -116,11 +116,11 @@ def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: activation_scheme must be 'dynamic' or 'static', not {scheme!r}")
     ignored = tuple(values.get("modules_to_not_convert") or values.get("ignored_layers") or ())
     if size is None:
-        return QuantizationConfig("tensor", "weight_scale", scheme == "static", ignored)
+        return QuantizationConfig("tensor", True, scheme == "static", ignored)
     _check_block(size)
     if scheme == "static":
         raise ValueError("quantization_config: activation_scheme='static' is not supported with a weight_block_size")
-    return QuantizationConfig("block", "weight_scale_inv", ignored=ignored)
+    return QuantizationConfig("block", True, ignored=ignored)
 
 
 def _check_block(size: Any) -> None:
@@ -151,7 +151,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     has_input_scale = bool(inputs) and not inputs.get("dynamic")
     if has_input_scale and inputs.get("strategy") != "tensor":
         raise ValueError(f"quantization_config: static inputs of strategy={inputs.get('strategy')!r} are not supported")
-    return QuantizationConfig(strategy, "weight_scale", has_input_scale, tuple(values.get("ignore") or ()))
+    return QuantizationConfig(strategy, True, has_input_scale, tuple(values.get("ignore") or ()))
 
 
 def _check_e4m3(what: str, args: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ def load_model(
     """
     if config.load_format == "dummy" and model_config.quantization is not None:
         # What is drawn is quantised.
-        model_config = replace(model_config, quantization=model_config.quantization.without_scales())
+        model_config = replace(model_config, quantization=model_config.quantization.unstored())
     with torch.device("meta"):
         model = make_model(model_config, communicator)
     if isinstance(model, LoadableCausalLM):
@@ -78,19 +78,17 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
     """
     slices, files, stored = weight_slices(model), weight_files(folder), dict[str, torch.dtype]()
     _check_names(model, slices, folder, files)
-    dtype = next(model.parameters()).dtype
     num_bytes = sum(part.region.nbytes for part in slices.values())
     with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
         for _, name, tensor in chain.from_iterable(map(_tensors, files)):
             parts = [(target, slices[target]) for target in model.weight_targets(name)]
             for target, rows in _rows_of(tensor, parts):
                 stored_dtype = slices[target].fill(name, rows)
-                # Others are quantised, or scales.
-                if slices[target].region.dtype == dtype:
+                if slices[target].has_model_dtype:
                     stored[name] = stored_dtype
                 bar.update(slices[target].region.nbytes)
     if rank == 0:
-        _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), dtype)
+        _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), next(model.parameters()).dtype)
 
 
 def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], folder: str, files: list[str]) -> None:

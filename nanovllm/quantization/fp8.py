@@ -71,15 +71,13 @@ class Fp8Weight(Weight):
         for part, outputs in self.shard.outputs.items():
             stop = start + outputs.size
             region = self.matrix.outputs(start, stop)
-            if config.scale_name is None:
-                block_ins = BLOCK if self.has_blocks else inputs.total
-                quantizing = QuantizingSlice.of_rows(outputs, inputs, region, block_ins)
-                slices[WeightTarget(f"{layer}.weight", part)] = quantizing
+            if not config.is_stored:
+                slices[WeightTarget(f"{layer}.weight", part)] = QuantizingSlice.of_rows(outputs, inputs, region)
             else:
                 values = E4M3Slice.of((outputs, inputs), region.values.data)
                 slices[WeightTarget(f"{layer}.weight", part)] = values
                 scales = ScaleSlice.of_blocks(config, outputs, inputs, region)
-                slices[WeightTarget(f"{layer}.{config.scale_name}", part)] = scales
+                slices[WeightTarget(f"{layer}.weight_scale", part)] = scales
             if config.has_input_scale:
                 slices[WeightTarget(f"{layer}.input_scale", part)] = ScaleSlice.unused()
             if self.bias is not None:
@@ -113,6 +111,7 @@ class E4M3Slice(WeightSlice):
     """A slice of a tensor that is stored in e4m3."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
+    has_model_dtype: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,8 @@ class ScaleSlice(WeightSlice):
         shapes: all that a tensor of as many scales may have.
         rows: of what is read, for each row of the region; None to take them as they are.
     """
+
+    has_model_dtype: ClassVar[bool] = False
 
     shapes: tuple[tuple[int, ...], ...] = ()
     rows: torch.Tensor | None = None
@@ -147,7 +148,7 @@ class ScaleSlice(WeightSlice):
     @classmethod
     def unused(cls) -> ScaleSlice:
         """Return the scale of a tensor that nobody needs."""
-        return cls((), (), torch.empty(1), ((), (1,)))
+        return cls((), (), torch.empty(1, 1), ((), (1,)))
 
     def check_shape(self, name: str, shape: list[int]) -> None:
         """See the base class."""
@@ -175,22 +176,21 @@ class QuantizingSlice(WeightSlice):
         region: the values.
         matrix: values and scales, of this rank's inputs.
         inputs: of this rank.
-        block_ins: inputs of a block, of all of them.
     """
+
+    has_model_dtype: ClassVar[bool] = False
 
     matrix: Fp8Matrix
     inputs: slice
-    block_ins: int
 
     @classmethod
-    def of_rows(cls, outputs: Shard, inputs: Shard, matrix: Fp8Matrix, block_ins: int) -> QuantizingSlice:
+    def of_rows(cls, outputs: Shard, inputs: Shard, matrix: Fp8Matrix) -> QuantizingSlice:
         """Return the slice whose outputs go into a matrix."""
         index = outputs.present, slice(None)
-        return cls((outputs.total, inputs.total), index, matrix.values.data, matrix, inputs.present, block_ins)
+        return cls((outputs.total, inputs.total), index, matrix.values.data, matrix, inputs.present)
 
     def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class; without blocks a scale is that of all inputs, whichever this rank has."""
-        quantized = quantize(values.to(self.region.device), self.matrix.block_outs, self.block_ins)
+        """See the base class; a scale is that of all inputs, whichever this rank has."""
+        quantized = quantize(values.to(self.region.device), 1, values.shape[1])
         self.region.copy_(quantized.values[:, self.inputs])
-        first, last = self.inputs.start // self.block_ins, -(-self.inputs.stop // self.block_ins)
-        self.matrix.scales.copy_(quantized.scales[:, first:last])
+        self.matrix.scales.copy_(quantized.scales)

@@ -42,9 +42,11 @@ class WeightSlice:
         index: the slice; one a dimension.
         region: where it goes: a parameter, or a region of one.
         dtypes: that the tensor may be stored in.
+        has_model_dtype: whether another than the model's is worth a warning.
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
+    has_model_dtype: ClassVar[bool] = True
 
     shape: tuple[int, ...]
     index: tuple[slice, ...]

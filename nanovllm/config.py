@@ -11,6 +11,7 @@ from nanovllm.utils.checks import check_bool, check_int, check_number, strict_ke
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Pooling = Literal["last", "mean"]
@@ -54,6 +55,8 @@ class Config:
         prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
+        quantization: "fp8" rounds the linear layers of a checkpoint to e4m3, with a scale for each output, as it loads;
+            how a quantised one is stored stands in its config.json.
         model_impl: whose code runs the model: "native" is this library's, "transformers" that of transformers over this
             library's attention and cache; "auto" is the native one where there is one.
         revision: branch, tag or commit of a Hub id.
@@ -83,6 +86,7 @@ class Config:
     prefix_cache: str | None = None
     attention_backend: AttentionBackendName = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization | None = None
     model_impl: ModelImpl = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
@@ -109,6 +113,8 @@ class Config:
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+        if self.quantization not in (None, *get_args(Quantization)):
+            raise ValueError(f"quantization must be None or 'fp8', not {self.quantization!r}")
 
     def _check_prefix_cache(self, folder: str) -> None:
         if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
@@ -145,6 +151,7 @@ class EngineSettings(TypedDict, total=False):
     prefix_cache: str | None
     attention_backend: AttentionBackendName
     load_format: LoadFormat
+    quantization: Quantization | None
     model_impl: ModelImpl
     revision: str | None
     trust_remote_code: bool

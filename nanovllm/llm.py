@@ -106,6 +106,8 @@ class LLM(Unpicklable):
             )
             if config.enable_expert_parallel:
                 self.model_config = model_config = model_config.with_expert_parallel()
+            if config.quantization is not None:
+                self.model_config = model_config = model_config.with_quantization(config.quantization)
             max_model_len = min(config.max_model_len, model_config.max_position)
             if max_model_len < config.max_model_len:
                 warnings.warn(

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from nanovllm.config import ModelImpl
+from nanovllm.config import ModelImpl, Quantization
 from nanovllm.experts_config import ExpertsConfig, is_sparse
+from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 
@@ -131,6 +132,7 @@ class ModelConfig:
 
     Attributes:
         experts: None of a model without layers that have them.
+        quantization: None if all is stored in the dtype of the activations.
         max_position: in tokens.
         hf: transformers' config of a model that its code runs, of which the sizes here say only what the engine needs;
             None of a native model.
@@ -152,6 +154,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: frozenset[int]
     experts: ExpertsConfig | None = None
+    quantization: QuantizationConfig | None = None
     hf: Any = None
 
     @property
@@ -183,6 +186,8 @@ class ModelConfig:
         except Exception as error:  # each version of transformers has its own ways to refuse a config
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
         eos_token_ids = _generation_eos(path)
+        # What is not supported is refused here, since "auto" leaves to transformers what is not native.
+        QuantizationConfig.from_hf(hf)
         if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
             return cls.from_hf(hf, eos_token_ids)
         if not trust_remote_code:
@@ -212,6 +217,7 @@ class ModelConfig:
             dtype=_dtype(hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
             experts=ExpertsConfig.from_hf(hf) if architecture.has_experts else None,
+            quantization=QuantizationConfig.from_hf(hf),
         )
 
     def with_expert_parallel(self) -> ModelConfig:
@@ -224,6 +230,20 @@ class ModelConfig:
             raise ValueError("enable_expert_parallel=True: the model has no mixtures of experts that run natively")
         return replace(self, experts=replace(self.experts, is_parallel=True))
 
+    def with_quantization(self, quantization: Quantization) -> ModelConfig:
+        """Return the config of the same model whose linear layers are stored so.
+
+        Raises:
+            ValueError: they are stored otherwise already, or cannot be.
+        """
+        if self.hf is not None or self.experts is not None:
+            kind = "that transformers' code runs" if self.hf is not None else "with mixtures of experts"
+            raise ValueError(f"quantization={quantization!r} is not supported for models {kind}")
+        if self.quantization is not None:
+            # The checkpoint's own e4m3.
+            return self
+        return replace(self, quantization=QuantizationConfig("channel"))
+
     @classmethod
     def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
         """Take from a transformers config what the engine needs of a model that transformers' code runs.
@@ -232,7 +252,7 @@ class ModelConfig:
         """
         _check_version()
         if (quantization := getattr(hf, "quantization_config", None)) is not None:
-            raise ValueError(f"quantization_config={quantization!r} is not supported")
+            raise ValueError(f"quantization_config={quantization!r} is not supported where transformers' code runs")
         values = _text_values(hf)
         num_layers, hidden_size = (_size_of(values, name) for name in ("num_hidden_layers", "hidden_size"))
         num_heads = values.get("num_attention_heads")
@@ -313,7 +333,7 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
-        "quantization_config": getattr(hf, "quantization_config", None),
+        "quantization_config of mixtures of experts": architecture.has_experts and QuantizationConfig.from_hf(hf),
         "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention", "sliding_attention"},
     }
     for name, value in unsupported.items():

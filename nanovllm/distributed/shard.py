@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nanovllm.experts_config import ExpertsConfig
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization_config import BLOCK
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this many columns, so that the rows of every shard stay aligned."""
@@ -86,6 +87,12 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     if size > model.num_kv_heads:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
     kv_heads = _even_shard(model.num_kv_heads, 1, rank, size)
+    group_size, unit = model.num_heads // model.num_kv_heads * model.head_dim, _input_unit(model)
+    if size > 1 and group_size % unit:
+        raise ValueError(
+            f"tensor_parallel_size={size}: a rank's {group_size} inputs of a KV head's group are no multiple of the "
+            f"{unit} that have one scale"
+        )
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
@@ -99,25 +106,30 @@ def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
     if all(layer.has_experts for layer in model.layers):
         # There is none.
         return Shard.whole(model.intermediate_size)
-    return _column_shard("intermediate_size", model.intermediate_size, rank, size)
+    return _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, _input_unit(model)))
+
+
+def _input_unit(model: ModelConfig) -> int:
+    """Return the inputs that must stay on one rank."""
+    return BLOCK if model.quantization is not None and model.quantization.granularity == "block" else 1
 
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int) -> ExpertsShard:
     """Return the shard of each mixture that rank `rank` of `size` holds; see `shard_of`."""
     count, columns = experts.num_experts, experts.intermediate_size
     if not experts.is_parallel:
-        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size))
+        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size, _MLP_UNIT))
     if size > count:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {count} experts")
     return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns))
 
 
-def _column_shard(name: str, total: int, rank: int, size: int) -> Shard:
-    if size > max(1, total // _MLP_UNIT):
+def _column_shard(name: str, total: int, rank: int, size: int, unit: int) -> Shard:
+    if size > max(1, total // unit):
         raise ValueError(
-            f"tensor_parallel_size={size} is too large for {name}={total}: each rank takes at least {_MLP_UNIT} columns"
+            f"tensor_parallel_size={size} is too large for {name}={total}: each rank takes at least {unit} columns"
         )
-    return even_shard(total, rank, size)
+    return _even_shard(total, unit, rank, size)
 
 
 def even_shard(columns: int, rank: int, size: int) -> Shard:

@@ -16,8 +16,9 @@ from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import DeferredBranch, Normed
-from nanovllm.quantization.dense import DenseWeight
+from nanovllm.quantization.config import make_weight
 from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization_config import QuantizationConfig
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,37 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         in_features: size of the input.
         outputs: outputs of each projection, by the name of its part of the weight, in order.
         bias: whether the projections have biases.
+        quant_config, prefix: see `make_weight`.
     """
 
-    def __init__(self, in_features: int, outputs: dict[str | None, Shard], bias: bool = False) -> None:
-        super().__init__(DenseWeight(MatrixShard(outputs, Shard.whole(in_features)), bias))
+    def __init__(
+        self,
+        in_features: int,
+        outputs: dict[str | None, Shard],
+        bias: bool = False,
+        *,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(make_weight(quant_config, prefix, MatrixShard(outputs, Shard.whole(in_features)), bias))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values of this rank's heads."""
 
-    def __init__(self, in_features: int, head_dim: int, heads: Shard, kv_heads: Shard, bias: bool) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        head_dim: int,
+        heads: Shard,
+        kv_heads: Shard,
+        bias: bool,
+        *,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
         q, kv = heads.times(head_dim), kv_heads.times(head_dim)
-        super().__init__(in_features, {"q": q, "k": kv, "v": kv}, bias)
+        super().__init__(in_features, {"q": q, "k": kv, "v": kv}, bias, quant_config=quant_config, prefix=prefix)
 
 
 class RowParallelLinear(nn.Module):
@@ -95,10 +115,12 @@ class RowParallelLinear(nn.Module):
     Its product is one rank's part of a sum, which is left to the norm that follows.
     """
 
-    def __init__(self, inputs: Shard, out_features: int) -> None:
+    def __init__(
+        self, inputs: Shard, out_features: int, *, quant_config: QuantizationConfig | None = None, prefix: str = ""
+    ) -> None:
         super().__init__()
         self.inputs = inputs
-        self.weight: Weight = DenseWeight(MatrixShard({None: Shard.whole(out_features)}, inputs))
+        self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> DeferredBranch:
         """Return the product, not computed yet, for the residual stream.

@@ -19,6 +19,9 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization.loading import LoadableModule, WeightTarget
 
+_SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+"""Other names of scales, all of which multiply."""
+
 
 class HiddenStates(Protocol):
     """What comes out of a model's last norm, perhaps not computed yet."""
@@ -118,9 +121,10 @@ class CausalLM(nn.Module):
         if not name.startswith(("model.", "lm_head.")):
             name = f"model.{name}"
         path = [self.renamed_modules.get(module, module) for module in name.split(".")]
+        path[-1] = _SCALES.get(path[-1], path[-1])
         module = path[-2] if len(path) >= 2 else ""
         if module in self.fused_modules_mapping:
-            return [WeightTarget(name, part) for part in self.fused_modules_mapping[module]]
+            return [WeightTarget(".".join(path), part) for part in self.fused_modules_mapping[module]]
         part = None
         if module in self.packed_modules_mapping:
             path[-2], part = self.packed_modules_mapping[module]

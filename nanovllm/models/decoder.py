@@ -34,13 +34,19 @@ class SelfAttention(nn.Module):
     """Self-attention of one layer."""
 
     def __init__(
-        self, config: ModelConfig, shard: ModelShard, rotary: RotaryEmbedding, options: AttentionOptions
+        self, config: ModelConfig, shard: ModelShard, rotary: RotaryEmbedding, options: AttentionOptions, prefix: str
     ) -> None:
         super().__init__()
+        quant_config = config.quantization
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         qkv_bias, qk_norm = config.architecture.qkv_bias, config.architecture.qk_norm
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, shard.heads, shard.kv_heads, qkv_bias)
-        self.o_proj = RowParallelLinear(shard.heads.times(head_dim), hidden_size)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, head_dim, shard.heads, shard.kv_heads, qkv_bias,
+            quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            shard.heads.times(head_dim), hidden_size, quant_config=quant_config, prefix=f"{prefix}.o_proj"
+        )
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options)
@@ -55,11 +61,15 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
         super().__init__()
-        size = shard.intermediate
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, {"gate": size, "up": size})
-        self.down_proj = RowParallelLinear(size, config.hidden_size)
+        size, quant_config = shard.intermediate, config.quantization
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, {"gate": size, "up": size}, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj"
+        )
+        self.down_proj = RowParallelLinear(
+            size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj"
+        )
 
     def forward(self, x: Normed) -> DeferredBranch:
         """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
@@ -114,10 +124,11 @@ class Decoder(nn.Module):
         ropes = {layer.has_rope: config.rope if layer.has_rope else None for layer in config.layers}
         rotaries = {has_rope: RotaryEmbedding(config.head_dim, rope) for has_rope, rope in ropes.items()}
         self.layers = nn.ModuleList()
-        for layer in config.layers:
-            options = AttentionOptions(window=layer.window)
-            attention = SelfAttention(config, shard, rotaries[layer.has_rope], options)
-            mlp = SparseMLP(config, shard, communicator) if layer.has_experts else MLP(config, shard)
+        for number, layer in enumerate(config.layers):
+            prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
+            attention = SelfAttention(config, shard, rotaries[layer.has_rope], options, f"{prefix}.self_attn")
+            is_sparse = layer.has_experts
+            mlp = SparseMLP(config, shard, communicator) if is_sparse else MLP(config, shard, f"{prefix}.mlp")
             self.layers.append(DecoderLayer(config, communicator, attention, mlp))
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 

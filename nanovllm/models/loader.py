@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -42,6 +43,9 @@ def load_model(
     Raises:
         ValueError: weights that do not fit; see `load_weights`.
     """
+    if config.load_format == "dummy" and model_config.quantization is not None:
+        # What is drawn is quantised.
+        model_config = replace(model_config, quantization=model_config.quantization.unstored())
     with torch.device("meta"):
         model = make_model(model_config, communicator)
     if isinstance(model, LoadableCausalLM):
@@ -79,7 +83,9 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
         for _, name, tensor in chain.from_iterable(map(_tensors, files)):
             parts = [(target, slices[target]) for target in model.weight_targets(name)]
             for target, rows in _rows_of(tensor, parts):
-                stored[name] = slices[target].fill(name, rows)
+                stored_dtype = slices[target].fill(name, rows)
+                if slices[target].has_model_dtype:
+                    stored[name] = stored_dtype
                 bar.update(slices[target].region.nbytes)
     if rank == 0:
         _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), next(model.parameters()).dtype)
@@ -102,8 +108,9 @@ def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], fo
 
 def _rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
     """Return each target with the rows of a tensor that it gets; the last gets what is left."""
-    if len(parts) == 1:
-        yield parts[0][0], tensor
+    if len(parts) == 1 or tensor.get_shape() in ([], [1]):
+        # One number is that of all.
+        yield from ((target, tensor) for target, _ in parts)
         return
     start, num_rows = 0, tensor.get_shape()[0]
     for number, (target, part) in enumerate(parts, 1):
@@ -130,15 +137,15 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
 
     Each tensor of a checkpoint is drawn in whole, whatever this rank holds of it, so that the ranks share one model.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    like = next(model.parameters())
+    generator = torch.Generator(like.device).manual_seed(seed % 2**63)
     for target, part in weight_slices(model).items():
         if "norm" in target.param:
             part.region.fill_(1.0)
             continue
-        drawn = torch.empty(part.shape, dtype=part.region.dtype, device=device)
+        drawn = torch.empty(part.shape, dtype=like.dtype, device=like.device)
         drawn.normal_(0.0, model.config.initializer_range, generator=generator)
-        part.region.copy_(drawn[part.index])
+        part.store(str(target), drawn[part.index])
 
 
 def weight_slices(model: CausalLM) -> dict[WeightTarget, WeightSlice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -41,7 +41,12 @@ class WeightSlice:
         shape: of the whole tensor.
         index: the slice; one a dimension.
         region: where it goes: a parameter, or a region of one.
+        dtypes: that the tensor may be stored in.
+        has_model_dtype: whether another than the model's is worth a warning.
     """
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
+    has_model_dtype: ClassVar[bool] = True
 
     shape: tuple[int, ...]
     index: tuple[slice, ...]
@@ -58,24 +63,30 @@ class WeightSlice:
         return cls(tuple(shape), tuple(index), region)
 
     def fill(self, name: str, tensor: Any) -> torch.dtype:
-        """Read the slice of a tensor and put it where it goes, in the dtype that is there; return the stored dtype.
+        """Read the slice of a tensor and store it; return the stored dtype.
 
         Args:
             name: of the tensor, in the checkpoint.
             tensor: the whole; has `get_shape()` and reads what it is indexed by.
 
         Raises:
-            ValueError: the tensor has another shape, or no floats of 16 or 32 bits.
+            ValueError: the tensor has another shape, or another dtype.
         """
-        shape = tensor.get_shape()
+        self.check_shape(name, tensor.get_shape())
+        values: torch.Tensor = tensor[self.index]
+        if values.dtype not in self.dtypes:
+            raise ValueError(f"tensor {name!r} is stored as {values.dtype}; the config asks for one of {self.dtypes}")
+        self.store(name, values)
+        return values.dtype
+
+    def check_shape(self, name: str, shape: list[int]) -> None:
+        """Refuse a tensor of another shape."""
         if list(self.shape) != shape:
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
-        values = tensor[self.index]
-        if values.dtype not in _FLOATS:
-            raise ValueError(f"tensor {name!r} is stored as {values.dtype}; the config asks for one of {_FLOATS}")
-        # Converts from one float to another.
+
+    def store(self, name: str, values: torch.Tensor) -> None:
+        """Put the slice of the tensor `name` where it goes, in the dtype that is there, if both are plain floats."""
         self.region.copy_(values)
-        return values.dtype
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ row gains: kernels/README.md.
 | 17-256 | splitk_gemm | Hopper, 16-bit, no bias, small weights, all programs resident at once: `should_use_splitk` |
 | any | persistent_gemm | Hopper, 16-bit, no bias, gated, tiles fill the device: `should_use_persistent` |
 | any | cuBLAS | otherwise |
+
+With e4m3 weights (`choose_fp8`): gemv with 1 row, skinny_gemm with 2-16 rows of 16 bits, otherwise cuBLAS over weights
+that are dequantised before.
 """
 
 from __future__ import annotations
@@ -73,6 +76,16 @@ def choose(num_rows: int, weight: torch.Tensor, *, biased: bool, normed: bool, g
         if gated and should_use_persistent(num_rows, weight):
             return LinearKernel.PERSISTENT_GEMM
     return LinearKernel.CUBLAS
+
+
+def choose_fp8(x: torch.Tensor) -> LinearKernel:
+    """Return the kernel for x, [num_rows, in_features], and e4m3 weights."""
+    if not uses_triton(x.device):
+        return LinearKernel.CUBLAS
+    if len(x) == 1:
+        return LinearKernel.GEMV
+    is_skinny = len(x) <= MAX_SKINNY_ROWS and x.element_size() == 2
+    return LinearKernel.SKINNY_GEMM if is_skinny else LinearKernel.CUBLAS
 
 
 def resident_outs(out_features: int, num_programs: int) -> int:

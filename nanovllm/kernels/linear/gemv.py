@@ -9,8 +9,40 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
 from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.rms_norm import Norm
+
+
+@jit
+def _load_scales(
+    scale_ptr, outs, out_mask,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of outputs, [outs]; if blocks of inputs have one each, [outs, blocks]."""
+    if SCALE_INS:
+        num_blocks: tl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS
+        blocks = tl.arange(0, BLOCK_IN // SCALE_INS)[None, :]
+        mask = out_mask[:, None] & (blocks < num_blocks)
+        scales = tl.load(scale_ptr + (outs // SCALE_OUTS)[:, None] * num_blocks + blocks, mask=mask, other=0.0)
+    else:
+        scales = tl.load(scale_ptr + outs // SCALE_OUTS, mask=out_mask, other=0.0)
+    return scales
+
+
+@jit
+def _scaled_product(
+    weight, x, scales,
+    BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Return the product of e4m3 bytes, [outs, ins], and float32 x, [ins]."""
+    products = from_e4m3(weight, tl.float16, NATIVE).to(tl.float32) * x[None, :]
+    if SCALE_INS:
+        by_block = tl.sum(tl.reshape(products, [BLOCK_OUT, BLOCK_IN // SCALE_INS, SCALE_INS]), axis=2)
+        out = tl.sum(by_block * scales, axis=1)
+    else:
+        out = tl.sum(products, axis=1) * scales
+    return out
 
 
 @jit
@@ -19,6 +51,7 @@ def _gemv_kernel(
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
@@ -29,6 +62,10 @@ def _gemv_kernel(
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     if GATED:
         up_weight = tl.load(weight_ptr + tl.cast(out_features, tl.int64) * IN + offsets, mask=mask, other=0.0)
+    if SCALE_OUTS:
+        scales = _load_scales(scale_ptr, outs, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
+        if GATED:
+            up_scales = _load_scales(scale_ptr, outs + out_features, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
     if HAS_NORM:
         norm_weight = tl.load(norm_weight_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
@@ -43,11 +80,17 @@ def _gemv_kernel(
     if HAS_NORM:
         x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
         x = round_to(x, dtype)
-    out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+    if SCALE_OUTS:
+        out = _scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+    else:
+        out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
+        if SCALE_OUTS:
+            up = _scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+        else:
+            up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
         out = round_to(out, dtype)
         out = out / (1 + tl.exp(-out)) * round_to(up, dtype)
     tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
@@ -55,7 +98,7 @@ def _gemv_kernel(
 
 def gemv(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Matrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -63,6 +106,9 @@ def gemv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `norm_linear` of one row; gated layers must not have a bias."""
     rows, in_features = x.shape
+    scaling = {}
+    if isinstance(weight, Fp8Matrix):
+        scaling, weight = weight.scaling, weight.bytes
     out_features = len(weight) // 2 if gated else len(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     assert residual is None or (norm is not None and residual.is_contiguous())
@@ -73,11 +119,13 @@ def gemv(
     # Weights per program: enough loads in flight, few enough for the registers.
     wide = block_in > 4096 or (gated and block_in == 4096)
     size = 32768 if wide else 8192 if block_in <= 1024 else 16384
+    # As many bytes of e4m3: a program's inputs cost as many instructions as two rows of weights.
+    size *= 2 if scaling else 1
     block_out = min(16, max(1, size // block_in // (2 if gated else 1)))
     _gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,
         IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out,
         HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=8 if wide else 4, **pdl_options(x.device),
+        num_warps=8 if wide else 4, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out, total

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
 
@@ -28,11 +29,24 @@ def _sum_of_warps(parts, WARPS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.conste
     return tl.reshape(parts, [ROWS, OUT])
 
 
+@jit
+def _scaled_dot(
+    x, weight, scale_ptr, outs, blocks, in_features, out_mask,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Return the product of x and e4m3 bytes of which each warp's have one block of inputs."""
+    offsets = (outs // SCALE_OUTS)[None, None, :] * tl.cdiv(in_features, SCALE_INS) + blocks
+    mask = out_mask[None, None, :] & (blocks * SCALE_INS < in_features)
+    scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
+    return tl.dot(x, from_e4m3(weight, x.dtype, NATIVE), input_precision="ieee") * scales
+
+
 @jit(do_not_specialize=["num_rows"])
 def _skinny_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
     EVEN: tl.constexpr, WARP_INS: tl.constexpr, WARPS: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     out_mask = outs < out_features
@@ -53,18 +67,39 @@ def _skinny_gemm_kernel(
             x_mask = x_mask & (start + ins < in_features)
         weight = tl.load(weight_ptrs + start, mask=mask, other=0.0)
         x = tl.load(x_ptr + rows * in_features + (start + ins), mask=x_mask, other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        if SCALE_INS:
+            # What a warp multiplies in a step has one block of inputs.
+            blocks = (start + parts) // SCALE_INS
+            acc += _scaled_dot(x, weight, scale_ptr, outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE)
+        elif SCALE_OUTS:
+            acc = tl.dot(x, from_e4m3(weight, x.dtype, NATIVE), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
         if GATED:
             up_weight = tl.load(weight_ptrs + up_offset + start, mask=mask, other=0.0)
-            up = tl.dot(x, up_weight, up, input_precision="ieee")
+            if SCALE_INS:
+                up_outs = outs + out_features
+                up += _scaled_dot(
+                    x, up_weight, scale_ptr, up_outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE
+                )
+            elif SCALE_OUTS:
+                up = tl.dot(x, from_e4m3(up_weight, x.dtype, NATIVE), up, input_precision="ieee")
+            else:
+                up = tl.dot(x, up_weight, up, input_precision="ieee")
     # From here on, values are rounded as by separate ops.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     out = _sum_of_warps(acc, WARPS, ROWS, BLOCK_OUT)
+    if SCALE_OUTS and not SCALE_INS:
+        out *= tl.load(scale_ptr + outs // SCALE_OUTS, mask=out_mask, other=0.0)[None, :]
     if HAS_BIAS:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
     if GATED:
         out = round_to(out, dtype)
-        out = out / (1 + tl.exp(-out)) * round_to(_sum_of_warps(up, WARPS, ROWS, BLOCK_OUT), dtype)
+        activated = out / (1 + tl.exp(-out))
+        up_out = _sum_of_warps(up, WARPS, ROWS, BLOCK_OUT)
+        if SCALE_OUTS and not SCALE_INS:
+            up_out *= tl.load(scale_ptr + (outs + out_features) // SCALE_OUTS, mask=out_mask, other=0.0)[None, :]
+        out = activated * round_to(up_out, dtype)
     out_rows = tl.arange(0, ROWS)
     mask = (out_rows < num_rows)[:, None] & out_mask[None, :]
     tl.store(out_ptr + out_rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
@@ -87,10 +122,13 @@ def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, i
 
 
 def skinny_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+    x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None = None, gated: bool = False
 ) -> torch.Tensor:
     """Compute product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, in a pipeline."""
     num_rows, in_features = x.shape
+    scaling = {}
+    if isinstance(weight, Fp8Matrix):
+        scaling, weight = weight.scaling, weight.bytes
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
@@ -99,6 +137,6 @@ def skinny_gemm(
         x, weight, bias, out, num_rows, in_features, out_features,
         EVEN=in_features % (num_warps * _WARP_INS) == 0, WARP_INS=_WARP_INS, WARPS=num_warps, BLOCK_OUT=block_out,
         ROWS=MAX_SKINNY_ROWS, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device),
+        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out

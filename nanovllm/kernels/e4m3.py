@@ -1,0 +1,177 @@
+"""Matrices of e4m3 values (Micikevicius et al. 2022, arXiv:2209.05433) with float32 scales: rounding to them and back.
+
+Kernels take the values as bytes, which those convert themselves whose GPU cannot, before sm_89. A NaN among the values,
+which quantisation does not make, is then 480.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from nanovllm.kernels._triton import INTERPRETED, jit, tl, triton, uses_triton
+
+E4M3_MAX = 448.0
+_TILE_OUTS, _TILE_INS = 32, 128
+# Triton's interpreter cannot run inline assembly.
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class Fp8Matrix(NamedTuple):
+    """The matrix of a linear layer; each value is multiplied by the scale of its block.
+
+    Attributes:
+        values: [out_features, in_features], float8_e4m3fn.
+        scales: [out_features / block_outs, in_features / block_ins], rounded up, float32.
+        block_outs, block_ins: outputs and inputs of a block, which may be cut at the matrix' end.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    block_outs: int
+    block_ins: int
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The values as kernels take them, uint8."""
+        return self.values.view(torch.uint8)
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The scales as arguments of kernels; with `SCALE_INS` 0 an output has one, by which its sum is multiplied."""
+        block_ins = self.block_ins if self.scales.shape[1] > 1 else 0
+        native = _converts_e4m3(self.values.device)
+        return {"scale_ptr": self.scales, "SCALE_OUTS": self.block_outs, "SCALE_INS": block_ins, "NATIVE": native}
+
+    def outputs(self, start: int, stop: int) -> Fp8Matrix:
+        """Return the matrix of outputs `start ... stop - 1`; `start` is a multiple of `block_outs`."""
+        scales = self.scales[start // self.block_outs : -(-stop // self.block_outs)]
+        return self._replace(values=self.values[start:stop], scales=scales)
+
+
+@cache
+def _converts_e4m3(device: torch.device) -> bool:
+    """Return whether a GPU has an instruction that converts e4m3 to float16."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:
+    """Round a matrix to e4m3; the largest value of each block becomes 448.
+
+    weight: [out_features, in_features], any float.
+    """
+    num_outs, num_ins = weight.shape
+    padded = functional.pad(weight.float(), (0, -num_ins % block_ins, 0, -num_outs % block_outs))
+    blocks = padded.unflatten(1, (-1, block_ins)).unflatten(0, (-1, block_outs))
+    largest = blocks.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    values = (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return Fp8Matrix(values.view(padded.shape)[:num_outs, :num_ins].contiguous(), scales, block_outs, block_ins)
+
+
+def _per_value(scales: torch.Tensor, block_outs: int, block_ins: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return each value's scale; [shape[0], 1] if a block has all inputs."""
+    by_output = scales.repeat_interleave(block_outs, 0)[: shape[0]]
+    return by_output if scales.shape[1] == 1 else by_output.repeat_interleave(block_ins, 1)[:, : shape[1]]
+
+
+def dequantize_ref(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """Plain torch form of `dequantize`."""
+    scales = _per_value(matrix.scales, matrix.block_outs, matrix.block_ins, matrix.values.shape)
+    return (matrix.values.float() * scales).to(dtype)
+
+
+@jit
+def from_e4m3(bytes, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Return bytes of e4m3 as `dtype`, bfloat16 or float16, exactly.
+
+    The GPU's instruction knows float16 only, and two slow ones lead from there to bfloat16. Without it the bits are
+    moved to where they are in `dtype`, whose exponents have another bias: a product by a power of two corrects that.
+    """
+    if NATIVE and dtype == tl.float16:
+        converted = bytes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif _INTERPRETED:
+        converted = bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+    elif dtype == tl.bfloat16:
+        converted = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, low_sign, high_sign, factor, zero;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 low_sign, low, 0x80008000;
+            and.b32 high_sign, high, 0x80008000;
+            and.b32 low, low, 0x7f007f00;
+            and.b32 high, high, 0x7f007f00;
+            shr.u32 low, low, 4;
+            shr.u32 high, high, 4;
+            or.b32 low, low, low_sign;
+            or.b32 high, high, high_sign;
+            mov.b32 factor, 0x7b807b80;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, low, factor, zero;
+            fma.rn.bf16x2 $1, high, factor, zero;
+            }""",
+            "=r,=r,r", [bytes], tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        converted = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, low_sign, high_sign, factor;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 low_sign, low, 0x80008000;
+            and.b32 high_sign, high, 0x80008000;
+            and.b32 low, low, 0x7f007f00;
+            and.b32 high, high, 0x7f007f00;
+            shr.u32 low, low, 1;
+            shr.u32 high, high, 1;
+            or.b32 low, low, low_sign;
+            or.b32 high, high, high_sign;
+            mov.b32 factor, 0x5c005c00;
+            mul.rn.f16x2 $0, low, factor;
+            mul.rn.f16x2 $1, high, factor;
+            }""",
+            "=r,=r,r", [bytes], tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return converted
+
+
+@jit
+def _dequantize_kernel(
+    bytes_ptr, out_ptr, out_features, in_features, scale_ptr,
+    TILE_OUTS: tl.constexpr, TILE_INS: tl.constexpr,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * TILE_OUTS + tl.arange(0, TILE_OUTS)
+    ins = tl.program_id(1) * TILE_INS + tl.arange(0, TILE_INS)
+    out_mask = outs < out_features
+    mask = out_mask[:, None] & (ins < in_features)[None, :]
+    offsets = outs.to(tl.int64)[:, None] * in_features + ins[None, :]
+    values = from_e4m3(tl.load(bytes_ptr + offsets, mask=mask, other=0), tl.float16, NATIVE).to(tl.float32)
+    blocks = outs // SCALE_OUTS
+    if SCALE_INS:
+        # A tile is within one block of inputs.
+        blocks = blocks * tl.cdiv(in_features, SCALE_INS) + tl.program_id(1) * TILE_INS // SCALE_INS
+    scales = tl.load(scale_ptr + blocks, mask=out_mask, other=0.0)
+    tl.store(out_ptr + offsets, (values * scales[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantize(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix in `dtype`, [out_features, in_features]."""
+    if not uses_triton(matrix.values.device):
+        return dequantize_ref(matrix, dtype)
+    return dequantize_triton(matrix, dtype)
+
+
+def dequantize_triton(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """Compute `dequantize` by the kernel."""
+    (out_features, in_features), scaling = matrix.values.shape, matrix.scaling
+    assert scaling["SCALE_INS"] % _TILE_INS == 0 and matrix.values.is_contiguous() and matrix.scales.is_contiguous()
+    out = torch.empty(matrix.values.shape, dtype=dtype, device=matrix.values.device)
+    _dequantize_kernel[(triton.cdiv(out_features, _TILE_OUTS), triton.cdiv(in_features, _TILE_INS))](
+        matrix.bytes, out, out_features, in_features, TILE_OUTS=_TILE_OUTS, TILE_INS=_TILE_INS, **scaling,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,24 @@
+"""The weight that a linear layer has, by the model's quantisation."""
+
+from __future__ import annotations
+
+from nanovllm.quantization.dense import DenseWeight
+from nanovllm.quantization.fp8 import Fp8Weight
+from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization_config import QuantizationConfig
+
+
+def make_weight(
+    quant_config: QuantizationConfig | None, prefix: str, shard: MatrixShard, has_bias: bool = False
+) -> Weight:
+    """Return the weight of a layer, not yet filled.
+
+    Args:
+        quant_config: of the model; None if nothing is quantised.
+        prefix: name of the layer in the model.
+        shard: this rank's part of the matrix.
+        has_bias: whether the layer has a bias.
+    """
+    if quant_config is None or quant_config.ignores(prefix, shard.outputs):
+        return DenseWeight(shard, has_bias)
+    return Fp8Weight(shard, quant_config, has_bias)

@@ -1,0 +1,196 @@
+"""A weight of e4m3 values with float32 scales, whose products take inputs of 16 or 32 bits (weight-only, W8A16)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
+from nanovllm.kernels.linear import choose
+from nanovllm.kernels.linear.fp8_linear import fp8_linear
+from nanovllm.kernels.rms_norm import Norm
+from nanovllm.quantization.loading import WeightSlice, WeightTarget
+from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization_config import BLOCK, QuantizationConfig
+
+
+class Fp8Weight(Weight):
+    """Values in e4m3. Their scales are those of the whole matrix, so that ranks round as one does.
+
+    Args:
+        shard: this rank's part of the matrix; blocks of scales must not be cut between inputs.
+        config: what has one scale, and what the checkpoint has of it.
+        has_bias: whether the layer has a bias.
+
+    Attributes:
+        values: [outputs of this rank, inputs of this rank], float8_e4m3fn.
+        scales: of `block_outs` by `block_ins` values each, float32; see `Fp8Matrix`.
+        bias: [outputs of this rank], or None.
+    """
+
+    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1
+
+    scales: torch.Tensor
+
+    def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
+        super().__init__()
+        num_outs, num_ins = shard.size
+        self.shard, self.config = shard, config
+        self.has_blocks = config.granularity == "block"
+        if self.has_blocks and shard.inputs.start % BLOCK:
+            raise ValueError(f"inputs {shard.inputs.start} ... of a rank begin within a block of {BLOCK}")
+        self.block_ins = BLOCK if self.has_blocks else num_ins
+        # Of projections that are not whole blocks each output has scales of its own.
+        self.block_outs = BLOCK if self.has_blocks and _are_aligned(list(shard.outputs.values())) else 1
+        num_blocks = -(-num_outs // self.block_outs), -(-num_ins // self.block_ins)
+        self.values = nn.Parameter(torch.empty(num_outs, num_ins, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scales", torch.empty(num_blocks, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(num_outs), requires_grad=False) if has_bias else None
+
+    @property
+    def matrix(self) -> Fp8Matrix:
+        """What kernels take."""
+        return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See the base class; `dtype` is the bias's."""
+        self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
+        self.scales = torch.empty_like(self.scales, device=device)
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
+
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        """Return this rank's part of each projection's values, scales and bias."""
+        layer, config, inputs = name.rpartition(".")[0], self.config, self.shard.inputs
+        slices: dict[WeightTarget, WeightSlice] = {}
+        start = 0
+        for part, outputs in self.shard.outputs.items():
+            stop = start + outputs.size
+            region = self.matrix.outputs(start, stop)
+            if not config.is_stored:
+                slices[WeightTarget(f"{layer}.weight", part)] = QuantizingSlice.of_rows(outputs, inputs, region)
+            else:
+                values = E4M3Slice.of((outputs, inputs), region.values.data)
+                slices[WeightTarget(f"{layer}.weight", part)] = values
+                scales = ScaleSlice.of_blocks(config, outputs, inputs, region)
+                slices[WeightTarget(f"{layer}.weight_scale", part)] = scales
+            if config.has_input_scale:
+                slices[WeightTarget(f"{layer}.input_scale", part)] = ScaleSlice.unused()
+            if self.bias is not None:
+                bias = WeightSlice.of((outputs,), self.bias.data[start:stop])
+                slices[WeightTarget(f"{layer}.bias", part)] = bias
+            start = stop
+        return slices
+
+    def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        """See the base class."""
+        return fp8_linear(x, self.matrix, self.bias, gated=gated)[0]
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class."""
+        return fp8_linear(x, self.matrix, self.bias, norm, residual, gated)
+
+    def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See the base class."""
+        return self.multiply(x), residual
+
+
+def _are_aligned(shards: list[Shard]) -> bool:
+    """Return whether all projections begin with a block, in the checkpoint and here."""
+    return all(shard.start % BLOCK == 0 for shard in shards) and all(shard.size % BLOCK == 0 for shard in shards[:-1])
+
+
+@dataclass(frozen=True)
+class E4M3Slice(WeightSlice):
+    """A slice of a tensor that is stored in e4m3."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
+    has_model_dtype: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class ScaleSlice(WeightSlice):
+    """Scales, which are stored as floats of 16 or 32 bits; those that end as one for each output may be fewer there.
+
+    Attributes:
+        shape: the usual one, of `shapes`.
+        shapes: all that a tensor of as many scales may have.
+        rows: of what is read, for each row of the region; None to take them as they are.
+    """
+
+    has_model_dtype: ClassVar[bool] = False
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    rows: torch.Tensor | None = None
+
+    @classmethod
+    def of_blocks(cls, config: QuantizationConfig, outputs: Shard, inputs: Shard, matrix: Fp8Matrix) -> ScaleSlice:
+        """Return the scales of this rank's outputs and inputs of a projection."""
+        region = matrix.scales
+        if config.granularity == "tensor":
+            return cls((), (), region, ((), (1,)))
+        if config.granularity == "channel":
+            shapes = (outputs.total, 1), (outputs.total,)
+            return cls(shapes[0], (outputs.present,), region, shapes)
+        blocks = -(-outputs.total // BLOCK), -(-inputs.total // BLOCK)
+        first, last = outputs.start // BLOCK, -(-outputs.stop // BLOCK)
+        index = slice(first, last), slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+        # The region may be on the meta device.
+        rows = torch.arange(outputs.start, outputs.stop, device="cpu") // BLOCK - first
+        return cls(blocks, index, region, (blocks,), rows if matrix.block_outs == 1 else None)
+
+    @classmethod
+    def unused(cls) -> ScaleSlice:
+        """Return the scale of a tensor that nobody needs."""
+        return cls((), (), torch.empty(1, 1), ((), (1,)))
+
+    def check_shape(self, name: str, shape: list[int]) -> None:
+        """See the base class."""
+        if shape not in [list(allowed) for allowed in self.shapes]:
+            raise ValueError(f"scales {name!r} have shape {shape}; the config asks for {list(self.shape)}")
+
+    def store(self, name: str, values: torch.Tensor) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: a scale is negative or no finite number.
+        """
+        if not (values.isfinite() & (values >= 0)).all():
+            raise ValueError(f"scales {name!r} must be finite and not negative")
+        if values.dim() < 2:
+            values = values.view(-1, 1)
+        self.region.copy_(values if self.rows is None else values[self.rows])
+
+
+@dataclass(frozen=True)
+class QuantizingSlice(WeightSlice):
+    """A slice of a tensor of floats that is quantised when it is stored: all inputs of this rank's outputs.
+
+    Attributes:
+        region: the values.
+        matrix: values and scales, of this rank's inputs.
+        inputs: of this rank.
+    """
+
+    has_model_dtype: ClassVar[bool] = False
+
+    matrix: Fp8Matrix
+    inputs: slice
+
+    @classmethod
+    def of_rows(cls, outputs: Shard, inputs: Shard, matrix: Fp8Matrix) -> QuantizingSlice:
+        """Return the slice whose outputs go into a matrix."""
+        index = outputs.present, slice(None)
+        return cls((outputs.total, inputs.total), index, matrix.values.data, matrix, inputs.present)
+
+    def store(self, name: str, values: torch.Tensor) -> None:
+        """See the base class; a scale is that of all inputs, whichever this rank has."""
+        quantized = quantize(values.to(self.region.device), 1, values.shape[1])
+        self.region.copy_(quantized.values[:, self.inputs])
+        self.matrix.scales.copy_(quantized.scales)

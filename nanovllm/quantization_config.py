@@ -1,0 +1,161 @@
+"""How a checkpoint stores the matrices of its linear layers, read from config.json's `quantization_config`.
+
+The formats are `fp8` of transformers and vLLM, and `float-quantized` of compressed-tensors: e4m3 values with scales
+that multiply. What is not supported is refused by name, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+BLOCK = 128
+"""Outputs and inputs of a block that has one scale."""
+Granularity = Literal["tensor", "channel", "block"]
+_FP8_KEYS = {
+    "quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+    "scale_fmt", "kv_cache_scheme", "dequantize",
+}  # fmt: skip
+_COMPRESSED_KEYS = {
+    "quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status",
+    "global_compression_ratio", "version",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Linear layers have e4m3 values and float32 scales; embedding, head, norms and routers stay as they are.
+
+    Attributes:
+        granularity: what has one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
+            `BLOCK` inputs ("block").
+        is_stored: whether the checkpoint is quantised; otherwise it is while it is loaded, by channels.
+        has_input_scale: whether there is a scale of the inputs as well, which weight-only products do not need.
+        ignored: modules that are stored as they are: names, their beginnings or ends at a dot, or "re:" and a pattern.
+    """
+
+    granularity: Granularity
+    is_stored: bool = False
+    has_input_scale: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> QuantizationConfig | None:
+        """Convert the `quantization_config` of a transformers config; None if it has none.
+
+        Raises:
+            ValueError: a method, format or value that is not supported.
+        """
+        values = getattr(hf, "quantization_config", None)
+        if values is None:
+            return None
+        method = values.get("quant_method")
+        if method == "fp8":
+            return _read_fp8(values)
+        if method == "compressed-tensors":
+            return _read_compressed_tensors(values)
+        raise ValueError(
+            f"quantization_config={dict(values)!r:.400}: quant_method {method!r} is not supported: only 'fp8' and "
+            "'compressed-tensors'"
+        )
+
+    def unstored(self) -> QuantizationConfig:
+        """Return the config of a checkpoint whose same layers are to be quantised while it is loaded."""
+        return QuantizationConfig("channel", ignored=self.ignored)
+
+    def ignores(self, name: str, parts: Iterable[str | None]) -> bool:
+        """Return whether a layer is stored as it is.
+
+        Args:
+            name: of the layer, such as "model.layers.0.self_attn.qkv_proj".
+            parts: of its weight, such as "q", which is `q_proj` in the checkpoint; None is the only one.
+
+        Raises:
+            ValueError: it holds for some of the parts.
+        """
+        parent = name.rpartition(".")[0]
+        names = [name if part is None else f"{parent}.{part}_proj" for part in parts]
+        ignored = [one for one in names if self._is_named(one)]
+        if self._is_named(name) or len(ignored) == len(names):
+            return True
+        if ignored:
+            raise ValueError(f"quantization_config ignores {ignored}, but not all of {names}, which are one product")
+        return False
+
+    def _is_named(self, name: str) -> bool:
+        for entry in self.ignored:
+            if entry.startswith("re:"):
+                if re.match(entry[3:], name):
+                    return True
+            elif name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}"):
+                return True
+        return False
+
+
+def _refuse(values: Mapping[str, Any], what: str) -> None:
+    """Refuse each value that is set."""
+    for name, value in values.items():
+        if value:
+            raise ValueError(f"quantization_config: {what}{name}={value!r} is not supported")
+
+
+def _others(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in known}
+
+
+def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
+    scheme, size, scale_fmt = (values.get(name) for name in ("activation_scheme", "weight_block_size", "scale_fmt"))
+    _refuse(_others(values, _FP8_KEYS) | {"kv_cache_scheme": values.get("kv_cache_scheme")}, "")
+    if (fmt := values.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"quantization_config: fmt={fmt!r} is not supported: only 'e4m3'")
+    if scale_fmt not in (None, "float"):
+        raise ValueError(f"quantization_config: scale_fmt={scale_fmt!r} is not supported: only 'float'")
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(f"quantization_config: activation_scheme must be 'dynamic' or 'static', not {scheme!r}")
+    ignored = tuple(values.get("modules_to_not_convert") or values.get("ignored_layers") or ())
+    if size is None:
+        return QuantizationConfig("tensor", True, scheme == "static", ignored)
+    _check_block(size)
+    if scheme == "static":
+        raise ValueError("quantization_config: activation_scheme='static' is not supported with a weight_block_size")
+    return QuantizationConfig("block", True, ignored=ignored)
+
+
+def _check_block(size: Any) -> None:
+    if size not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}"):
+        raise ValueError(f"quantization_config: blocks of {size!r} are not supported: only [{BLOCK}, {BLOCK}]")
+
+
+def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
+    _refuse(_others(values, _COMPRESSED_KEYS) | {"kv_cache_scheme": values.get("kv_cache_scheme")}, "")
+    if (stored := values.get("format")) != "float-quantized":
+        raise ValueError(f"quantization_config: format={stored!r} is not supported: only 'float-quantized'")
+    if (status := values.get("quantization_status", "compressed")) != "compressed":
+        raise ValueError(f"quantization_config: quantization_status={status!r} is not supported: only 'compressed'")
+    groups = list((values.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise ValueError(f"quantization_config: config_groups={groups!r:.400} must be one, of targets ['Linear']")
+    (group,) = groups
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    _refuse({"output_activations": group.get("output_activations")}, "")
+    for what, args in (("weights", weights), ("input_activations", inputs)):
+        if args or what == "weights":
+            _check_e4m3(what, args)
+    strategy = weights.get("strategy")
+    if strategy not in ("tensor", "channel", "block"):
+        raise ValueError(f"quantization_config: weights of strategy={strategy!r} are not supported")
+    if strategy == "block":
+        _check_block(weights.get("block_structure"))
+    has_input_scale = bool(inputs) and not inputs.get("dynamic")
+    if has_input_scale and inputs.get("strategy") != "tensor":
+        raise ValueError(f"quantization_config: static inputs of strategy={inputs.get('strategy')!r} are not supported")
+    return QuantizationConfig(strategy, True, has_input_scale, tuple(values.get("ignore") or ()))
+
+
+def _check_e4m3(what: str, args: Mapping[str, Any]) -> None:
+    kind, num_bits, symmetric = args.get("type"), args.get("num_bits"), args.get("symmetric", True)
+    if (kind, num_bits, symmetric) != ("float", 8, True):
+        found = f"type={kind!r}, num_bits={num_bits!r}, symmetric={symmetric!r}"
+        raise ValueError(f"quantization_config: {what} of {found} are not supported: only symmetric floats of 8 bits")

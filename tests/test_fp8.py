@@ -1,0 +1,416 @@
+"""Weights in e4m3: each format loads as its documentation has it, on any number of ranks, and multiplies as floats do.
+
+The checkpoints are written here, by a quantiser of their own, beside one of what their numbers mean in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
+from nanovllm.kernels.linear import fp8_linear
+from nanovllm.kernels.linear.gemv import gemv
+from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
+from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import loader
+from nanovllm.models.base import CausalLM
+from nanovllm.quantization.dense import DenseWeight
+from nanovllm.quantization.fp8 import Fp8Weight
+from tests.conftest import MakeCheckpoint
+from tests.reference import reference_logits
+from tests.test_kernels import DEVICE, DTYPES, randn
+from tests.test_sharding import shards
+
+# Blocks end within heads, keys and values; a rank's keys begin within one. A KV head's group has 128 inputs of o_proj.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 384,
+}  # fmt: skip
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
+PROMPTS = [[1, 2, 3], list(range(40)), [7]]
+
+
+def weights_of(**args: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False} | args
+
+
+def compressed(inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    """What compressed-tensors writes."""
+    group = {"targets": ["Linear"], "weights": weights_of(**weights), "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None}}, "kv_cache_scheme": None,
+        "ignore": ["lm_head", r"re:model\.layers\.0\.self_attn\.o_proj$"],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a checkpoint is quantised.
+
+    Attributes:
+        config: its quantization_config.
+        block: outputs and inputs that share a scale; None for all.
+        scale: name of the scales.
+        shape: of them, given what the quantiser has, [blocks of outputs, blocks of inputs].
+        input_scale: name of the inputs' scale, if there is one.
+        ignored: layers that stay as they are.
+    """
+
+    config: dict[str, Any]
+    block: tuple[int | None, int | None]
+    scale: str = "weight_scale"
+    shape: Callable[[torch.Tensor], torch.Tensor] = lambda scales: scales
+    dtype: torch.dtype = torch.float32
+    input_scale: str | None = None
+    ignored: str = r"layers\.0\.self_attn\.o_proj"
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+STATIC = weights_of(strategy="tensor")
+FORMATS = {
+    "fp8-block": Format(
+        FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]},
+        (128, 128), "weight_scale_inv", ignored=r"layers\.1\.mlp",
+    ),
+    "fp8-tensor": Format(
+        FP8 | {"modules_to_not_convert": ["model.layers.0.self_attn.o_proj"]},
+        (None, None), shape=lambda scales: scales.view(()),
+    ),
+    "fp8-static": Format(
+        FP8 | {"activation_scheme": "static", "weight_block_size": None, "ignored_layers": ["self_attn.o_proj"]},
+        (None, None), "weight_scale_inv", lambda scales: scales.view(()), input_scale="activation_scale",
+        ignored=r"self_attn\.o_proj",
+    ),
+    "compressed-channel": Format(
+        compressed(weights_of(strategy="token", dynamic=True), strategy="channel"), (1, None), dtype=torch.bfloat16,
+    ),
+    "compressed-tensor": Format(
+        compressed(STATIC, strategy="tensor"), (None, None), shape=lambda scales: scales.view(1),
+        input_scale="input_scale",
+    ),
+    "compressed-block": Format(compressed(None, strategy="block", block_structure=[128, 128]), (128, 128)),
+}  # fmt: skip
+
+
+def rounded(weight: torch.Tensor, kind: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values in e4m3, scales, [blocks of outputs, blocks of inputs], and what both mean."""
+    block = [size or total for size, total in zip(kind.block, weight.shape, strict=True)]
+    numbers = [-(-total // size) for size, total in zip(block, weight.shape, strict=True)]
+    scales, spread, values = torch.zeros(numbers), torch.zeros_like(weight), torch.empty_like(weight)
+    for i in range(numbers[0]):
+        for j in range(numbers[1]):
+            part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            scale = (weight[part].abs().max() / 448).to(kind.dtype).float()
+            scales[i, j] = spread[part] = scale
+            values[part] = (weight[part] / scale).clamp(-448, 448)
+    stored = values.to(torch.float8_e4m3fn)
+    return stored, scales, stored.float() * spread
+
+
+def write(folder: Path, kind: Format, to: Path) -> tuple[Path, Path]:
+    """Write a checkpoint in a format, and what it means in float32."""
+    stored, meant = (Path(shutil.copytree(folder, to / name)) for name in ("stored", "meant"))
+    tensors = load_file(folder / "model.safetensors")
+    quantised, wide = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if not name.endswith("_proj.weight") or re.search(kind.ignored, name):
+            continue
+        layer = name.removesuffix(".weight")
+        quantised[name], scales, wide[name] = rounded(weight, kind)
+        quantised[f"{layer}.{kind.scale}"] = kind.shape(scales).to(kind.dtype).clone()
+        if kind.input_scale is not None:
+            quantised[f"{layer}.{kind.input_scale}"] = torch.full_like(quantised[f"{layer}.{kind.scale}"], 0.5)
+    assert len(quantised) > len(tensors)
+    save_file(quantised, stored / "model.safetensors", metadata={"format": "pt"})
+    save_file(wide, meant / "model.safetensors", metadata={"format": "pt"})
+    change(stored, quantization_config=kind.config)
+    return stored, meant
+
+
+def change(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.fixture(scope="session")
+def base(make_checkpoint: MakeCheckpoint) -> Path:
+    # Qwen2's queries, keys and values have biases.
+    return make_checkpoint("qwen2", **(SHAPE | {"hidden_size": 384}))
+
+
+@pytest.fixture(scope="session", params=FORMATS)
+def written(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write(base, FORMATS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def tokens_and_logits(folder: Path, **settings: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Greedy tokens of each prompt; on one rank the logits of every step, too."""
+    logits: list[torch.Tensor] = []
+    with LLM(folder, **SETTINGS, **settings) as llm:
+        runner: Any = llm.llm_engine._runner
+        if "tensor_parallel_size" not in settings:
+            compute = runner.model.compute_logits
+
+            def recorded(hidden: Any) -> torch.Tensor:
+                logits.append(compute(hidden))
+                return logits[-1]
+
+            runner.model.compute_logits = recorded
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, schedule="arrival")
+        return [output["token_ids"] for output in outputs], logits
+
+
+def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -> None:
+    stored, meant = written
+    tokens, logits = tokens_and_logits(stored)
+    assert tokens == tokens_and_logits(meant)[0]
+    for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
+        theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
+        assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def dequantised(model: CausalLM) -> dict[str, tuple[torch.Tensor, tuple[slice, slice]]]:
+    """What a rank's linear layers mean, and which part of each of the checkpoint's tensors that is."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Weight | DenseWeight) and "_proj" in name:
+            whole = dequantize_ref(module.matrix, torch.float32) if isinstance(module, Fp8Weight) else module.values
+            layer, parent = name.removesuffix(".weight"), name.rsplit(".", 2)[0]
+            sizes = [shard.size for shard in module.shard.outputs.values()]
+            for (part, outputs), region in zip(module.shard.outputs.items(), whole.split(sizes), strict=True):
+                path = layer if part is None else f"{parent}.{part}_proj"
+                found[f"{path}.weight"] = region, (outputs.present, module.shard.inputs.present)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], size: int) -> None:
+    stored, meant = written
+    wide = load_file(meant / "model.safetensors")
+    for model in shards(ModelConfig.from_folder(str(stored)), size):
+        loader.load_weights(model, str(stored))
+        parts = dequantised(model)
+        assert len(parts) == 14
+        for name, (region, index) in parts.items():
+            assert torch.equal(region, wide[name][index]), name
+
+
+@pytest.fixture(scope="session")
+def by_hand(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What quantization="fp8" is to make of a checkpoint."""
+    kind = Format(compressed(None, strategy="channel") | {"ignore": ["lm_head"]}, (1, None), ignored="nothing")
+    return write(base, kind, tmp_path_factory.mktemp("by-hand"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_checkpoint_is_quantised_while_it_loads(base: Path, by_hand: tuple[Path, Path], size: int) -> None:
+    config = ModelConfig.from_folder(str(base)).with_quantization("fp8")
+    loading, loaded = shards(config, size), shards(ModelConfig.from_folder(str(by_hand[0])), size)
+    for mine, theirs in zip(loading, loaded, strict=True):
+        loader.load_weights(mine, str(base))
+        loader.load_weights(theirs, str(by_hand[0]))
+        weights = [module for module in mine.modules() if isinstance(module, Fp8Weight)]
+        others = [module for module in theirs.modules() if isinstance(module, Fp8Weight)]
+        assert len(weights) == len(others) == 8
+        for one, other in zip(weights, others, strict=True):
+            assert torch.equal(one.matrix.bytes, other.matrix.bytes) and torch.equal(one.scales, other.scales)
+
+
+def test_several_ranks_say_the_same(base: Path, by_hand: tuple[Path, Path], tmp_path: Path) -> None:
+    want = tokens_and_logits(by_hand[1])[0]
+    assert tokens_and_logits(base)[0] != want == tokens_and_logits(base, quantization="fp8")[0]
+    assert tokens_and_logits(base, quantization="fp8", tensor_parallel_size=2)[0] == want
+    stored, meant = write(base, FORMATS["fp8-block"], tmp_path)
+    assert tokens_and_logits(stored, tensor_parallel_size=3)[0] == tokens_and_logits(meant)[0]
+
+
+def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(str(base)).with_quantization("fp8")
+    (whole,), halves = shards(config, 1), shards(config, 2)
+    for model in (whole, *halves):
+        loader.init_dummy_weights(model, 5)
+    wide = dequantised(whole)
+    for half in halves:
+        for name, (region, index) in dequantised(half).items():
+            assert torch.equal(region, wide[name][0][index]) and region.std() > 0.1, name
+    stored, _ = write(base, FORMATS["fp8-block"], tmp_path)
+    assert len(set(tokens_and_logits(stored, load_format="dummy")[0][0])) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not supported"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported"),
+        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0' is not supported"),
+        (FP8 | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+        (FP8 | {"weight_block_size": [64, 128]}, r"blocks of \[64, 128\] are not supported: only \[128, 128\]"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not supported"),
+        (FP8 | {"activation_scheme": None}, "activation_scheme must be 'dynamic' or 'static', not None"),
+        (
+            FP8 | {"modules_to_not_convert": ["q_proj"]},
+            r"ignores \['model.layers.0.self_attn.q_proj'\], but not all of",
+        ),
+        (compressed(None, strategy="channel") | {"format": "pack-quantized"}, "format='pack-quantized' is not"),
+        (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC}, "kv_cache_scheme=.* is not supported"),
+        (compressed(None, strategy="channel", type="int", num_bits=4), "weights of type='int', num_bits=4"),
+        (compressed(weights_of(type="int"), strategy="channel"), "input_activations of type='int'"),
+        (compressed(None, strategy="group"), "weights of strategy='group' are not supported"),
+        (compressed(None, strategy="block", block_structure=[64, 64]), r"blocks of \[64, 64\]"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    shutil.copy(base / "config.json", tmp_path / "config.json")
+    change(tmp_path, quantization_config=changes)
+    # Before weights are read: there are none. Models cannot be made without them.
+    with pytest.raises(ValueError, match=message):
+        LLM(tmp_path, **SETTINGS)
+
+
+def test_checkpoints_that_do_not_fit_are_refused_by_name(
+    base: Path, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    stored, _ = write(base, FORMATS["fp8-block"], tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    for part, tensor, message in (
+        ("weight", torch.zeros(384, 384), f"'{name}.weight' is stored as torch.float32"),
+        ("weight_scale_inv", torch.ones(3, 4), rf"'{name}.weight_scale_inv' have shape \[3, 4\]; .* \[3, 3\]"),
+        ("weight_scale_inv", torch.ones(3, 3).to(torch.float8_e8m0fnu), "is stored as torch.float8_e8m0fnu"),
+        ("weight_scale_inv", torch.full((3, 3), torch.nan), "must be finite and not negative"),
+    ):
+        save_file(tensors | {f"{name}.{part}": tensor}, stored / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            LLM(stored, **SETTINGS)
+    change(stored, intermediate_size=192)
+    with pytest.raises(ValueError, match="intermediate_size=192: each rank takes at least 128 columns"):
+        LLM(stored, tensor_parallel_size=2, **SETTINGS)
+    change(stored, num_attention_heads=12, num_key_value_heads=12)
+    with pytest.raises(ValueError, match="64 inputs of a KV head's group are no multiple of the 128"):
+        LLM(stored, tensor_parallel_size=2, **SETTINGS)
+    with pytest.raises(ValueError, match="quantization must be None or 'fp8', not 'awq'"):
+        LLM(base, quantization="awq", **SETTINGS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quantization='fp8' is not supported for models with mixtures of experts"):
+        LLM(make_checkpoint("Mixtral"), quantization="fp8", **SETTINGS)
+    with pytest.raises(ValueError, match="'fp8' is not supported for models that transformers' code runs"):
+        LLM(base, quantization="fp8", model_impl="transformers", **SETTINGS)
+
+
+@dataclass
+class Product:
+    """Operands of a product, and what comes out of it in float64 and, each op rounded, in their dtype."""
+
+    x: torch.Tensor
+    weight: Fp8Matrix
+    bias: torch.Tensor | None
+    norm: Norm | None
+    residual: torch.Tensor | None
+    gated: bool
+    exact: torch.Tensor
+    same: torch.Tensor
+
+
+def make_product(
+    rows: int, size: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, gated: bool, positive: bool = False
+) -> Product:
+    (num_ins, num_outs), wide = size, randn(size[1] * (1 + gated), size[0]) * size[0] ** -0.5
+    # Rows and columns of blocks of different sizes.
+    wide *= torch.linspace(0.5, 2, len(wide), device=DEVICE)[:, None] * torch.linspace(2, 0.5, num_ins, device=DEVICE)
+    weight = quantize(wide.abs() if positive else wide, block[0], block[1] or num_ins)
+    x, residual = randn(rows, num_ins, dtype=dtype), randn(rows, num_ins, dtype=dtype)
+    x = x.abs() if positive else x
+    bias = None if gated or positive else randn(num_outs, dtype=dtype)
+    norm = None if positive else Norm(randn(num_ins, dtype=dtype), 0.1)
+    normed = x if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)[0]
+    out = normed.double() @ dequantize_ref(weight, torch.float64).T
+    out = out if bias is None else out + bias
+    same = out.to(dtype)
+    if gated:
+        (gate, up), (exact_gate, exact_up) = same.chunk(2, -1), out.chunk(2, -1)
+        out, same = functional.silu(exact_gate) * exact_up, functional.silu(gate) * up
+    return Product(x, weight, bias, norm, None if norm is None else residual, gated, out, same)
+
+
+def check_product(out: torch.Tensor, made: Product) -> None:
+    error, allowed = ((y.double() - made.exact).abs().max().item() for y in (out, made.same))
+    assert error <= 2 * allowed + 1e-6 * made.exact.abs().max().item(), (error, allowed)
+
+
+BLOCKS = [(1, 0), (128, 128), (1, 128)]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv(block: tuple[int, int], dtype: torch.dtype, gated: bool) -> None:
+    torch.manual_seed(0)
+    made = make_product(1, (300, 256), block, dtype, gated)
+    out, total = gemv(made.x, made.weight, made.bias, made.norm, made.residual, gated)
+    check_product(out, made)
+    assert made.residual is not None and torch.equal(total, made.x + made.residual)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_skinny_gemm(block: tuple[int, int], rows: int, gated: bool) -> None:
+    torch.manual_seed(0)
+    for dtype in DTYPES[1:]:
+        made = make_product(rows, (300, 256), block, dtype, gated)
+        x = rms_norm_ref(made.x, made.norm.weight, 0.1, made.residual)[0] if made.norm is not None else made.x
+        check_product(skinny_gemm(x, made.weight, made.bias, gated), made)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_long_sums_of_positive_numbers(block: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    made = make_product(2, (12288, 20), block, torch.float16, gated=False, positive=True)
+    check_product(skinny_gemm(made.x, made.weight), made)
+    check_product(fp8_linear.fp8_linear_ref(made.x, made.weight)[0], made)
+    out = gemv(made.x[:1], made.weight)[0]
+    made.exact, made.same = made.exact[:1], made.same[:1]
+    check_product(out, made)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_dequantize(block: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight = quantize(randn(200, 300), block[0], block[1] or 300)
+    for dtype in DTYPES:
+        want, found = dequantize_ref(weight, dtype), dequantize_triton(weight, dtype)
+        torch.testing.assert_close(found, want, rtol=2e-3 if dtype != torch.float32 else 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+def test_each_number_of_rows_has_its_kernel(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    for module in ("linear.choose", "e4m3", "rms_norm", "silu_and_mul"):
+        monkeypatch.setattr(f"nanovllm.kernels.{module}.uses_triton", lambda device: True)
+    # As if these were large: in several chunks, the last of them smaller.
+    monkeypatch.setattr(fp8_linear, "_CHUNK_WEIGHTS", 300 * 128)
+    for gated in (False, True):
+        made = make_product(num_rows, (300, 200), (1, 0), DTYPES[-1], gated)
+        out, total = fp8_linear.fp8_linear(made.x, made.weight, made.bias, made.norm, made.residual, gated)
+        check_product(out, made)
+        # The parts of a sum.
+        parts = torch.stack((made.x.float() - 1, torch.ones_like(made.x).float()))
+        again, same = fp8_linear.fp8_linear(parts, made.weight, made.bias, made.norm, made.residual, gated)
+        assert torch.equal(total, same) or (total - same).abs().max() < 0.01
+        assert again.shape == out.shape and (again - out).abs().max() < 0.05 * out.abs().max()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.config import ModelImpl, Quantization
 from nanovllm.experts_config import ExpertsConfig, is_sparse
 from nanovllm.quantization_config import QuantizationConfig
+from nanovllm.rope_config import RopeConfig, read_rope, yarn_length
 from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
 
 
@@ -66,49 +67,6 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Positions are divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's stretching of slow dimensions (arXiv:2407.21783), by the names of config.json."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """Parameters of YaRN (Peng et al. 2023, arXiv:2309.00071), by the names of config.json."""
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-
-_SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
-    "linear": LinearScaling,
-    "llama3": Llama3Scaling,
-    "yarn": YarnScaling,
-}
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """The rotary embedding: its base, and how longer contexts stretch it."""
-
-    theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +157,7 @@ class ModelConfig:
         """Convert a transformers config; `eos_token_ids` are added to its own."""
         architecture = _architecture(hf)
         _check_supported(hf, architecture)
-        rope, max_position = _rope(hf), _yarn_length(hf, hf.max_position_embeddings)
+        rope, max_position = read_rope(hf), yarn_length(hf, hf.max_position_embeddings)
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
@@ -271,7 +229,7 @@ class ModelConfig:
             rms_norm_eps=0.0,
             rope=RopeConfig(0.0),
             tie_word_embeddings=False,
-            max_position=_yarn_length(hf.get_text_config(), max_position),
+            max_position=yarn_length(hf.get_text_config(), max_position),
             initializer_range=0.0,
             dtype=_dtype(hf.get_text_config() if _has_dtype(hf.get_text_config()) else hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),
@@ -372,41 +330,6 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         LayerConfig(window if kind == "sliding_attention" else None, bool(has_rope), has_experts)
         for kind, has_rope, has_experts in zip(kinds, ropes, experts, strict=True)
     )
-
-
-def _rope(hf: Any) -> RopeConfig:
-    values: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    if any(isinstance(value, dict) for value in values.values()):
-        raise ValueError(f"rope_parameters={values!r} that differ between layers are not supported")
-    theta = values.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
-    share = values.pop("partial_rotary_factor", None) or getattr(hf, "partial_rotary_factor", None) or 1.0
-    if share != 1.0:
-        raise ValueError(f"partial_rotary_factor={share} is not supported: whole heads are rotated")
-    kind = values.pop("rope_type", None) or values.get("type", "default")
-    values.pop("type", None)
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind not in _SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not supported: only default, {', '.join(_SCALINGS)}")
-    values = {key: value for key, value in values.items() if value is not None}
-    known = {item.name: item for item in fields(_SCALINGS[kind])}
-    if unknown := set(values) - set(known):
-        raise ValueError(f"{kind} parameters {sorted(unknown)} are not supported")
-    if "original_max_position_embeddings" in known:
-        values.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
-    missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
-    if missing:
-        raise ValueError(f"{kind} needs a {', '.join(missing)}; rope parameters are {values}")
-    return RopeConfig(theta, _SCALINGS[kind](**values))
-
-
-def _yarn_length(hf: Any, max_position: int) -> int:
-    """Return the positions of a model that YaRN may have lengthened beyond `max_position`."""
-    values = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
-    if "yarn" not in (values.get("rope_type"), values.get("type")):
-        return max_position
-    original = values.get("original_max_position_embeddings") or max_position
-    return max(max_position, int(values.get("factor", 1) * original))
 
 
 def _generation_eos(path: str) -> list[int]:

@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import RopeConfig
+from nanovllm.rope_config import RopeConfig
 from nanovllm.runner import memory
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.messages import BlockTransfer

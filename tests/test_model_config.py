@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import MODELS, LayerConfig, ModelConfig, RopeConfig, YarnScaling
+from nanovllm.model_config import MODELS, LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.base import CausalLM
+from nanovllm.rope_config import RopeConfig, YarnScaling
 
 # As transformers 4.x wrote them.
 QWEN3_06B: dict[str, Any] = {
@@ -82,7 +84,8 @@ def test_yarn_lengthens_a_model_and_never_shortens_it(factor: float, original: i
     hf = Qwen3Config(max_position_embeddings=40960, rope_theta=1000000, rope_scaling=rope)
     config = ModelConfig.from_hf(hf)
     assert config.rope.scaling == YarnScaling(factor, original) and config.max_position == max_position
-    assert ModelConfig.for_transformers(hf).max_position == max_position
+    if transformers.__version__ >= "4.56":
+        assert ModelConfig.for_transformers(hf).max_position == max_position
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,15 @@ from nanovllm.attention import make_backend
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
+from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.runner import model_runner
 from nanovllm.runner.memory import cpu_cache_budget
 
 CUDA = torch.device("cuda", 0)
-ELSEWHERE = ("norm_linear_ref", "all_reduce_rms_norm_ref")
-"""Ops that are asked about otherwise: in parts, and by `connect`."""
+ELSEWHERE = ("norm_linear_ref", "all_reduce_rms_norm_ref", "fp8_linear_ref")
+"""Ops that are asked about otherwise: in parts, by `connect`, and below."""
 # What Windows, macOS, or either of them has not. Triton and torch, which have ways of their own, are imported before.
 PROGRAM = """
 import multiprocessing.reduction, os, select, signal, sys
@@ -108,10 +109,12 @@ def test_sdpa_takes_every_op_in_plain_torch(obstacle: str, monkeypatch: pytest.M
             plain = Mock()
             monkeypatch.setattr(module, ref, plain)
             needed = [p for p in inspect.signature(op).parameters.values() if p.default is p.empty]
-            op(*[SimpleNamespace(device=CUDA)] * len(needed))
+            # A matrix in e4m3 has its device from its values.
+            there = SimpleNamespace(device=CUDA)
+            op(*[SimpleNamespace(device=CUDA, values=there)] * len(needed))
             assert plain.called, ref
             ops += 1
-    assert ops == 13
+    assert ops == 14
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
@@ -122,6 +125,7 @@ def test_products_without_kernels(obstacle: str, rows: int) -> None:
         out, total = norm_linear(x, gate_up, norm=Norm(norm, 1e-6), residual=x, gated=True)
         assert out.shape == x.shape and total.shape == x.shape
         assert linear_into(x, down, x)[0].shape == x.shape
+        assert choose_fp8(x) is LinearKernel.CUBLAS
 
 
 def test_ranks_without_kernels_of_ours(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:

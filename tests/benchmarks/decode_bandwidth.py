@@ -18,7 +18,7 @@ from nanovllm.kernels.qkv_rope_store import KVPages
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import RopeConfig
+from nanovllm.rope_config import RopeConfig
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 import torch
 
@@ -24,6 +25,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.bench import IMPORT_STARTED
 from nanovllm.bench.floor import Ceilings, floor_seconds, measure_ceilings
 from nanovllm.bench.workloads import ON_GPU, SHAPES, WORKLOADS, Workload, make_workload, shape_folder
+from nanovllm.config import Quantization
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import CommandParser, user_errors
@@ -96,6 +98,7 @@ def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
             tensor_parallel_size=tensor_parallel_size,
             enforce_eager=options.enforce_eager,
             attention_backend=options.attention_backend,
+            quantization=options.quantization,
             gpu_memory_utilization=options.gpu_memory_utilization,
             seed=0,
         )
@@ -135,6 +138,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="folder or Hub id instead of a shape")
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the linear layers' weights")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")

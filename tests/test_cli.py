@@ -323,6 +323,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
     "prefix_cache": (["x"], "x"),
+    "quantization": (["fp8"], "fp8"),
     "host": (["::1"], "::1"),
     "uds": (["x"], "x"),
     "batch_dir": (["x"], "x"),

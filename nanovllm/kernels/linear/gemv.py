@@ -119,8 +119,8 @@ def gemv(
     # Weights per program: enough loads in flight, few enough for the registers.
     wide = block_in > 4096 or (gated and block_in == 4096)
     size = 32768 if wide else 8192 if block_in <= 1024 else 16384
-    # As many bytes of e4m3: a program's inputs cost as many instructions as two rows of weights.
-    size *= 2 if scaling else 1
+    # With e4m3 normalising the inputs, which each program does, would bound the kernel: more outputs share it.
+    size *= 2 if scaling and norm is not None else 1
     block_out = min(16, max(1, size // block_in // (2 if gated else 1)))
     _gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,

@@ -452,7 +452,7 @@ class LLM(Unpicklable):
             RuntimeError: other requests are unfinished, or see `generate`.
 
         Example:
-            >>> num_blocks = llm.save_prefix_cache("prefixes", [{"prompt_token_ids": [7] * 600}], use_tqdm=False)
+            >>> num_blocks = llm.save_prefix_cache("prefixes", [[7] * 80], use_tqdm=False)
         """
         if not self.config.enable_prefix_caching:
             raise ValueError("save_prefix_cache needs enable_prefix_caching=True")

@@ -217,7 +217,8 @@ def test_other_parameters_need_overwrite(tmp_path: Path, capsys: pytest.CaptureF
     assert run(source, output) == 0
     before = output.read_bytes()
     model.mkdir()
-    changes = ["--model", str(model)], ["--dtype", "bfloat16"], ["--model-impl", "transformers"]
+    changes = [["--model", str(model)], ["--dtype", "bfloat16"]]
+    changes += [["--model-impl", "transformers"], ["--quantization", "fp8"]]
     for flags in (["--max-tokens", "5"], ["--seed", "1"], *changes):
         with pytest.raises(SystemExit) as exit_info:
             run(source, output, *flags)

@@ -203,6 +203,7 @@ def test_another_models_blocks_are_not_taken(make_checkpoint: MakeCheckpoint, mo
         (make_checkpoint(rope_theta=20000.0, **heads), {}),
         (model, {"dtype": "bfloat16"}),
         (model, {"kvcache_block_size": 32}),
+        (model, {"quantization": "fp8"}),
         (model, {"load_format": "dummy"}),
     ]
     for folder, changes in others:

@@ -151,8 +151,8 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
     for order in (others, others[::-1]):
         if sum(linear.out_features for linear in order) != 2 * down.in_features:
             return None
-        gate_up = torch.cat([_product(x, linear) for linear in order], dim=-1)
-        if _equal(copied(x[None])[0], _product(silu_and_mul_ref(gate_up), down)):
+        gate_up = torch.cat([_linear(x, linear) for linear in order], dim=-1)
+        if _equal(copied(x[None])[0], _linear(silu_and_mul_ref(gate_up), down)):
             return FusedMLP(merged(order), dense_weight(down.weight, down.bias))
     return None
 
@@ -174,33 +174,34 @@ def _as_attention(
     if hidden is None or not isinstance(angles, tuple) or not is_pair:
         return None
     linears = [(other.module, other.args[0] is hidden) for other in inner if isinstance(other.module, nn.Linear)]
-    firsts = [linear for linear, takes_hidden in linears if takes_hidden]
-    lasts = [linear for linear, takes_hidden in linears if not takes_hidden]
+    qkv_projs = [linear for linear, takes_hidden in linears if takes_hidden]
+    o_projs = [linear for linear, takes_hidden in linears if not takes_hidden]
     norms = [norm for other in inner if (norm := _as_norm(other.module)) and len(norm.weight) == paged.key_size]
     if id(angles) not in rotaries:
         rotaries[id(angles)] = _rotary_of(calls.source_of(angles), max_model_len)
     rotary = rotaries[id(angles)]
-    if len(firsts) not in (1, 3) or len(lasts) != 1 or len(norms) not in (0, 2) or rotary is None:
+    if len(qkv_projs) not in (1, 3) or len(o_projs) != 1 or len(norms) not in (0, 2) or rotary is None:
         return None
-    found = _Attending(call, firsts, lasts[0], norms, rotary, paged)
-    return found.fused() if found.is_equal() else None
+    match = _AttentionMatch(call, qkv_projs, o_projs[0], norms, rotary, paged)
+    return match.fused() if match.is_equal() else None
 
 
 @dataclass(frozen=True)
-class _Attending:
+class _AttentionMatch:
     """A module that attends, and what it may be made of.
 
     Attributes:
         call: of the module.
-        firsts, last: linear layers that take what it takes, and that return what it returns.
+        qkv_projs: linear layers of the module's input: queries, keys and values, or one for all.
+        o_proj: the linear layer of attention's output.
         norms: of queries and keys, or none.
         rotary: with the angles of all positions.
         paged: its cache.
     """
 
     call: _Call
-    firsts: list[nn.Linear]
-    last: nn.Linear
+    qkv_projs: list[nn.Linear]
+    o_proj: nn.Linear
     norms: list[FusedNorm]
     rotary: RotaryEmbedding
     paged: PagedAttention
@@ -208,9 +209,9 @@ class _Attending:
     def is_equal(self) -> bool:
         """Return whether queries, keys and values, and what becomes of attention's outputs, are ours."""
         kv_heads, size, table = self.paged.num_kv_heads, self.paged.key_size, self.rotary.cos_sin
-        x = _random(NUM_ROWS, self.firsts[0].in_features, like=self.last.weight)
-        qkv = torch.cat([_product(x, linear) for linear in self.firsts], dim=-1)
-        if size != table.shape[1] or qkv.shape[1] != self.last.in_features + 2 * kv_heads * size:
+        x = _random(NUM_ROWS, self.qkv_projs[0].in_features, like=self.o_proj.weight)
+        qkv = torch.cat([_linear(x, linear) for linear in self.qkv_projs], dim=-1)
+        if size != table.shape[1] or qkv.shape[1] != self.o_proj.in_features + 2 * kv_heads * size:
             return False
         positions = torch.arange(NUM_ROWS, device=x.device) * (len(table) - 1) // (NUM_ROWS - 1)
         angles = tuple(half.repeat(1, 2)[None] for half in table[positions].chunk(2, dim=-1))
@@ -229,7 +230,7 @@ class _Attending:
         slots = torch.arange(NUM_ROWS, device=x.device, dtype=torch.int32)
         ours = qkv_rope_store_ref(qkv.view(NUM_ROWS, -1, size), NormRope(norms, eps, table), positions, pages, slots)
         pairs = [(query, ours), (key, pages.k_cache[0]), (value, pages.v_cache[0])]
-        pairs.append((out, _product(probe.answered[0][0].flatten(1), self.last)))
+        pairs.append((out, _linear(probe.answered[0][0].flatten(1), self.o_proj)))
         return all(_equal(theirs, mine) for theirs, mine in pairs)
 
     def fused(self) -> FusedAttention:
@@ -237,7 +238,9 @@ class _Attending:
         eps = self.norms[0].eps if self.norms else 0.0
         attn = Attention(self.paged.num_kv_heads, self.paged.key_size, eps, self.rotary, self.paged.options)
         attn.scale = self.paged.scale
-        return FusedAttention(merged(self.firsts), dense_weight(self.last.weight, self.last.bias), self.norms, attn)
+        return FusedAttention(
+            merged(self.qkv_projs), dense_weight(self.o_proj.weight, self.o_proj.bias), self.norms, attn
+        )
 
 
 def _rotary_of(call: _Call | None, max_model_len: int) -> RotaryEmbedding | None:
@@ -280,5 +283,5 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE * max(x.std().item(), 1e-6))
 
 
-def _product(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+def _linear(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     return functional.linear(x, linear.weight.float(), None if linear.bias is None else linear.bias.float())

@@ -72,14 +72,14 @@ class FusedNorm(RMSNorm):
 class FusedMLP(nn.Module):
     """A SwiGLU MLP of two products."""
 
-    def __init__(self, gate_up: Weight, down: Weight) -> None:
+    def __init__(self, gate_up_proj: Weight, down_proj: Weight) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size] -> the same shape."""
-        gated = self.gate_up.multiply(x.reshape(-1, x.shape[-1]), gated=True)
-        return self.down.multiply(gated).view(x.shape)
+        gated = self.gate_up_proj.multiply(x.reshape(-1, x.shape[-1]), gated=True)
+        return self.down_proj.multiply(gated).view(x.shape)
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class Product:
 class FusedAttention(nn.Module):
     """Attention with one product for queries, keys and values, whose norm, RoPE and store are one kernel."""
 
-    def __init__(self, qkv: Weight, out: Weight, norms: list[FusedNorm], attn: Attention) -> None:
+    def __init__(self, qkv_proj: Weight, o_proj: Weight, norms: list[FusedNorm], attn: Attention) -> None:
         super().__init__()
-        self.qkv, self.out, self.attn = qkv, out, attn
+        self.qkv_proj, self.o_proj, self.attn = qkv_proj, o_proj, attn
         self.q_norm: FusedNorm | None
         self.k_norm: FusedNorm | None
         self.q_norm, self.k_norm = (norms[0], norms[1]) if norms else (None, None)
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         """hidden_states: [1, num_tokens, hidden_size] -> the same shape, and no weights of attention."""
-        product = Product(self.qkv, hidden_states[0].contiguous())
+        product = Product(self.qkv_proj, hidden_states[0].contiguous())
         out = self.attn(product, self.q_norm, self.k_norm, _positions.get())
-        return self.out.multiply(out)[None], None
+        return self.o_proj.multiply(out)[None], None
 
 
 def merged(linears: list[nn.Linear]) -> DenseWeight:

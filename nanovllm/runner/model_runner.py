@@ -393,10 +393,11 @@ class ModelRunner:
         self.communicator.prepare_step()
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
-        # What does run finds its data by these: torch its embeddings, flash-attn keys and values.
-        # Its embeddings may be of positions, too.
-        inputs.token_ids.zero_(), inputs.positions.zero_()
-        for filled, value in ((inputs.metadata.block_tables, 0), (inputs.metadata.seq_lens, 1)):
-            filled[: shape.num_decodes].fill_(value)
+        # What does run finds its data by these: torch the embeddings of tokens and of positions, flash-attn keys and
+        # values.
+        inputs.token_ids.zero_()
+        inputs.positions.zero_()
+        inputs.metadata.block_tables[: shape.num_decodes].zero_()
+        inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
         self._scatter(inputs, sampled.token_ids)

@@ -21,6 +21,7 @@ from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref, kernel_rows
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, route_ref
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
@@ -61,7 +62,7 @@ def check_experts(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down
 def test_kernels(rows: int, dtype: torch.dtype, top_k: int, num_experts: int) -> None:
     gate_up, down = make_experts(num_experts, dtype)
     weight, x = randn(num_experts, SIZES[0], dtype=dtype) * SIZES[0] ** -0.5, randn(rows, SIZES[0], dtype=dtype)
-    routing = by_triton(route_op.route)(x, weight, top_k, True)
+    routing, _, _ = by_triton(route_op.route)(x, weight, top_k, True)
     check_experts(x, routing, gate_up, down, 0)
     # A rank's experts, with others' before and after.
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
@@ -76,13 +77,22 @@ def test_all_rows_of_one_expert_and_experts_of_one_row(rows: int) -> None:
         check_experts(x, Routing(chosen.int().to(DEVICE), weights, 20), gate_up, down, 0)
 
 
+def test_a_router_normalises_what_it_takes() -> None:
+    x, residual, weight = (randn(n, 80) for n in (1, 1, 24))
+    norm = Norm(randn(80), 1e-6)
+    got = by_triton(route_op.route)(x, weight, 4, True, norm, residual)
+    want = route_ref(x, weight, 4, True, norm, residual)
+    assert torch.equal(got[0].experts, want[0].experts)
+    torch.testing.assert_close((got[0].weights, *got[1:]), (want[0].weights, *want[1:]))
+
+
 @pytest.mark.parametrize("rows", [1, 19, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
     # Small whole numbers, whose logits are exact, and often equal.
     weight, x = (torch.randint(-1, 2, (n, 80), device=DEVICE).to(dtype) / 8 for n in (24, rows))
-    got, want = by_triton(route_op.route)(x, weight, 4, renormalize), route_ref(x, weight, 4, renormalize)
+    got, want = (route(x, weight, 4, renormalize)[0] for route in (by_triton(route_op.route), route_ref))
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
     logits = (x.double() @ weight.double().T).cpu()
@@ -96,7 +106,7 @@ def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other()
     gate_up, down = make_experts(5, torch.float32)
     x, weight = randn(19, SIZES[0]), randn(5, SIZES[0])
     x[3] = float("nan")
-    chosen = by_triton(route_op.route)(x, weight, 2, True).experts
+    chosen = by_triton(route_op.route)(x, weight, 2, True)[0].experts
     assert chosen.min() >= 0 and chosen.max() < 5
     # All of such a row's choices are one expert, which nobody else has here.
     chosen = torch.tensor([[0, 1]] * 19, dtype=torch.int32, device=DEVICE)
@@ -124,7 +134,7 @@ def test_kernels_change_where_they_say() -> None:
 def test_what_the_ranks_hold_adds_up(size: int, is_parallel: bool) -> None:
     config = ExpertsConfig(num_experts=5, top_k=2, intermediate_size=56, renormalize=True, is_parallel=is_parallel)
     stored = {"gate": torch.randn(5, 56, 80), "up": torch.randn(5, 56, 80), None: torch.randn(5, 80, 56)}
-    x, routing = torch.randn(20, 80), route_ref(torch.randn(20, 80), torch.randn(5, 80), 2, True)
+    x, routing = torch.randn(20, 80), route_ref(torch.randn(20, 80), torch.randn(5, 80), 2, True)[0]
     total = torch.zeros(20, 80)
     for rank in range(size):
         module = FusedExperts(80, experts_shard(config, rank, size), Communicator())

@@ -12,7 +12,8 @@ from nanovllm.distributed.shard import ExpertsShard, Shard
 from nanovllm.experts_config import ExpertsConfig
 from nanovllm.kernels.moe.fused_experts import fused_experts, kernel_rows
 from nanovllm.kernels.moe.route import Routing, route
-from nanovllm.layers.layernorm import DeferredBranch
+from nanovllm.kernels.rms_norm import Norm
+from nanovllm.layers.layernorm import DeferredBranch, Normed
 from nanovllm.quantization.experts import DenseExpertsWeight
 from nanovllm.quantization.loading import LoadableModule
 from nanovllm.quantization.weight import MatrixShard
@@ -31,9 +32,17 @@ class Router(LoadableModule):
         self.top_k, self.renormalize = config.top_k, config.renormalize
         self.kernel_rows = kernel_rows(config.num_experts, config.top_k)
 
-    def forward(self, x: torch.Tensor) -> Routing:
-        """x: [num_tokens, hidden_size], contiguous."""
-        return route(x, self.weight, self.top_k, self.renormalize)
+    def forward(self, x: Normed) -> tuple[torch.Tensor, Routing]:
+        """x: [num_tokens, hidden_size]. Returns it, normalised, and the experts."""
+        norm, stream = x.norm, x.stream
+        if norm.communicator.size > 1:
+            rows = x.compute()
+            return rows, route(rows, self.weight, self.top_k, self.renormalize)[0]
+        routing, rows, total = route(
+            x.branch, self.weight, self.top_k, self.renormalize, Norm(norm.weight, norm.eps), stream.residual
+        )
+        stream.settle(total)
+        return rows, routing
 
 
 class _ExpertsLinear(nn.Module):

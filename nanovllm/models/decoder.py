@@ -88,8 +88,8 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Normed) -> DeferredBranch:
         """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
-        rows = x.compute()
-        return self.experts(rows, self.gate(rows))
+        rows, routing = self.gate(x)
+        return self.experts(rows, routing)
 
 
 class DecoderLayer(nn.Module):

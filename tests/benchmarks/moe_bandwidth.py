@@ -74,7 +74,7 @@ def main() -> None:
     layers = [make_layer() for _ in range(NUM_LAYERS)]
     for rows in ROWS:
         x = torch.randn(rows, HIDDEN, dtype=DTYPE, device="cuda")
-        routings = [route(x, router, TOP_K, True) for router, _, _ in layers]
+        routings = [route(x, router, TOP_K, True)[0] for router, _, _ in layers]
         num_chosen = sum(len(routing.experts.unique()) for routing in routings) / NUM_LAYERS
         cells = []
         for name, step in steps(x, layers, routings).items():

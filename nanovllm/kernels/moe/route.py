@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels.linear.gemv import gemv
+from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
 
 _STEP_BYTES = 256
 """Inputs per step of the product, in bytes."""
@@ -30,12 +32,47 @@ class Routing:
     num_experts: int
 
 
-def route_ref(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
-    """Plain torch form of `route`."""
-    logits = functional.linear(x, weight).float()
+def _choose_ref(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+    logits = logits.float()
     best, experts = (values[:, :top_k] for values in logits.sort(dim=1, descending=True, stable=True))
     total = (best if renormalize else logits).logsumexp(1, keepdim=True)
-    return Routing(experts.int(), (best - total).exp(), len(weight))
+    return Routing(experts.int(), (best - total).exp(), logits.shape[1])
+
+
+def route_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    """Plain torch form of `route`."""
+    normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
+    return _choose_ref(functional.linear(normed, weight), top_k, renormalize), normed, total
+
+
+@jit
+def _choose_row_kernel(
+    logits_ptr, experts_ptr, weights_ptr, num_experts,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Choose one row's experts by the number of those that are before each, not one after the other."""
+    experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    is_expert = experts < num_experts
+    wait_for_previous(PDL)
+    logits = tl.load(logits_ptr + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
+    is_equal, is_earlier = logits[None, :] == logits[:, None], experts[None, :] < experts[:, None]
+    is_before = (logits[None, :] > logits[:, None]) | (is_equal & is_earlier)
+    ranks = tl.sum(is_before.to(tl.int32), axis=1)
+    is_chosen = ranks[:, None] == choices[None, :]
+    # Where the row is not a number, as padding may be, all are the best; but what is chosen must be there.
+    chosen = tl.minimum(tl.sum(tl.where(is_chosen, experts[:, None], 0), axis=0), num_experts - 1)
+    shares = tl.exp(logits - tl.max(logits, axis=0))
+    total = tl.sum(tl.where(ranks < TOP_K, shares, 0.0) if RENORMALIZE else shares, axis=0)
+    weights = tl.sum(tl.where(is_chosen, shares[:, None], 0.0), axis=0) / total
+    tl.store(experts_ptr + choices, chosen, mask=choices < TOP_K)
+    tl.store(weights_ptr + choices, weights, mask=choices < TOP_K)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -83,17 +120,49 @@ def _route_kernel(
     tl.store(weights_ptr + places, weights / total[:, None], mask=mask)
 
 
-def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
-    """Choose the `top_k` experts of the largest probabilities, the softmax of `x @ weight.T`.
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
 
     Args:
-        x: [num_tokens, in_features], contiguous.
+        x: [num_tokens, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them.
         weight: [num_experts, in_features], contiguous.
         top_k: experts of each token.
         renormalize: divide their probabilities by their sum.
+        norm: RMSNorm before the product, or None.
+        residual: [num_tokens, in_features], or None for zero; only with a norm.
+
+    Returns:
+        The experts, `norm(x + residual)`, and `x + residual`; what is the same as x may be x itself.
     """
     if not uses_triton(x.device):
-        return route_ref(x, weight, top_k, renormalize)
+        return route_ref(x, weight, top_k, renormalize, norm, residual)
+    if x.shape[-2] == 1:
+        normed = x if norm is None else torch.empty_like(x)
+        logits, total = gemv(x, weight, None, norm, residual, normed=None if norm is None else normed)
+        return _choose_row(logits, top_k, renormalize), normed, total
+    normed, total = (x, x) if norm is None else rms_norm(x, norm.weight, norm.eps, residual)
+    return _route_rows(normed, weight, top_k, renormalize), normed, total
+
+
+def _choose_row(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+    num_experts, device = logits.shape[1], logits.device
+    chosen = torch.empty(1, top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
+    _choose_row_kernel[(1,)](
+        logits, chosen, weights, num_experts, EXPERTS=max(16, triton.next_power_of_2(num_experts)), TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=4, **pdl_options(device),
+    )  # fmt: skip
+    return Routing(chosen, weights, num_experts)
+
+
+def _route_rows(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
     num_rows, in_features = x.shape
     assert x.is_contiguous() and weight.is_contiguous()
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)

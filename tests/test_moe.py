@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from nanovllm.distributed.shard import experts_shard
 from nanovllm.experts_config import ExpertsConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import route as route_op
+from nanovllm.kernels.moe import sort_slots
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref, kernel_rows
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, route_ref
@@ -100,6 +102,18 @@ def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
         assert chosen == [expert for _, expert in sorted(zip((-row).tolist(), range(24), strict=True))[:4]]
         total = row[chosen].exp().sum() if renormalize else row.exp().sum()
         assert weights == pytest.approx((row[chosen].exp() / total).tolist(), rel=1e-3)
+
+
+def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More chunks than are added up at a time, and the last one not full.
+    monkeypatch.setattr(sort_slots, "_CHUNK", 16)
+    chosen = torch.randint(0, 20, (777, 3), dtype=torch.int32, device=DEVICE)
+    for first, count in ((0, 20), (4, 9), (17, 3)):
+        got = sort_slots.sort_slots(Routing(chosen, chosen.float(), 20), first, count)
+        flat = chosen.flatten().cpu()
+        want = [(flat == expert).nonzero().flatten().tolist() for expert in range(first, first + count)]
+        assert got.starts.tolist() == [0, *np.cumsum([len(slots) for slots in want])]
+        assert got.slots[: got.starts[-1]].tolist() == sum(want, [])
 
 
 def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other() -> None:

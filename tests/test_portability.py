@@ -68,7 +68,7 @@ def test_kernels_fit_the_device(
     is_hopper = capability == "90" and dtype != "float32"
     needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
     assert needed | {"_cascade_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
-    mixture = {"_route_kernel", "_down_gemv_kernel", "_sort_slots_kernel", "_grouped_gemm_kernel"}
+    mixture = {"_route_kernel", "_down_gemv_kernel", "_place_slots_kernel", "_grouped_gemm_kernel"}
     assert size != "30B-A3B" or mixture <= {kernel["name"] for kernel in kernels}
     assert not is_hopper or all(kernel["launch_pdl"] for kernel in kernels if kernel["name"] in EARLY)
     for kernel in kernels:

@@ -13,8 +13,9 @@ import torch
 from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
 from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from nanovllm.kernels.moe.fused_experts import fused_experts
-from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm, sort_slots
+from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm
 from nanovllm.kernels.moe.route import Routing, route
+from nanovllm.kernels.moe.sort_slots import sort_slots
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)

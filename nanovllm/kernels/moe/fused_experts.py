@@ -8,8 +8,9 @@ from torch.nn import functional
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
 from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
-from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots, tile_limits
+from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, tile_limits
 from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 

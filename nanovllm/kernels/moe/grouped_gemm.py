@@ -12,8 +12,8 @@ import torch
 from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.moe.expert_gemm import multiply_expert
 from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.sort_slots import SortedSlots
 
-_SORT_BLOCK = 4096
 _STAGES = 4
 
 
@@ -55,55 +55,6 @@ def choose_tile(x: torch.Tensor, routing: Routing) -> Tile:
         if routing.experts.numel() <= most * routing.num_experts or (tile.rows == 64 and x.element_size() == 4):
             return tile
     return _HOPPER_TILE if is_hopper(x.device) else _LARGEST_TILE
-
-
-class SortedSlots(NamedTuple):
-    """The (row, choice) pairs, `row * top_k + choice`, by expert.
-
-    Attributes:
-        slots: [num_rows * top_k] int32, those of this rank's experts, in order.
-        starts: [num_experts + 1] int32, where each expert's begin, and where the last one's end.
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor
-
-
-@jit(do_not_specialize=["num_slots", "first_expert"])
-def _sort_slots_kernel(
-    experts_ptr, slots_ptr, starts_ptr, num_slots, first_expert, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """Count and place the slots of one expert; each program reads all, which is faster than waiting for others."""
-    expert = first_expert + tl.program_id(0)
-    block = tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], dtype=tl.int32)
-    own = tl.zeros([BLOCK], dtype=tl.int32)
-    wait_for_previous(PDL)
-    for start in range(0, num_slots, BLOCK):
-        chosen = tl.load(experts_ptr + start + block, mask=start + block < num_slots, other=-1)
-        before += ((chosen >= first_expert) & (chosen < expert)).to(tl.int32)
-        own += (chosen == expert).to(tl.int32)
-    place = tl.sum(before, axis=0)
-    tl.store(starts_ptr + tl.program_id(0), place)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + tl.num_programs(0), place + tl.sum(own, axis=0))
-    for start in range(0, num_slots, BLOCK):
-        chosen = tl.load(experts_ptr + start + block, mask=start + block < num_slots, other=-1)
-        is_own = (chosen == expert).to(tl.int32)
-        ranks = tl.cumsum(is_own, axis=0)
-        tl.store(slots_ptr + place + ranks - 1, start + block, mask=is_own > 0)
-        place += tl.sum(is_own, axis=0)
-
-
-def sort_slots(routing: Routing, first_expert: int, num_experts: int) -> SortedSlots:
-    """Sort the slots of `num_experts` experts from the first one on."""
-    device, num_slots = routing.experts.device, routing.experts.numel()
-    slots = torch.empty(num_slots, dtype=torch.int32, device=device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    _sort_slots_kernel[(num_experts,)](
-        routing.experts, slots, starts, num_slots, first_expert, BLOCK=_SORT_BLOCK, num_warps=8, **pdl_options(device)
-    )
-    return SortedSlots(slots, starts)
 
 
 @jit

@@ -58,17 +58,20 @@ def run(plan: Plan, llm: LLM) -> Result:
     runner = llm.llm_engine._runner._runner
     result: Result = {"communicator": type(runner.communicator).__name__, "rounds": [], "logits": None}
     if plan.logits:
-        sample = runner.sampler.sample
-        # Decode rows, all of them padding, come first.
-        size = runner.capture_sizes.fit(StepShape(0, sum(map(len, plan.prompts)), len(plan.prompts)))
-        assert size is not None
-        rows = slice(size.num_decodes, size.num_decodes + len(plan.prompts))
+        sample, fit, sizes = runner.sampler.sample, runner.capture_sizes.fit, []
+
+        def noting_size(shape: StepShape) -> StepShape | None:
+            sizes.append(fit(shape))
+            return sizes[-1]
 
         def recorder(logits: torch.Tensor, *args: Any) -> Sampled:
             if result["logits"] is None:
-                result["logits"] = logits[rows].float().cpu()
+                # Decode rows, all of them padding, come first.
+                first = sizes[-1].num_decodes if sizes[-1] is not None else 0
+                result["logits"] = logits[first : first + len(plan.prompts)].float().cpu()
             return sample(logits, *args)
 
+        runner.capture_sizes.fit = noting_size  # type: ignore[method-assign]
         runner.sampler.sample = recorder  # type: ignore[method-assign, assignment]
     for _ in range(2):
         outputs = llm.generate(plan.prompts, plan.params, use_tqdm=False)

@@ -157,7 +157,7 @@ def _choose_row(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
     weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
     _choose_row_kernel[(1,)](
         logits, chosen, weights, num_experts, EXPERTS=max(16, triton.next_power_of_2(num_experts)), TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=4, **pdl_options(device),
+        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=8, **pdl_options(device),
     )  # fmt: skip
     return Routing(chosen, weights, num_experts)
 

@@ -74,7 +74,7 @@ def run(plan: Plan, llm: LLM) -> Result:
         runner.capture_sizes.fit = noting_size  # type: ignore[method-assign]
         runner.sampler.sample = recorder  # type: ignore[method-assign, assignment]
     for _ in range(2):
-        outputs = llm.generate(plan.prompts, plan.params, use_tqdm=False)
+        outputs = llm.generate(plan.prompts, plan.params, use_tqdm=False, schedule="arrival")
         result["rounds"].append([output["token_ids"] for output in outputs])
     return result
 

@@ -227,3 +227,45 @@ class BlockFileRunner(Protocol):
         Raises:
             OSError: a file cannot be written; a RuntimeError if it is another rank's.
         """
+
+
+@dataclass(frozen=True)
+class MissingWeights:
+    """Weights that a sleep has dropped, and nothing has brought again: how many, and the name of one."""
+
+    count: int = 0
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """How many tensors were written, and what is still missing."""
+
+    count: int
+    missing: MissingWeights
+
+
+class WeightsRunner(Protocol):
+    """What the engine needs of a runner to change weights, and to sleep. All of it happens between two steps."""
+
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write tensors into the model that runs, on every rank.
+
+        Args:
+            weights: pairs of a name and a tensor, which come one by one; or the path of a folder.
+            strict: refuse to leave a tensor as it was.
+
+        Raises:
+            ValueError: a tensor does not fit, of which nothing is written; says how many were before it. Of a folder
+                none is written.
+        """
+
+    def sleep(self, keep_weights: bool) -> MissingWeights:
+        """Give back the memory of weights, cache and graphs.
+
+        Args:
+            keep_weights: keep a copy in the host's memory, unless they were dropped before.
+        """
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again for "weights", with what was kept, or for "kv_cache", empty; ignores what has some."""

@@ -1,0 +1,178 @@
+"""Weights that change while the engine lives: afterwards it is what a fresh engine of them would be."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+from tests.conftest import MakeCheckpoint
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
+PREFIX = list(range(7, 57))
+PROMPTS = [[5, 9, 2], [*PREFIX, 3], [*PREFIX, 8]]
+GREEDY = SamplingParams(0, 6, logprobs=2, ignore_eos=True)
+DRAWN = SamplingParams(1.0, 6, logprobs=0, seed=3, ignore_eos=True)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "stacked": {"architecture": "phi3", "pad_token_id": 0},
+    "mixture": {"architecture": "qwen3Moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "norms of 1 + weight": {"architecture": "gemma", "head_dim": 16, "tie_word_embeddings": True},
+    "biases": {"architecture": "qwen2", "tie_word_embeddings": True},
+}
+
+
+def answers(llm: LLM) -> list[Any]:
+    outputs = [o.outputs[0] for p in (GREEDY, DRAWN) for o in llm.generate(PROMPTS, p, use_tqdm=False)]
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+def two_models(make_checkpoint: MakeCheckpoint, model: str) -> tuple[Path, Path]:
+    return make_checkpoint(seed=1, **MODELS[model]), make_checkpoint(seed=2, **MODELS[model])
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("untied", {}),
+        ("untied", {"quantization": "fp8"}),
+        ("tied", {"tensor_parallel_size": 3}),
+        ("stacked", {}),
+        ("mixture", {}),
+        ("norms of 1 + weight", {"model_impl": "transformers"}),
+        # Each starts processes.
+        *(
+            pytest.param(model, settings | {"tensor_parallel_size": 2}, marks=pytest.mark.all_devices)
+            for model, settings in (
+                ("untied", {"quantization": "fp8"}),
+                ("mixture", {"enable_expert_parallel": True}),
+                ("biases", {"model_impl": "transformers"}),
+            )
+        ),
+    ],
+)
+def test_new_weights_are_those_of_a_fresh_engine(
+    make_checkpoint: MakeCheckpoint, model: str, settings: dict[str, Any]
+) -> None:
+    old, new = two_models(make_checkpoint, model)
+    with LLM(new, **SETTINGS, **settings) as fresh:
+        want = answers(fresh)
+    with LLM(old, **SETTINGS, **settings) as llm:
+        before = answers(llm)
+        assert before != want
+        weights = stored(new)
+        assert llm.load_weights(weights, strict=True) == len(weights)
+        assert llm.reset_prefix_cache() and answers(llm) == want
+        # From a folder, and then one by one, the last ones first.
+        assert llm.load_weights(old, strict=True) == len(weights)
+        assert llm.reset_prefix_cache() and answers(llm) == before
+        assert sum(llm.load_weights([item]) for item in reversed(weights.items())) == len(weights)
+        assert llm.reset_prefix_cache() and answers(llm) == want
+        # After a sleep without them.
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights((name, tensor.double().float()) for name, tensor in weights.items())
+        assert answers(llm) == want
+
+
+@pytest.fixture
+def pair(make_checkpoint: MakeCheckpoint) -> tuple[Path, Path]:
+    return two_models(make_checkpoint, "untied")
+
+
+@pytest.fixture
+def live(pair: tuple[Path, Path]) -> Iterator[LLM]:
+    with LLM(pair[0], **SETTINGS) as llm:
+        yield llm
+
+
+def test_what_was_cached_stays_until_it_is_reset(live: LLM, pair: tuple[Path, Path]) -> None:
+    with LLM(pair[1], **SETTINGS) as fresh:
+        want = answers(fresh)
+    answers(live)
+    live.load_weights(pair[1])
+    # Keys and values of the old weights.
+    assert answers(live) != want
+    assert live.reset_prefix_cache() and answers(live) == want
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "unknown": (("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2)), r"no tensor 'model.layers.7.mlp.up_pr"),
+    "shape": (("model.layers.1.self_attn.k_proj.weight", torch.zeros(3, 64)), r"has shape \[3, 64\]; .*\[64, 64\]"),
+    "dtype": (("model.norm.weight", torch.zeros(64, dtype=torch.int32)), "stored as torch.int32"),
+    "no tensor": (("model.norm.weight", [0.0] * 64), "'model.norm.weight' is a list"),
+    "no values": (("model.norm.weight", torch.zeros(64, device="meta")), "'model.norm.weight' has no values"),
+    "no pair": ("model.norm.weight", "pairs of a name and a tensor, not 'model.norm.weight'"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_does_not_fit_is_refused_and_nothing_of_it_is_written(
+    live: LLM, pair: tuple[Path, Path], bad: str
+) -> None:
+    item, message = BAD[bad]
+    good = stored(pair[1])["model.embed_tokens.weight"]
+    before = answers(live)
+    with pytest.raises(ValueError, match=f"{message}.*; 1 tensors were written before"):
+        live.load_weights([("model.embed_tokens.weight", good), item])
+    live.load_weights(pair[0], strict=True)
+    live.reset_prefix_cache()
+    assert answers(live) == before
+
+
+def test_folders_that_do_not_fit_change_nothing(
+    live: LLM, pair: tuple[Path, Path], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    before = answers(live)
+    with pytest.raises(ValueError, match=r"has shape \[320, 32\]; the config asks for \[320, 64\]"):
+        live.load_weights(make_checkpoint(hidden_size=32))
+    copy = Path(shutil.copytree(pair[1], tmp_path / "copy"))
+    weights = stored(copy)
+    file = copy / "model.safetensors"
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    with pytest.raises(ValueError, match=r"1 of \d+ tensors are missing: \['model.norm.weight'\]"):
+        live.load_weights(copy, strict=True)
+    # As long as it is being written: a part of the bytes, then one of several files.
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
+        live.load_weights(copy)
+    save_file(weights, copy / "model-00001-of-00002.safetensors")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"has 1 of 2 files of weights and no model.safetensors.index.json"):
+        live.load_weights(copy)
+    with pytest.raises(ValueError, match=r"nowhere' is no folder"):
+        live.load_weights(tmp_path / "nowhere")
+    live.reset_prefix_cache()
+    assert answers(live) == before
+
+
+def test_a_warning_names_what_is_not_a_number(live: LLM) -> None:
+    bad = torch.zeros(64, 64)
+    bad[3, 5] = float("nan")
+    names = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer, part in ((0, "v"), (1, "k"))]
+    good = torch.full((64, 64), float("inf"))
+    with pytest.warns(UserWarning, match=f"^1 tensors that were loaded have NaN, such as '{names[1]}'"):
+        live.load_weights([(names[0], good), (names[1], bad)])
+
+
+def test_requests_that_are_pending_keep_their_weights(live: LLM, pair: tuple[Path, Path]) -> None:
+    request_id = live.add_request([1, 2], GREEDY)
+    for change in (lambda: live.load_weights(pair[1]), live.sleep):
+        with pytest.raises(RuntimeError, match="1 requests are pending"):
+            change()
+    live.abort([request_id])
+    assert live.load_weights(pair[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,98 @@ def test_a_warning_names_what_is_not_a_number(live: LLM) -> None:
     good = torch.full((64, 64), float("inf"))
     with pytest.warns(UserWarning, match=f"^1 tensors that were loaded have NaN, such as '{names[1]}'"):
         live.load_weights([(names[0], good), (names[1], bad)])
+
+
+def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair: tuple[Path, Path]) -> None:
+    params = SamplingParams(0, 20, ignore_eos=True)
+    prompts = [[*PREFIX[:16], number] for number in range(6)]
+    with LLM(pair[1], **SETTINGS) as fresh:
+        others = [o.outputs[0].token_ids for o in fresh.generate(prompts, params, use_tqdm=False)]
+    want = [o.outputs[0].token_ids for o in live.generate(prompts, params, use_tqdm=False)]
+    ids = [live.add_request(prompt, params) for prompt in prompts]
+    for _ in range(8):
+        live.step()
+    live.pause()
+    before = [list(seq.token_ids)[17:] for seq in live.llm_engine.scheduler.sequences]
+    assert all(4 < len(tokens) < 20 for tokens in before) and not live.step().new_token_ids
+    live.load_weights(pair[1])
+    # They keep what the old weights have made of their prompts, and nobody else finds it.
+    assert not live.reset_prefix_cache()
+    live.resume()
+    late = live.add_request(prompts[0], params)
+    done: dict[int, Any] = {}
+    while not live.is_finished():
+        live.llm_engine.block_manager.check_integrity(live.llm_engine.scheduler.sequences)
+        done.update(live.step().finished)
+    found = [done[i].outputs[0].token_ids for i in ids]
+    assert all(tokens[: len(old)] == old for tokens, old in zip(found, before, strict=True))
+    assert [len(tokens) for tokens in found] == [20] * 6 and found != want
+    assert done[late].outputs[0].token_ids == others[0] and not done[late].num_cached_tokens
+
+
+def test_another_thread_changes_weights_between_the_steps_of_a_generate(live: LLM, pair: tuple[Path, Path]) -> None:
+    found: list[Any] = []
+    params = SamplingParams(0, 60, ignore_eos=True)
+    thread = threading.Thread(target=lambda: found.extend(live.generate([[1, 2]] * 3, params, use_tqdm=False)))
+    thread.start()
+    while not live.stats()["num_output_tokens"]:
+        pass
+    live.pause()
+    num_steps = live.stats()["num_steps"]
+    for _ in range(3):
+        assert live.load_weights(pair[1]) > 0
+    with pytest.raises(RuntimeError, match="the engine is paused"):
+        live.generate([[3]], params)
+    assert live.stats()["num_steps"] == num_steps and thread.is_alive()
+    live.sleep()
+    live.wake_up()
+    live.resume()
+    thread.join()
+    assert [len(output.outputs[0].token_ids) for output in found] == [60] * 3
+
+    def inside(_: Any) -> None:
+        live.pause()
+
+    with pytest.raises(RuntimeError, match="a generate or step of this thread has not ended"):
+        live.generate([[1]], params, use_tqdm=False, on_output=inside)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_pause_ends_requests(live: LLM, mode: Any) -> None:
+    params = SamplingParams(0, 9, ignore_eos=True)
+    ids = [live.add_request([number, 5], params, priority=1) for number in (1, 2)]
+    live.step()
+    live.step()
+    live.pause(mode)
+    # It comes first, and waits all the same.
+    late = live.add_request([3, 5], params)
+    done = dict(live.step().finished)
+    lengths, reason = ({9}, "length") if mode == "wait" else ({2}, "abort")
+    assert {len(done[i].outputs[0].token_ids) for i in ids} == lengths
+    assert {done[i].outputs[0].finish_reason for i in ids} == {reason} and late not in done
+    dropped = live.add_request([4, 5], params)
+    live.abort([dropped])
+    assert live.load_weights({}) == 0 and not live.is_finished()
+    live.resume()
+    while not live.is_finished():
+        done.update(live.step().finished)
+    assert set(done) == {*ids, late} and len(done[late].outputs[0].token_ids) == 9
+
+
+def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:
+    params = SamplingParams(0, 2, ignore_eos=True)
+
+    def num_cached(salt: str | None) -> int:
+        prompt: Any = {"prompt_token_ids": PREFIX} | ({"cache_salt": salt} if salt else {})
+        cached: int = live.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens
+        return cached
+
+    assert [num_cached(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 48, 48]
+    assert live.reset_prefix_cache()
+    assert [num_cached(salt) for salt in ("a", None, "b", "b")] == [0, 0, 0, 48]
+    live.sleep()
+    live.wake_up()
+    assert [num_cached(salt) for salt in ("b", "a")] == [0, 0]
 
 
 def test_requests_that_are_pending_keep_their_weights(live: LLM, pair: tuple[Path, Path]) -> None:

@@ -18,7 +18,7 @@ class EngineState:
     Attributes:
         pause_mode: how the engine was paused; None if it is not.
         asleep: those of `SLEEP_TAGS` that have no memory.
-        missing: weights that a sleep has dropped, and nobody has loaded again.
+        missing: weights that a sleep has dropped, or a load that failed has left undone, and nobody has loaded since.
     """
 
     pause_mode: PauseMode | None = None
@@ -38,5 +38,6 @@ class EngineState:
             return f"the engine is asleep, without its {' and '.join(tags)}: call wake_up({tags})"
         if self.missing.count:
             count, example = self.missing.count, self.missing.example
-            return f"{count} weights such as {example!r} were dropped by sleep(level=2): call load_weights with them"
+            cause = "were dropped by sleep(level=2), or left undone by a load that failed"
+            return f"{count} weights such as {example!r} {cause}: call load_weights with them"
         return None

@@ -103,8 +103,8 @@ class LiveWeights:
             self._slices[target].fill(name, _Watched(name, rows, self._device, self._maxima))
             self.missing.discard(target)
 
-    def check_folder(self, folder: str, strict: bool) -> int:
-        """Return how many tensors of a folder are needed; refuses one that does not fit before any is written.
+    def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
+        """Return how many tensors of a folder are needed, and what for; refuses one that does not fit.
 
         Raises:
             ValueError: see `check`; a file is missing or damaged; or, with `strict`, tensors are missing.
@@ -115,7 +115,7 @@ class LiveWeights:
             found.update(self.targets(name))
         if strict:
             self.check_whole(found)
-        return num_needed
+        return num_needed, found
 
     def check_whole(self, written: set[WeightTarget]) -> None:
         """Raise a `ValueError` if these are not all."""

@@ -245,6 +245,14 @@ class LoadedWeights:
     missing: MissingWeights
 
 
+class LoadFailedError(RuntimeError):
+    """Weights of a folder were written in part; what the model has is of no use until all of them have come."""
+
+    def __init__(self, cause: BaseException, missing: MissingWeights) -> None:
+        super().__init__(f"loading weights has failed in its middle: {cause}")
+        self.missing = missing
+
+
 class WeightsRunner(Protocol):
     """What the engine needs of a runner to change weights, and to sleep. All of it happens between two steps."""
 
@@ -258,6 +266,7 @@ class WeightsRunner(Protocol):
         Raises:
             ValueError: a tensor does not fit, of which nothing is written; says how many were before it. Of a folder
                 none is written.
+            LoadFailedError: a folder was written in part.
         """
 
     def sleep(self, keep_weights: bool) -> MissingWeights:

@@ -11,7 +11,7 @@ import torch
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.models.base import CausalLM
 from nanovllm.models.live_weights import LiveWeights, update_weights, warn_of_nans
-from nanovllm.runner.messages import LoadedWeights, MissingWeights
+from nanovllm.runner.messages import LoadedWeights, LoadFailedError, MissingWeights
 
 
 class RunnerWeights:
@@ -42,12 +42,23 @@ class RunnerWeights:
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
         """Write tensors; see `WeightsRunner`. For one rank alone."""
         if isinstance(weights, str):
-            count = self.live.check_folder(weights, strict)
-            self.write_folder(weights)
+            with self.checked_folder(weights, strict) as count:
+                self.write_folder(weights)
         else:
             count = update_weights(self.live, weights, self.write, strict=strict)
         warn_of_nans(self.take_nans())
         return LoadedWeights(count, self.missing())
+
+    @contextmanager
+    def checked_folder(self, folder: str, strict: bool) -> Iterator[int]:
+        """Check a folder on rank 0; yields its number of tensors, which every rank writes inside the `with` block."""
+        count, targets = self.live.check_folder(folder, strict)
+        missing = self.live.missing | targets
+        try:
+            yield count
+        except Exception as error:
+            self.live.missing = missing
+            raise LoadFailedError(error, self.missing()) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor of rank 0's, which its `live.check` has passed, on every rank: the others `receive` it."""

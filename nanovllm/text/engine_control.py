@@ -12,7 +12,7 @@ from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepResult
-from nanovllm.runner.messages import WeightsRunner
+from nanovllm.runner.messages import LoadFailedError, WeightsRunner
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.checks import check_bool
 
@@ -63,7 +63,8 @@ class EngineControl:
         Raises:
             ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
                 how many were before. Of a folder nothing is written.
-            RuntimeError: requests are pending, and the engine is not paused; or its weights are asleep.
+            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; or a folder was
+                written in part, and nothing is generated until all of it has come.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
@@ -79,7 +80,11 @@ class EngineControl:
             if "weights" in engine.state.asleep:
                 raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
             self._drop_prefix_files()
-            loaded = self._runner.load_weights(given, strict)
+            try:
+                loaded = self._runner.load_weights(given, strict)
+            except LoadFailedError as error:
+                engine.state.missing = error.missing
+                raise
             engine.state.missing = loaded.missing
             return loaded.count
 

@@ -163,12 +163,11 @@ class ParallelRunner:
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write tensors on every rank; see `WeightsRunner`. Each rank reads a folder by itself."""
         own = self._require_open().weights
-        live = own.live
         if isinstance(weights, str):
-            count = live.check_folder(weights, strict)
-            self.call("weights.write_folder", weights)
+            with own.checked_folder(weights, strict) as count:
+                self.call("weights.write_folder", weights)
         else:
-            count = update_weights(live, weights, self._write_weight, strict=strict)
+            count = update_weights(own.live, weights, self._write_weight, strict=strict)
         warn_of_nans(name for names in self.call("weights.take_nans") for name in names)
         return LoadedWeights(count, own.missing())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -269,3 +270,78 @@ def test_requests_that_are_pending_keep_their_weights(live: LLM, pair: tuple[Pat
             change()
     live.abort([request_id])
     assert live.load_weights(pair[1])
+
+
+def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **config: Any) -> dict[str, torch.Tensor]:
+    """Write an adapter of rank 4; returns the weights that it makes of `base`."""
+    tensors: dict[str, torch.Tensor] = {}
+    generator, merged = torch.Generator().manual_seed(seed), dict(base)
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"):
+        outputs, inputs = base[f"{name}.weight"].shape
+        a = torch.randn(4, inputs, generator=generator)
+        b = torch.randn(outputs, 4, generator=generator)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        merged[f"{name}.weight"] = base[f"{name}.weight"] + 0.5 * (b @ a)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    known = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(known | config))
+    return merged
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_an_adapter_is_merged_and_taken_out_again(pair: tuple[Path, Path], tmp_path: Path, size: int) -> None:
+    with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
+        before, wanted = answers(llm), []
+        for number in (1, 2):
+            merged = save_adapter(tmp_path / str(number), stored(pair[0]), number)
+            llm.load_weights(merged)
+            llm.reset_prefix_cache()
+            wanted.append(answers(llm))
+        llm.load_weights(pair[0])
+        for number, want in enumerate(wanted, 1):
+            # One takes the place of the other.
+            assert llm.load_weights(tmp_path / str(number)) == 3
+            llm.reset_prefix_cache()
+            found = answers(llm)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want] and want != before
+        assert llm.unload_adapter() and not llm.unload_adapter()
+        llm.reset_prefix_cache()
+        assert answers(llm) == before
+        # Other weights come without it.
+        llm.load_weights(tmp_path / "1")
+        llm.load_weights([("model.norm.weight", stored(pair[0])["model.norm.weight"])])
+        llm.reset_prefix_cache()
+        assert answers(llm) == before and not llm.unload_adapter()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not supported"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(
+    live: LLM, pair: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_adapter(tmp_path / "adapter", stored(pair[0]), 1, **config)
+    with pytest.raises(ValueError, match=message):
+        live.load_weights(tmp_path / "adapter")
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    live: LLM, pair: tuple[Path, Path], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    before = answers(live)
+    save_adapter(tmp_path / "other", stored(make_checkpoint(hidden_size=32)), 1)
+    with pytest.raises(ValueError, match=r"q_proj.weight' has shape \[128, 32\]; the config asks for \[128, 64\]"):
+        live.load_weights(tmp_path / "other")
+    save_adapter(tmp_path / "half", stored(pair[0]), 1)
+    tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    tensors.pop(next(name for name in tensors if "lora_B" in name))
+    save_file(tensors, tmp_path / "half" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="do not fit each other"):
+        live.load_weights(tmp_path / "half")
+    assert answers(live) == before

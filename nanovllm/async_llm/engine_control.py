@@ -28,6 +28,10 @@ class AsyncEngineControl:
         """Write weights into the model that runs; see `LLM.load_weights`."""
         return await self._between_steps(partial(self.llm.load_weights, weights, strict=strict))
 
+    async def unload_adapter(self) -> bool:
+        """Take an adapter out; see `LLM.unload_adapter`."""
+        return await self._between_steps(self.llm.unload_adapter)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache; see `LLM.reset_prefix_cache`."""
         return await self._between_steps(self.llm.reset_prefix_cache)

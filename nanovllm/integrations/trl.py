@@ -19,6 +19,7 @@ except ImportError as error:
     raise ImportError(f"TRL cannot be imported ({error}): {install_hint('trl')}") from error
 
 _MODEL_IMPLS = {"auto": "auto", "vllm": "native", "transformers": "transformers"}
+_SUPPORTED: dict[str, list[Any]] = {"mode": ["colocate"], "tensor_parallel_size": [1], "model_impl": [*_MODEL_IMPLS]}
 
 
 class NanoVLLMGeneration(VLLMGeneration):
@@ -35,12 +36,7 @@ class NanoVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         """Make the engine."""
-        supported: dict[str, list[Any]] = {
-            "mode": ["colocate"],
-            "tensor_parallel_size": [1],
-            "model_impl": list(_MODEL_IMPLS),
-        }
-        for name, values in supported.items():
+        for name, values in _SUPPORTED.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"vllm_{name}={value!r} is not supported, only {values}")
         # Log-probabilities are those that the trainer computes, which knows of no top-k, top-p and min-p.

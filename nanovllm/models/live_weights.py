@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.models.adapter import read_adapter
 from nanovllm.models.base import CausalLM
 from nanovllm.models.loader import rows_of
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
@@ -44,6 +45,7 @@ class LiveWeights:
         # By the names of tensors that have come once: a trainer brings them again and again.
         self._parts: dict[str, Parts] = {}
         self._maxima: list[tuple[str, torch.Tensor]] = []
+        # What an adapter has changed, as it was.
         self._base: dict[WeightTarget, torch.Tensor] = {}
         # Of each storage its bytes while it is released, and a copy of its content.
         self._sizes: list[int] | None = None
@@ -99,6 +101,8 @@ class LiveWeights:
         """Put a tensor that `check` has passed where it goes; see there."""
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
+        if self._base:
+            self.take_adapter_out()
         for target, rows in rows_of(tensor, self._parts[name]):
             self._slices[target].fill(name, _Watched(name, rows, self._device, self._maxima))
             self.missing.discard(target)
@@ -127,6 +131,38 @@ class LiveWeights:
         for name, tensor in self._model.folder_tensors(folder):
             if self.check(name, tensor):
                 self.write(name, tensor)
+
+    def check_adapter(self, folder: str) -> int:
+        """Return how many matrices an adapter changes.
+
+        Raises:
+            ValueError: it does not fit, or the weights that it changes are missing, quantised or tied to others.
+        """
+        updates = read_adapter(folder)
+        if self.missing:
+            raise ValueError(f"an adapter changes weights, of which {len(self.missing)} are missing")
+        for name, update in updates.items():
+            if not self.check(name, update):
+                raise ValueError(f"adapter in {folder!r}: the model's {name!r} is tied to its embedding")
+            if not all(self._slices[target].has_model_dtype for target in self.targets(name)):
+                raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
+        return len(updates)
+
+    def merge_adapter(self, folder: str) -> None:
+        """Add an adapter, which `check_adapter` has passed, to the weights without the one before it."""
+        self.take_adapter_out()
+        for name, update in read_adapter(folder).items():
+            for target, rows in rows_of(update.to(self._device), self._parts[name]):
+                part = self._slices[target]
+                self._base[target] = part.region.to("cpu", copy=True)
+                part.store(name, part.region.float() + rows[part.index])
+
+    def take_adapter_out(self) -> bool:
+        """Restore the weights that an adapter has changed, to the bit; return whether there was one."""
+        base, self._base = self._base, {}
+        for target, values in base.items():
+            self._slices[target].store(str(target), values)
+        return bool(base)
 
     def take_nans(self) -> list[str]:
         """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""

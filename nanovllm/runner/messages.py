@@ -260,7 +260,8 @@ class WeightsRunner(Protocol):
         """Write tensors into the model that runs, on every rank.
 
         Args:
-            weights: pairs of a name and a tensor, which come one by one; or the path of a folder.
+            weights: pairs of a name and a tensor, which come one by one; or the path of a folder of them, or of an
+                adapter, which is merged.
             strict: refuse to leave a tensor as it was.
 
         Raises:
@@ -268,6 +269,9 @@ class WeightsRunner(Protocol):
                 none is written.
             LoadFailedError: a folder was written in part.
         """
+
+    def unload_adapter(self) -> bool:
+        """Restore the weights that an adapter has changed; return whether there was one."""
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
         """Give back the memory of weights, cache and graphs.

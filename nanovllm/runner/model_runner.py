@@ -31,10 +31,10 @@ from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import LoadedWeights, MissingWeights, ScheduledBatch
+from nanovllm.runner.messages import MissingWeights, ScheduledBatch
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
-from nanovllm.runner.runner_weights import RunnerWeights
+from nanovllm.runner.runner_weights import WeightsHolder
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
@@ -42,7 +42,7 @@ from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
 
 
-class ModelRunner(RunnerBlockFiles):
+class ModelRunner(RunnerBlockFiles, WeightsHolder):
     """Runs the steps of one engine on one device.
 
     Args:
@@ -191,15 +191,6 @@ class ModelRunner(RunnerBlockFiles):
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None
-
-    @cached_property
-    def weights(self) -> RunnerWeights:
-        """Loads weights into the model that runs."""
-        return RunnerWeights(self.model, self.communicator, self.device, self._device_guard)
-
-    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
-        """Write tensors into the model; see `WeightsRunner`."""
-        return self.weights.load(weights, strict)
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
         """Give back the memory of weights, cache and graphs; see `WeightsRunner`."""

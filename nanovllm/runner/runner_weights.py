@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from nanovllm.distributed.communicator import Communicator
+from nanovllm.models.adapter import is_adapter
 from nanovllm.models.base import CausalLM
 from nanovllm.models.live_weights import LiveWeights, update_weights, warn_of_nans
 from nanovllm.runner.messages import LoadedWeights, LoadFailedError, MissingWeights
@@ -41,7 +44,10 @@ class RunnerWeights:
 
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
         """Write tensors; see `WeightsRunner`. For one rank alone."""
-        if isinstance(weights, str):
+        if isinstance(weights, str) and is_adapter(weights):
+            count = self.live.check_adapter(weights)
+            self.merge_adapter(weights)
+        elif isinstance(weights, str):
             with self.checked_folder(weights, strict) as count:
                 self.write_folder(weights)
         else:
@@ -79,6 +85,16 @@ class RunnerWeights:
         with torch.inference_mode(), self._device_guard():
             self.live.write_folder(folder)
 
+    def merge_adapter(self, folder: str) -> None:
+        """See `LiveWeights`."""
+        with torch.inference_mode(), self._device_guard():
+            self.live.merge_adapter(folder)
+
+    def take_adapter_out(self) -> bool:
+        """See `LiveWeights`."""
+        with torch.inference_mode(), self._device_guard():
+            return self.live.take_adapter_out()
+
     def take_nans(self) -> list[str]:
         """See `LiveWeights`."""
         with torch.inference_mode(), self._device_guard():
@@ -101,3 +117,28 @@ class RunnerWeights:
             own.wait_stream(callers)
             yield
             callers.wait_stream(own)
+
+
+class WeightsHolder(ABC):
+    """The methods of a runner of one rank that change its weights; see `WeightsRunner`."""
+
+    model: CausalLM
+    communicator: Communicator
+    device: torch.device
+
+    @abstractmethod
+    def _device_guard(self) -> AbstractContextManager[Any]:
+        """Make the device and the stream of the steps current."""
+
+    @cached_property
+    def weights(self) -> RunnerWeights:
+        """Loads weights into the model that runs."""
+        return RunnerWeights(self.model, self.communicator, self.device, self._device_guard)
+
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write tensors into the model."""
+        return self.weights.load(weights, strict)
+
+    def unload_adapter(self) -> bool:
+        """Restore the weights that an adapter has changed."""
+        return self.weights.take_adapter_out()

@@ -55,6 +55,8 @@ class EngineControl:
         Args:
             weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
                 with safetensors. They may be on any device, and of any plain float dtype. A tied head is ignored.
+                A folder of a PEFT adapter (LoRA) is merged into the weights, in the place of the one before it; it is
+                taken out again by `unload_adapter`, and by other weights.
             strict: refuse to leave a tensor of the model as it was.
 
         Returns:
@@ -76,9 +78,7 @@ class EngineControl:
             raise ValueError(f"weights: {given!r} is no folder")
         engine = self.llm_engine
         with engine.between_steps():
-            self._require_no_requests("load_weights")
-            if "weights" in engine.state.asleep:
-                raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
+            self._require_weights("load_weights")
             self._drop_prefix_files()
             try:
                 loaded = self._runner.load_weights(given, strict)
@@ -87,6 +87,28 @@ class EngineControl:
                 raise
             engine.state.missing = loaded.missing
             return loaded.count
+
+    def unload_adapter(self) -> bool:
+        """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: see `load_weights`.
+
+        Example:
+            >>> llm.unload_adapter()
+            False
+        """
+        with self.llm_engine.between_steps():
+            self._require_weights("unload_adapter")
+            return self._runner.unload_adapter()
+
+    def _require_weights(self, name: str) -> None:
+        self._require_no_requests(name)
+        if "weights" in self.llm_engine.state.asleep:
+            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
 
     def _drop_prefix_files(self) -> None:
         """Read and write no files of prefixes any more, which are of the weights that the model's folder has."""

@@ -24,6 +24,7 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.adapter import is_adapter
 from nanovllm.models.live_weights import update_weights, warn_of_nans
 from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.messages import BlocksRead, LoadedWeights, MissingWeights, ScheduledBatch, StepOutput
@@ -163,13 +164,20 @@ class ParallelRunner:
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write tensors on every rank; see `WeightsRunner`. Each rank reads a folder by itself."""
         own = self._require_open().weights
-        if isinstance(weights, str):
+        if isinstance(weights, str) and is_adapter(weights):
+            count = own.live.check_adapter(weights)
+            self.call("weights.merge_adapter", weights)
+        elif isinstance(weights, str):
             with own.checked_folder(weights, strict) as count:
                 self.call("weights.write_folder", weights)
         else:
             count = update_weights(own.live, weights, self._write_weight, strict=strict)
         warn_of_nans(name for names in self.call("weights.take_nans") for name in names)
         return LoadedWeights(count, own.missing())
+
+    def unload_adapter(self) -> bool:
+        """See `WeightsRunner`."""
+        return all(self.call("weights.take_adapter_out"))
 
     def _write_weight(self, name: str, tensor: torch.Tensor) -> None:
         """Send a tensor to every rank."""

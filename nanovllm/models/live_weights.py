@@ -173,9 +173,9 @@ class LiveWeights:
         return list(dict.fromkeys(name for (name, _), is_nan in zip(maxima, found, strict=True) if is_nan))
 
     @property
-    def is_released(self) -> bool:
-        """Whether the weights have no memory on the device, between `release` and `restore`."""
-        return self._sizes is not None
+    def is_complete(self) -> bool:
+        """Whether the model can run: the weights are on the device, and none is missing."""
+        return self._sizes is None and not self.missing
 
     def release(self, keep: bool) -> None:
         """Give the weights' memory back; on the CPU only what is not kept.
@@ -188,7 +188,7 @@ class LiveWeights:
             self._sizes, self._is_kept = [storage.nbytes() for storage in storages], keep
             if keep and is_cuda:
                 # Pinned once: that takes seconds, and a trainer's engine sleeps in every step.
-                self._pinned = self._pinned or [torch.empty(n, dtype=torch.uint8).pin_memory() for n in self._sizes]
+                self._pinned = self._pinned or [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in self._sizes]
                 for storage, copy in zip(storages, self._pinned, strict=True):
                     copy.copy_(_bytes_of(storage), non_blocking=True)
                 torch.cuda.synchronize(self._device)

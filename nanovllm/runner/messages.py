@@ -281,4 +281,7 @@ class WeightsRunner(Protocol):
         """
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take memory again for "weights", with what was kept, or for "kv_cache", empty; ignores what has some."""
+        """Take memory again for "weights", with what was kept, or for "kv_cache", empty; ignores what has some.
+
+        Once both have theirs, and no weight is missing, the CUDA graphs are captured.
+        """

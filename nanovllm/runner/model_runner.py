@@ -209,7 +209,8 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
                 self.weights.live.restore()
             if "kv_cache" in tags and not self._has_cache:
                 self._allocate(self.num_kvcache_blocks)
-            if self._has_cache and self.graphs is None and not self.weights.live.is_released:
+            # Not with weights that may be anything.
+            if self._has_cache and self.graphs is None and self.weights.live.is_complete:
                 self._capture()
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:

@@ -85,7 +85,10 @@ class EngineControl:
             except LoadFailedError as error:
                 engine.state.missing = error.missing
                 raise
-            engine.state.missing = loaded.missing
+            was_missing, engine.state.missing = engine.state.missing, loaded.missing
+            if was_missing.count and not loaded.missing.count:
+                # Graphs could not be captured before.
+                self._runner.wake_up([])
             return loaded.count
 
     def unload_adapter(self) -> bool:

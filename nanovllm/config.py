@@ -13,7 +13,7 @@ AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "scaled_logprobs"]
 Pooling = Literal["last", "mean"]
 _CHOICES = {
     "dtype": Dtype,
@@ -61,8 +61,9 @@ class Config:
             library's attention and cache; "auto" is the native one where there is one.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
-        logprobs_mode: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is sampled from: after
-            masks, penalties and temperature.
+        logprobs_mode: "raw_logprobs", of the model's logits; "processed_logprobs", of what is sampled from: after
+            masks, penalties, temperature, top-k, top-p and min-p; or "scaled_logprobs", as a trainer computes them:
+            without the last three.
         max_logprobs: most log-probabilities that a request may ask for at each position; -1: of the whole vocabulary.
         seed: of dummy weights (0 if None), and of requests without their own seed (drawn at random if None).
 

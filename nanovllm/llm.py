@@ -17,6 +17,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_files import PrefixFiles
 from nanovllm.engine.request import Request
 from nanovllm.engine.stats_history import StatsSample
+from nanovllm.engine.trace import trace_engine
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
@@ -28,7 +29,6 @@ from nanovllm.outputs import (
     RankedDocument,
     RequestOutput,
     ScoreOutput,
-    StepResult,
     TokenIds,
     TokensPrompt,
 )
@@ -47,6 +47,7 @@ from nanovllm.text.chat_template import (
     template_options,
 )
 from nanovllm.text.engine_client import EngineClient
+from nanovllm.text.engine_control import EngineControl
 from nanovllm.text.input_processor import InputProcessor, pooling_params
 from nanovllm.text.jobs import Job, JobRun, Outputs, Schedule
 from nanovllm.text.output_processor import OutputProcessor
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 Self = TypeVar("Self", bound="LLM")
 
 
-class LLM(Unpicklable):
+class LLM(EngineControl, Unpicklable):
     """A language model, ready to generate: an `LLMEngine` with a tokenizer.
 
     Args:
@@ -95,6 +96,8 @@ class LLM(Unpicklable):
         ...     print(llm.chat([{"role": "user", "content": "2 + 3"}])[0].outputs[0].text)
         5
     """
+
+    _runner: ModelRunner | ParallelRunner
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
         self.config = config = Config(os.fspath(model), **kwargs)
@@ -252,7 +255,7 @@ class LLM(Unpicklable):
             1 False
             1 True
         """
-        self.engine_client.engine.require_open()
+        self.require_ready()
         requests = list(as_prompts(prompts))
         params, priorities = expand_params(sampling_params, len(requests)), check_priorities(priority, len(requests))
         processed = self.input_processor.process(requests, params, priorities, streams=True)
@@ -286,7 +289,7 @@ class LLM(Unpicklable):
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         client = self.engine_client
-        client.engine.require_open()
+        self.require_ready()
         run = JobRun(client, outputs.take, most_pending=self.most_pending, returns_errors=on_error == "return")
         with (
             client.driving(),
@@ -410,6 +413,7 @@ class LLM(Unpicklable):
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
         requests = list(as_prompts(prompts))
+        self.require_ready()
         limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
         with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
@@ -456,6 +460,7 @@ class LLM(Unpicklable):
         """
         if not self.config.enable_prefix_caching:
             raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
+        self.require_ready()
         files = self._prefix_files(os.path.abspath(folder), self.max_model_len)
         given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
@@ -464,6 +469,8 @@ class LLM(Unpicklable):
 
     def _prefix_files(self, folder: str, max_model_len: int) -> PrefixFiles:
         """Return the files of a folder that are this model's."""
+        if not self._has_own_weights:
+            raise RuntimeError("the model has other weights than its folder, which files of prefixes belong to")
         digest = model_digest(self.config, self.model_config, self._folder, str(self.dtype), max_model_len)
         return PrefixFiles(self._runner, folder, digest, self.config.kvcache_block_size)
 
@@ -507,27 +514,11 @@ class LLM(Unpicklable):
             ...     for finished_id, output in llm.step().finished:
             ...         assert finished_id == request_id
         """
+        self.require_awake()
         params = SamplingParams() if sampling_params is None else sampling_params
         (request,) = self.input_processor.process([prompt], [params], [priority])
         with deferred_signals():
             return self.engine_client.enqueue(request).request_id
-
-    def step(self) -> StepResult:
-        """Do one step of the engine; see `LLMEngine.step`."""
-        return self.engine_client.step()
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests; see `LLMEngine.abort`.
-
-        Example:
-            >>> request_id = llm.add_request("Hello")
-            >>> llm.abort([request_id])
-        """
-        self.engine_client.engine.abort(request_ids)
-
-    def is_finished(self) -> bool:
-        """Whether no request is left, and every result has been returned."""
-        return self.engine_client.is_finished()
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now.
@@ -579,7 +570,7 @@ class LLM(Unpicklable):
             >>> with llm.trace("run.json"):
             ...     outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=4), use_tqdm=False)
         """
-        with self.llm_engine.trace(file):
+        with trace_engine(self.llm_engine, file):
             yield
 
     def exit(self) -> None:

@@ -289,8 +289,7 @@ class BeamSearchParams:
         beam_width: number of beams, and of outputs.
         max_tokens: the most tokens to generate.
         ignore_eos: go on past end-of-sequence tokens.
-        temperature: of the log-probabilities that are added up, if the engine has
-            `logprobs_mode="processed_logprobs"`; raw ones have none.
+        temperature: of the log-probabilities that are added up, unless the engine has `logprobs_mode="raw_logprobs"`.
         length_penalty: a beam's score is its log-probability over its number of tokens to this power.
 
     Raises:

@@ -327,6 +327,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "host": (["::1"], "::1"),
     "uds": (["x"], "x"),
     "batch_dir": (["x"], "x"),
+    "weights_root": (["x"], "x"),
     "root_path": (["/x"], "/x"),
     "ssl_keyfile": (["x"], "x"),
     "ssl_certfile": (["x"], "x"),

@@ -417,3 +417,38 @@ def test_windows_softcaps_and_transformers_models(model_type: str, eager: bool, 
             for _ in range(3):
                 outputs = llm.generate(batch, greedy(sweep_models.NUM_NEW), use_tqdm=False)
                 assert [output["token_ids"] for output in outputs] == expected, impl
+
+
+def test_weights_change_under_graphs_and_memory_comes_and_goes(folder: Path, make_checkpoint: MakeCheckpoint) -> None:
+    new = make_checkpoint(seed=1, **SHAPE)
+    asked = prompts((5, 40, 300) * 10)
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [o["token_ids"] for _ in range(2) for o in llm.generate(asked, greedy(16), use_tqdm=False)]
+
+    with make_llm(new) as fresh:
+        want = answers(fresh)
+    with make_llm(folder) as llm:
+        before = answers(llm)
+        runner: Any = llm.llm_engine._runner
+        graphs = dict(runner.graphs._graphs)
+        weights = {
+            name: tensor.to("cuda", torch.bfloat16)
+            for name, tensor in AutoModelForCausalLM.from_pretrained(new).state_dict().items()
+        }
+        assert llm.load_weights(weights, strict=True) == len(weights) and llm.reset_prefix_cache()
+        assert answers(llm) == want != before
+        assert graphs and graphs.items() <= runner.graphs._graphs.items()
+        awake = torch.cuda.mem_get_info()[0]
+        held = runner.kv_cache.block_bytes * runner.num_kvcache_blocks + sum(
+            x.nbytes for x in runner.model.parameters()
+        )
+        for level in (1, 2, 1):
+            llm.sleep(level)
+            assert torch.cuda.mem_get_info()[0] - awake > 0.9 * held
+            llm.wake_up()
+            if level == 2:
+                assert runner.graphs is None
+                llm.load_weights(weights)
+            assert runner.graphs is not None and answers(llm) == want
+            assert abs(torch.cuda.mem_get_info()[0] - awake) < 2**27

@@ -95,7 +95,7 @@ def test_cutoffs_keep_what_transformers_keeps(
 
 def test_a_nucleus_with_a_top_k_of_minus_one_is_of_the_whole_vocabulary() -> None:
     asked = SamplingExtra(SamplingParams(top_k=-1, top_p=0.9), array("i"), 1)
-    state = SamplingState(VOCAB, DEVICE, processed_logprobs=False)
+    state = SamplingState(VOCAB, DEVICE, "raw_logprobs")
     state.add(0, asked)
     rows = state.rows_of([0], np.array([1]))
     assert rows is not None and rows.cutoffs is not None

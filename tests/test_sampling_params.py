@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from pathlib import Path
@@ -130,17 +131,20 @@ def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: Any) -> None:
         assert all(abs((at or {})[k].logprob - (other or {})[k].logprob) < 1e-4 for k in at or {})
 
 
-def test_log_probabilities_are_of_raw_or_of_processed_logits(llm: LLM, folder: Path) -> None:
+@pytest.mark.parametrize("mode", ["processed_logprobs", "scaled_logprobs"])
+def test_log_probabilities_are_of_raw_or_of_processed_logits(llm: LLM, folder: Path, mode: Any) -> None:
     asked = [(p, s) for p, s in zip(PROMPTS, SAMPLED, strict=True) if s.logprobs is not None]
     prompts, params = [p for p, _ in asked], [s for _, s in asked]
-    with LLM(folder, logprobs_mode="processed_logprobs", **TIGHT) as tight:
+    with LLM(folder, logprobs_mode=mode, **TIGHT) as tight:
         found = tight.generate(prompts, params, use_tqdm=False)
     for output, raw, param in zip(found, llm.generate(prompts, params, use_tqdm=False), params, strict=True):
         token_ids, start = output.outputs[0].token_ids, len(output.prompt_token_ids)
         whole = output.prompt_token_ids + token_ids
         assert raw.outputs[0].token_ids == token_ids
         check_logprobs(raw, reference_logits(folder, whole)[start - 1 : -1], param.logprobs or 0)
-        check_logprobs(output, processed(folder, param, start, whole, [EOS]), param.logprobs or 0)
+        uncut = dataclasses.replace(param, top_k=0, top_p=1.0, min_p=0.0)
+        logits = processed(folder, uncut if mode == "scaled_logprobs" else param, start, whole, [EOS])
+        check_logprobs(output, logits, param.logprobs or 0)
 
 
 CUTOFFS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from nanovllm.sampling_params import SamplingExtra
 
 
 def test_rows_are_given_back_when_their_slots_are_taken_again() -> None:
-    state = SamplingState(64, torch.device("cpu"), processed_logprobs=False)
+    state = SamplingState(64, torch.device("cpu"), "raw_logprobs")
     params = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0})
     for turn in range(10):
         extra = SamplingExtra(params, array("i", [turn, 5]), num_prompt_tokens=1)

@@ -184,7 +184,7 @@ def test_beam_search_with_a_temperature(folder: Path, mode: LogprobsMode) -> Non
         ]
     model = reference_model(folder)
     model.generation_config.eos_token_id = None
-    warpers = [TemperatureLogitsWarper(temperature)] if mode == "processed_logprobs" else []
+    warpers = [TemperatureLogitsWarper(temperature)] if mode != "raw_logprobs" else []
     want = model.generate(
         torch.tensor([tokens]), num_beams=4, num_return_sequences=4, do_sample=False, max_new_tokens=6, pad_token_id=1,
         output_scores=True, return_dict_in_generate=True, logits_processor=warpers, renormalize_logits=True,

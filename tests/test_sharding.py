@@ -37,7 +37,7 @@ def shards(config: ModelConfig, size: int) -> list[CausalLM]:
 def joined(models: list[CausalLM], target: WeightTarget | None) -> torch.Tensor:
     """A tensor of the checkpoint, put together from the ranks' parts."""
     assert target is not None
-    parts = [loader.weight_slices(model)[target] for model in models]
+    parts = [model.weight_slices()[target] for model in models]
     whole = torch.full(parts[0].shape, torch.nan)
     for part in parts:
         whole[part.index] = part.region
@@ -99,7 +99,7 @@ def test_dummy_weights_are_one_model_however_it_is_split(checkpoint: Path) -> No
     (whole,), halves = shards(config, 1), shards(config, 2)
     for model in (whole, *halves):
         loader.init_dummy_weights(model, 5)
-    for target, part in loader.weight_slices(whole).items():
+    for target, part in whole.weight_slices().items():
         assert torch.equal(joined(halves, target), part.region), target
 
 

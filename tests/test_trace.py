@@ -13,6 +13,7 @@ import pytest
 
 from nanovllm import SamplingParams, StepError
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.trace import trace_engine
 from tests.mock_runner import make_engine
 
 Event = dict[str, Any]
@@ -64,7 +65,7 @@ def test_steps_and_the_life_of_requests(depth: int, tmp_path: Path) -> None:
     engine, runner = make_engine(pipeline_depth=depth, num_blocks=6, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     ids = [engine.add_request([number] * 17, params) for number in (1, 2)]
-    with engine.trace(tmp_path / "run.json"):
+    with trace_engine(engine, tmp_path / "run.json"):
         run(engine)
     rows = rows_of(tmp_path / "run.json")
     steps = rows["device"]
@@ -88,7 +89,7 @@ def test_requests_that_began_before_or_end_early(tmp_path: Path) -> None:
     early = engine.add_request([1, 2], params)
     engine.step()
     engine.step()
-    with engine.trace(tmp_path / "run.json"):
+    with trace_engine(engine, tmp_path / "run.json"):
         twice = engine.add_request([3, 4], replace(params, n=2))
         engine.step()
         long, waiting = engine.add_request([5] * 40, params), engine.add_request([6], params)
@@ -112,16 +113,16 @@ def test_requests_that_began_before_or_end_early(tmp_path: Path) -> None:
 
 def test_a_trace_ends_with_its_block_and_one_is_made_at_a_time(tmp_path: Path) -> None:
     engine, runner = make_engine(pipeline_depth=1)
-    with engine.trace(tmp_path / "a.json"):
-        with pytest.raises(ValueError, match="traced already"), engine.trace(tmp_path / "b.json"):
+    with trace_engine(engine, tmp_path / "a.json"):
+        with pytest.raises(ValueError, match="traced already"), trace_engine(engine, tmp_path / "b.json"):
             pass
         assert engine.require_open() is not runner
     assert engine.require_open() is runner
-    with pytest.raises(OSError, match="nowhere"), engine.trace(tmp_path / "nowhere" / "a.json"):
+    with pytest.raises(OSError, match="nowhere"), trace_engine(engine, tmp_path / "nowhere" / "a.json"):
         pass
     # A request that has not ended is there up to now; an engine that is closed meanwhile stays closed.
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
-    with engine.trace(tmp_path / "c.json"):
+    with trace_engine(engine, tmp_path / "c.json"):
         engine.step()
         engine.step()
         engine.exit()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from nanovllm.async_llm.engine_control import AsyncEngineControl
 from nanovllm.async_llm.engine_thread import EngineThread
 from nanovllm.async_llm.request_stream import Mailbox, RequestStream
 from nanovllm.config import EngineSettings, Pooling
@@ -40,7 +41,7 @@ class QueueFullError(RuntimeError):
     """So many requests are waiting or running that no more is taken."""
 
 
-class AsyncLLM(Unpicklable):
+class AsyncLLM(AsyncEngineControl, Unpicklable):
     """A language model for asyncio programs: an `LLM` whose steps run in a thread of their own.
 
     Requests join the next step. A task that is cancelled, and a stream that is closed, abort their request.
@@ -356,6 +357,7 @@ class AsyncLLM(Unpicklable):
             is_slow: whether that takes long.
             request_id: of a single one; None: numbers.
         """
+        self.llm.require_awake()
         if len(self._pending) + num_requests > self.max_pending_requests:
             most = self.max_pending_requests
             raise QueueFullError(

@@ -83,6 +83,10 @@ class EngineThread:
         self._messages.append(Abort(stream if stream.state is None else stream.state.request_id))
         self._has_messages.set()
 
+    def wake(self) -> None:
+        """Have an idle thread look whether somebody waits for it."""
+        self._has_messages.set()
+
     def close(self) -> None:
         """End the thread; requests that are left fail. Waits up to ten seconds for the end of a step."""
         with self._lock:

@@ -69,6 +69,10 @@ class Communicator:
         """Return the minimum of the ranks' values, on the host."""
         return value
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's x, contiguous; the other ranks' are of its shape and dtype, and are overwritten."""
+        return x
+
     def interrupt(self) -> None:
         """Make all pending collectives end, with undefined results, because a rank has died.
 
@@ -159,6 +163,24 @@ class DistributedCommunicator(Communicator):
         tensor = torch.tensor(value, device=self._group_device)
         self._reduce_in_place(tensor, ReduceOp.MIN)
         return int(tensor)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class; without NCCL by way of the host."""
+        x = x.contiguous()
+        # Bytes, since gloo does not know every dtype.
+        flat = x.view(-1).view(torch.uint8)
+        sent = flat.to(self._group_device)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.asyncOp = False
+        work = self._group.broadcast([sent], options)
+        if not self._uses_nccl:
+            self._wait(work)
+        elif work is not None:
+            work.wait()
+        if sent is not flat and self.rank:
+            flat.copy_(sent)
+        return x
 
     def close(self) -> None:
         """See the base class."""

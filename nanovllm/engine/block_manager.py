@@ -20,28 +20,10 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Protocol
 
+from nanovllm.engine.block import ROOT_IDENTITY, Block
 from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer
-
-_ROOT_IDENTITY = 0
-"""The identity of the block before a first one; a request's salt, a string, takes its place."""
-
-
-class Block:
-    """One page of the cache. `key` and `identity` are those of its content while it is in the prefix cache.
-
-    `num_hits` is how often it was found there, whatever it held.
-    """
-
-    __slots__ = ("block_id", "identity", "key", "num_hits", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.key: BlockKey | None = None
-        self.identity = _ROOT_IDENTITY
-        self.num_hits = 0
 
 
 class BlockSource(Protocol):
@@ -84,7 +66,7 @@ class BlockManager:
         # Free blocks, next to be reused first. An OrderedDict is a queue that also removes from the middle in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[BlockKey, Block] = {}
-        self._identities = count(_ROOT_IDENTITY + 1)
+        self._identities = count(ROOT_IDENTITY + 1)
         # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
         self._num_gained = 0
         self.source: BlockSource | None = None
@@ -193,7 +175,7 @@ class BlockManager:
 
     def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
         """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not."""
-        parent: Identity = _ROOT_IDENTITY if salt is None else salt
+        parent: Identity = ROOT_IDENTITY if salt is None else salt
         block_ids = []
         for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
             block = self._cached.get((parent, token_ids[start : start + self.block_size].tobytes()))
@@ -306,6 +288,26 @@ class BlockManager:
             self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
 
+    def reset(self) -> bool:
+        """Forget the prefix cache; return whether no sequence holds blocks of it.
+
+        Those that do keep them, and nobody else will find them.
+        """
+        cached, self._cached = list(self._cached.values()), {}
+        if self._evicted is not None:
+            self._evicted = EvictedPrefixes()
+        for block in cached:
+            assert block.key is not None
+            if block.ref_count:
+                # No block has a negative identity, and so none is the parent.
+                block.key = -block.identity, block.key[1]
+                self._cached[block.key] = block
+                if self._evicted is not None:
+                    self._evicted.on_registered(block.key)
+            else:
+                block.key = None
+        return not self._cached
+
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be."""
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
@@ -332,7 +334,7 @@ class BlockManager:
                 )
             if block.key is not None:
                 assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
-                parent = _ROOT_IDENTITY if isinstance(block.key[0], str) else block.key[0]
+                parent = ROOT_IDENTITY if isinstance(block.key[0], str) else block.key[0]
                 assert block.identity > parent, f"block {block.block_id} is older than its parent"
         assert len(self._cached) == sum(block.key is not None for block in self.blocks)
         if self._evicted is not None:
@@ -407,4 +409,4 @@ class BlockManager:
 def _root(seq: Sequence) -> Identity:
     """Return the identity that a sequence's first block has as its parent."""
     salt = seq.request.cache_salt
-    return _ROOT_IDENTITY if salt is None else salt
+    return ROOT_IDENTITY if salt is None else salt

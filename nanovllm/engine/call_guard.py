@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from threading import Lock, get_ident
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Event, Lock, get_ident
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +24,13 @@ class Call:
         self.brief = brief
 
 
+class Loan:
+    """The engine, in the hands of a call that the driving one has let in between two steps."""
+
+    def __init__(self) -> None:
+        self.granted, self.returned = Event(), Event()
+
+
 class CallGuard:
     """Admits one call at a time.
 
@@ -32,6 +40,8 @@ class CallGuard:
 
     def __init__(self) -> None:
         self.closing = False
+        # Calls that wait for the driving one to stand between two steps.
+        self.borrowers: deque[Loan] = deque()
         self._mutex = Lock()
         self._current: Call | None = None
         self._pid = os.getpid()
@@ -46,6 +56,33 @@ class CallGuard:
             if not current.brief or current.thread == call.thread:
                 return False
             time.sleep(0)
+
+    @contextmanager
+    def borrow(self, call: Call) -> Iterator[None]:
+        """Hold the engine inside the `with` block: while nobody drives it, or between two steps of who does.
+
+        Raises:
+            RuntimeError: this thread itself drives it, and would wait for itself.
+        """
+        loan = Loan()
+        try:
+            if not self.begin(call):
+                current = self._current
+                if current is not None and current.thread == call.thread:
+                    raise RuntimeError("a generate or step of this thread has not ended")
+                self.borrowers.append(loan)
+                while not (loan.granted.wait(_POLL_SECONDS) or self.begin(call)):
+                    pass
+            yield
+        finally:
+            loan.returned.set()
+
+    def lend(self) -> None:
+        """Let calls in that wait, for the call that drives the engine and stands between two steps."""
+        while self.borrowers:
+            loan = self.borrowers.popleft()
+            loan.granted.set()
+            loan.returned.wait()
 
     def end(self, call: Call, close: Callable[[], None]) -> None:
         """End a call, which may never have begun.

@@ -11,11 +11,10 @@ thread: they go into an inbox, which the next step empties. What a step brings i
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,7 +24,8 @@ import numpy as np
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager, BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
-from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
+from nanovllm.engine.call_guard import Call, exit_with_interpreter
+from nanovllm.engine.driven_engine import DrivenEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
@@ -36,13 +36,15 @@ from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, ma
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.engine.token_masks import token_masks
-from nanovllm.engine.trace import Trace, TracedRunner
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.unpicklable import Unpicklable
+
+_REST_SECONDS = 0.002
+"""How long a step of a paused engine takes, which does nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Abort:
     keep_outputs: bool
 
 
-class LLMEngine(Unpicklable):
+class LLMEngine(DrivenEngine, Unpicklable):
     """Requests, their scheduling, and the runner that computes them.
 
     Args:
@@ -76,6 +78,7 @@ class LLMEngine(Unpicklable):
         eos_token_ids: frozenset[int] = frozenset(),
         make_constraint: MakeConstraint = no_constraint,
     ) -> None:
+        super().__init__()
         self.config = config
         self._runner: Runner | None = runner
         self.block_manager = BlockManager(
@@ -112,7 +115,6 @@ class LLMEngine(Unpicklable):
         self._results = EngineOutputs()
         self._history = StatsHistory()
         self.step_histograms = StepHistograms()
-        self._guard = CallGuard()
         exit_with_interpreter(self)
 
     def add_request(
@@ -201,7 +203,17 @@ class LLMEngine(Unpicklable):
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
-        return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._results)
+        waits = self._in_flight or self._inbox or self._results or self._guard.borrowers
+        return self.scheduler.is_finished() and not waits
+
+    @property
+    def request_ids(self) -> set[int]:
+        """Ids of unfinished requests, for a call that holds the engine."""
+        return {group.request_id for group in self._groups.values()}
+
+    def is_drained(self) -> bool:
+        """Whether a pause that waits has nothing to wait for."""
+        return self.scheduler.is_drained() and not self._in_flight
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine began, and the blocks in use now."""
@@ -215,52 +227,20 @@ class LLMEngine(Unpicklable):
         """Return the counters over time, oldest first; the last sample is of now."""
         return self._history.samples(self.stats())
 
-    @contextmanager
-    def trace(self, file: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a timeline of what runs inside the `with` block, as JSON; see `LLM.trace`."""
-        runner = self.require_open()
-        if isinstance(runner, TracedRunner):
-            raise ValueError("the engine is traced already, by a trace that has not ended")
-        trace = Trace(self.scheduler)
-        with open(file, "w", encoding="utf-8") as opened:
-            self._runner = TracedRunner(runner, trace)
-            try:
-                yield
-            finally:
-                if self._runner is not None:
-                    self._runner = runner
-                trace.write(opened)
-
-    def exit(self) -> None:
-        """Free the device; a second call, or one in a forked copy of the process, does nothing.
-
-        Waits up to ten seconds for a step in another thread; one that takes longer frees the device when it ends.
-        """
-        self._guard.close(self._close)
-
-    def begin(self, call: Call) -> None:
-        """Let a call drive the engine, until `end`.
-
-        Raises:
-            RuntimeError: the engine is closed, or another call drives it.
-        """
-        if not self._guard.begin(call):
-            raise RuntimeError("the engine is already running: a generate or step of it has not ended")
-
-    def end(self, call: Call) -> None:
-        """End a call, which may never have begun; closes the engine if somebody has asked for it meanwhile."""
-        self._guard.end(call, self._close)
-
     def run_step(self) -> NewTokens:
         """Do a step for the call that drives the engine, and return its tokens; its results are kept.
 
         Signals are deferred until the step ends, so that the scheduler's state stays consistent.
         """
         with deferred_signals():
+            if self._guard.borrowers:
+                self._guard.lend()
             runner = self.require_open()
             self._empty_inbox()
             tokens = self._step_tokens = NewTokens()
             self._history.sample_if_due(self.stats)
+            if self._is_held and not self._drains():
+                return tokens
             try:
                 batch = self.scheduler.schedule()
                 if batch is not None:
@@ -276,6 +256,14 @@ class LLMEngine(Unpicklable):
             self._collect_last()
             tokens.num_prefill_tokens = batch.num_prompt_tokens if batch is not None else 0
             return tokens
+
+    def _drains(self) -> bool:
+        """Take in the results of steps under way; return whether a pause waits for requests, or rest for a moment."""
+        if self.state.cannot_run is None and self.state.pause_mode == "wait" and not self.is_drained():
+            return True
+        self._collect(0)
+        time.sleep(_REST_SECONDS)
+        return False
 
     @property
     def is_open(self) -> bool:
@@ -364,6 +352,11 @@ class LLMEngine(Unpicklable):
                         self._results.finished.append((group.request_id, request_output(group)))
                     else:
                         self._results.dropped.append(group.request_id)
+
+    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
+        """Put something in the runner's place, between two steps."""
+        if self._runner is not None:
+            self._runner = wrap(self._runner)
 
     def require_open(self) -> Runner:
         """Return the runner; raises a RuntimeError if the engine is closed."""

@@ -114,6 +114,15 @@ class Scheduler:
         """Whether no sequence is left, waiting, running or with a token in flight."""
         return not self._sequences
 
+    def is_drained(self) -> bool:
+        """Whether no sequence is left but those that came since the queue was held; see `WaitingQueue.hold_new`."""
+        return len(self._sequences) == self.waiting.num_held
+
+    def preempt_all(self) -> None:
+        """Take their blocks from all running sequences, which are computed again."""
+        for seq in list(reversed(self.running)):
+            self._preempt(seq)
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self._sequences[seq.seq_id] = seq
@@ -121,7 +130,7 @@ class Scheduler:
         if seq.params.stop_token_ids:
             seq.end_token_ids = seq.end_token_ids.union(seq.params.stop_token_ids)
         self._num_extra += seq.has_extra
-        self.waiting.add(seq)
+        self.waiting.add_new(seq)
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan one step; None if nothing can run now.

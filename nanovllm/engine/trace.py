@@ -6,12 +6,16 @@ While it is recorded, the engine's runner is wrapped in one that takes times; ot
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle, StepOutput
@@ -169,3 +173,19 @@ class _TracedHandle:
             raise
         finally:
             self.times.ended = time.monotonic()
+
+
+@contextmanager
+def trace_engine(engine: LLMEngine, file: str | os.PathLike[str]) -> Iterator[None]:
+    """Write a timeline of what an engine runs inside the `with` block, as JSON; see `LLM.trace`."""
+    runner = engine.require_open()
+    if isinstance(runner, TracedRunner):
+        raise ValueError("the engine is traced already, by a trace that has not ended")
+    trace = Trace(engine.scheduler)
+    with open(file, "w", encoding="utf-8") as opened:
+        engine.wrap_runner(lambda runner: TracedRunner(runner, trace))
+        try:
+            yield
+        finally:
+            engine.wrap_runner(lambda _: runner)
+            trace.write(opened)

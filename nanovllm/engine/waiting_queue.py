@@ -14,6 +14,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._sequences: dict[int, Sequence] = {}
+        # Those that have come since `hold_new`, and are not to run; None if the queue is not held.
+        self._held: dict[int, Sequence] | None = None
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -27,9 +29,33 @@ class WaitingQueue:
         self._sequences[seq.seq_id] = seq
         heappush(self._heap, (seq.sort_key, seq.seq_id))
 
+    def add_new(self, seq: Sequence) -> None:
+        """Queue a sequence that has never run; if the queue is held, for the time after."""
+        if self._held is None:
+            self.add(seq)
+        else:
+            self._sequences[seq.seq_id] = self._held[seq.seq_id] = seq
+
+    def hold_new(self) -> None:
+        """Let no sequence run that comes from now on, until `release_new`."""
+        self._held = {} if self._held is None else self._held
+
+    def release_new(self) -> None:
+        """Let those run that have come meanwhile."""
+        held, self._held = self._held or {}, None
+        for seq in held.values():
+            self.add(seq)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that are not to run now."""
+        return len(self._held or ())
+
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it stands."""
         del self._sequences[seq.seq_id]
+        if self._held is not None:
+            self._held.pop(seq.seq_id, None)
 
     def first(self) -> Sequence | None:
         """Return the sequence that is to run next, if there is one."""

@@ -17,7 +17,8 @@ from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.quantization.loading import LoadableModule, WeightTarget
+from nanovllm.models.stored_tensors import stored_tensors
+from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Other names of scales, all of which multiply."""
@@ -108,6 +109,28 @@ class CausalLM(nn.Module):
     def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size], after the last norm -> [num_rows, vocabulary entries of this rank]."""
         return self.lm_head.multiply(hidden)
+
+    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+        """Return what this rank holds of each tensor that the model is made of."""
+        slices: dict[WeightTarget, WeightSlice] = {}
+        for name, module in self.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                assert isinstance(module, LoadableModule)
+                slices |= module.weight_slices(name)
+        return slices
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the values of `weight_slices` lie in."""
+        return list(self.parameters())
+
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors of a folder, by name, as `LiveWeights` takes them.
+
+        Raises:
+            ValueError: no weights there, or a file missing or damaged.
+        """
+        for _, name, tensor in stored_tensors(folder):
+            yield name, tensor
 
     def weight_targets(self, name: str) -> list[WeightTarget]:
         """Map the name of a checkpoint tensor to its targets, which may not exist; none for one that is not needed.

@@ -23,7 +23,15 @@ from nanovllm.kernels.rms_norm import rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.fused_modules import FusedAttention, FusedLinear, FusedMLP, FusedNorm, dense_weight, merged
+from nanovllm.models.fused_modules import (
+    FusedAttention,
+    FusedLinear,
+    FusedMLP,
+    FusedNorm,
+    dense_weight,
+    merged,
+    norm_factor,
+)
 from nanovllm.models.transformers_attention import PagedAttention, probing
 
 NUM_ROWS = 8
@@ -120,8 +128,8 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
         return out
 
     try:
+        factor = norm_factor(module, like)
         ones = torch.ones(1, len(like), device=like.device)
-        factor = outputs(ones * 1e4)[0]
         ratio = (outputs(ones * 1e-3)[0] / factor)[factor != 0].double().median()
         eps = max(0.0, 1e-6 * (ratio.item() ** -2 - 1))
         x = _random(NUM_ROWS, len(like), like=like)
@@ -132,7 +140,7 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
         # It takes something else.
         return None
     rounded = factor.to(dtype)
-    return FusedNorm(rounded if torch.equal(rounded.float(), factor) else factor, eps)
+    return FusedNorm(rounded if torch.equal(rounded.float(), factor) else factor, eps, module)
 
 
 def _as_mlp(module: nn.Module) -> FusedMLP | None:

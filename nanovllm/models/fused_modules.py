@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,11 +59,22 @@ class FusedLinear(nn.Module):
 
 
 class FusedNorm(RMSNorm):
-    """An RMS norm by our kernel."""
+    """An RMS norm by our kernel, whose weight is what the module before it, `source`, multiplies by."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, source: nn.Module) -> None:
         super().__init__(len(weight), eps)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        # Not as a module: it is not run.
+        self._source = (source,)
+
+    @property
+    def source(self) -> nn.Module:
+        """The module before it."""
+        return self._source[0]
+
+    def refresh(self) -> None:
+        """Compute the weight again, after one of the source's was loaded."""
+        self.weight.copy_(norm_factor(self.source, self.weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size] -> the same shape."""
@@ -129,9 +141,22 @@ def merged(linears: list[nn.Linear]) -> DenseWeight:
         linear.weight.data = part
     if all(linear.bias is None for linear in linears):
         return dense_weight(weight, None)
-    zeros = (weight.new_zeros(linear.out_features) for linear in linears)
-    biases = [zero if linear.bias is None else linear.bias.data for linear, zero in zip(linears, zeros, strict=True)]
-    return dense_weight(weight, torch.cat(biases))
+    biases = torch.cat([_bias_of(linear) for linear in linears])
+    for linear, part in zip(linears, biases.split([linear.out_features for linear in linears]), strict=True):
+        if linear.bias is not None:
+            linear.bias.data = part
+    return dense_weight(weight, biases)
+
+
+def _bias_of(linear: nn.Linear) -> torch.Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data
+
+
+def norm_factor(norm: nn.Module, like: torch.Tensor) -> torch.Tensor:
+    """Return what an RMS norm of [size] multiplies normed values by, [size] float32."""
+    ones = torch.ones(1, 1, len(like), device=like.device)
+    factor: torch.Tensor = copy.deepcopy(norm).float()(ones * 1e4)[0, 0]
+    return factor
 
 
 def dense_weight(values: torch.Tensor, bias: torch.Tensor | None) -> DenseWeight:

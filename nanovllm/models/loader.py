@@ -7,26 +7,21 @@ beside the weights no more than one is ever in host memory.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM, LoadableCausalLM
+from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.quantization.loading import LoadableModule, TensorRows, WeightSlice, WeightTarget
-from nanovllm.utils.checks import read_json
 from nanovllm.utils.loading_bar import loading_bar
-
-_INDEX = "model.safetensors.index.json"
 
 
 def load_model(
@@ -76,13 +71,13 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
         ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape or
             dtype. Floats are converted to the model's; a warning says so where the config does not have them so.
     """
-    slices, files, stored = weight_slices(model), weight_files(folder), dict[str, torch.dtype]()
-    _check_names(model, slices, folder, files)
+    slices, stored = model.weight_slices(), dict[str, torch.dtype]()
+    _check_names(model, slices, folder)
     num_bytes = sum(part.region.nbytes for part in slices.values())
     with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
-        for _, name, tensor in chain.from_iterable(map(_tensors, files)):
+        for _, name, tensor in stored_tensors(folder):
             parts = [(target, slices[target]) for target in model.weight_targets(name)]
-            for target, rows in _rows_of(tensor, parts):
+            for target, rows in rows_of(tensor, parts):
                 stored_dtype = slices[target].fill(name, rows)
                 if slices[target].has_model_dtype:
                     stored[name] = stored_dtype
@@ -91,10 +86,10 @@ def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:
         _warn_of_conversions(folder, stored, getattr(torch, model.config.dtype), next(model.parameters()).dtype)
 
 
-def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], folder: str, files: list[str]) -> None:
+def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], folder: str) -> None:
     """Refuse, before any is read, tensors that are missing, left over, or there twice."""
     found, surplus = set[WeightTarget](), []
-    for file, name, _ in chain.from_iterable(map(_tensors, files)):
+    for file, name, _ in stored_tensors(folder):
         for target in model.weight_targets(name):
             if target in found:
                 raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
@@ -106,7 +101,7 @@ def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], fo
         raise ValueError(f"checkpoint in {folder!r} does not fit: tensors missing {missing}, left over {surplus}")
 
 
-def _rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
+def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
     """Return each target with the rows of a tensor that it gets; the last gets what is left."""
     if len(parts) == 1 or tensor.get_shape() in ([], [1]):
         # One number is that of all.
@@ -139,52 +134,10 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
     """
     like = next(model.parameters())
     generator = torch.Generator(like.device).manual_seed(seed % 2**63)
-    for target, part in weight_slices(model).items():
+    for target, part in model.weight_slices().items():
         if "norm" in target.param:
             part.region.fill_(1.0)
             continue
         drawn = torch.empty(part.shape, dtype=like.dtype, device=like.device)
         drawn.normal_(0.0, model.config.initializer_range, generator=generator)
         part.store(str(target), drawn[part.index])
-
-
-def weight_slices(model: CausalLM) -> dict[WeightTarget, WeightSlice]:
-    """Return what this rank holds of each tensor that the model is made of."""
-    slices: dict[WeightTarget, WeightSlice] = {}
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            assert isinstance(module, LoadableModule)
-            slices |= module.weight_slices(name)
-    return slices
-
-
-def weight_files(folder: str) -> list[str]:
-    """Return the safetensors of a folder.
-
-    Raises:
-        ValueError: there are none, or one is missing.
-    """
-    index = os.path.join(folder, _INDEX)
-    if os.path.isfile(index):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{_INDEX} in {folder!r} has no weight_map from tensors to files")
-        names = sorted(set(weight_map.values()))
-    else:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if not names:
-        raise ValueError(f"no *.safetensors in {folder!r}; load_format='dummy' needs none")
-    absent = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
-    if absent:
-        raise ValueError(f"{_INDEX} in {folder!r} names files that are not there: {absent}")
-    return [os.path.join(folder, name) for name in names]
-
-
-def _tensors(file: str) -> Iterator[tuple[str, str, Any]]:
-    """The file with the name of each of its tensors, and what reads the parts of it that are asked for."""
-    try:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a dict)
-                yield file, name, weights.get_slice(name)
-    except SafetensorError as error:
-        raise ValueError(f"{file!r} is damaged: {error}") from error

@@ -10,7 +10,7 @@ from xxhash import xxh3_128
 
 from nanovllm.config import Config
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.loader import weight_files
+from nanovllm.models.stored_tensors import weight_files
 
 _SAMPLED_BYTES = 4096
 """Read of each tensor, since files of gigabytes take long: two checkpoints of one shape differ in most elements."""

@@ -28,8 +28,10 @@ from nanovllm.model_config import MODELS, ModelConfig
 from nanovllm.models.base import HiddenStates, LoadableCausalLM
 from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
+from nanovllm.models.source_slices import SourceParameters
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
 from nanovllm.models.transformers_shard import shard_model
+from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -61,8 +63,8 @@ class TransformersForCausalLM(LoadableCausalLM):
         else:
             self.head = self._read(folder, dtype)
         self.head.eval().requires_grad_(False)
-        if self._communicator.size > 1:
-            self._divide()
+        self._sources, self._dtype = SourceParameters(self.head), dtype
+        indices = self._divide() if self._communicator.size > 1 else {}
         self.head.to(device)
         prefix = self.head.base_model_prefix
         self._prefix = prefix if hasattr(self.head, prefix) else "model"
@@ -71,6 +73,7 @@ class TransformersForCausalLM(LoadableCausalLM):
             with torch.inference_mode():
                 _fix_rope(self.model, max_model_len, device)
                 self._find_layers(min(_PROBED_TOKENS, self.config.max_position), dtype, device)
+                self._sources.find(self.head, indices)
                 self._detach_head(device)
                 if device.type == "cuda" and not config.enforce_eager:
                     self._check_capture(device)
@@ -79,10 +82,27 @@ class TransformersForCausalLM(LoadableCausalLM):
             cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._class.__name__} cannot run over a paged KV cache: {cause}") from error
 
-    def _divide(self) -> None:
-        """Leave what this rank has of the model."""
+    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+        """See the base class; targets have the names that transformers' model has."""
+        return self._sources.slices(self)
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """See the base class."""
+        return [*self.parameters(), *self._sources.tensors]
+
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        """See the base class."""
+        return self._sources.targets(name)
+
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+        """See the base class; by transformers' code, which converts what is stored otherwise than it runs."""
+        for name, parameter in self._read(folder, self._dtype).named_parameters():
+            yield name, WholeTensor(parameter.detach())
+
+    def _divide(self) -> dict[str, tuple[slice, ...]]:
+        """Leave what this rank has of the model; see `shard_model`."""
         try:
-            shard_model(self.head, self.shard, self._communicator)
+            return shard_model(self.head, self.shard, self._communicator)
         except ValueError as error:
             size = self._communicator.size
             raise ValueError(f"tensor_parallel_size={size}: {self._class.__name__} has one rank: {error}") from error

@@ -39,8 +39,10 @@ class RowParallel(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> None:
+def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dict[str, tuple[slice, ...]]:
     """Leave a model what this rank has of it: heads and MLP columns by its plan, and some of the LM head's tokens.
+
+    Returns the slices of those parameters, by name, that are no longer whole; one a dimension, the last ones may miss.
 
     Raises:
         ValueError: it has no plan for its layers, or one that is not supported, or a head that is no linear layer.
@@ -52,6 +54,7 @@ def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> Non
     divided = {name: style for name, style in styles.items() if style in _DIVIDED}
     if not divided:
         raise ValueError("it has no base_model_tp_plan that divides its layers among ranks")
+    slices: dict[str, tuple[slice, ...]] = {}
     for name, style in divided.items():
         parent, _, child = name.rpartition(".")
         owner, linear = head.get_submodule(parent), head.get_submodule(name)
@@ -61,12 +64,16 @@ def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> Non
         part = _shard_of(name, num_items, shard, communicator)
         if style == "colwise":
             _keep_outputs(linear, part.present)
+            slices |= {f"{name}.weight": (part.present,), f"{name}.bias": (part.present,)}
         else:
             setattr(owner, child, RowParallel(linear, part.present, communicator))
+            slices[f"{name}.weight"] = (slice(None), part.present)
     lm_head = head.get_output_embeddings()
     if not isinstance(lm_head, nn.Linear):
         raise ValueError(f"its head is a {type(lm_head).__name__}")
     _keep_outputs(lm_head, shard.vocab.present)
+    (name,) = (name for name, module in head.named_modules() if module is lm_head)
+    return slices | {f"{name}.weight": (shard.vocab.present,), f"{name}.bias": (shard.vocab.present,)}
 
 
 def _named_parts(head: nn.Module) -> list[tuple[str, Any]]:

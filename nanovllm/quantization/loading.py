@@ -74,10 +74,14 @@ class WeightSlice:
         """
         self.check_shape(name, tensor.get_shape())
         values: torch.Tensor = tensor[self.index]
-        if values.dtype not in self.dtypes:
-            raise ValueError(f"tensor {name!r} is stored as {values.dtype}; the config asks for one of {self.dtypes}")
+        self.check_dtype(name, values.dtype)
         self.store(name, values)
         return values.dtype
+
+    def check_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """Refuse a tensor of another dtype than those of `dtypes`."""
+        if dtype not in self.dtypes:
+            raise ValueError(f"tensor {name!r} is stored as {dtype}; the config asks for one of {self.dtypes}")
 
     def check_shape(self, name: str, shape: list[int]) -> None:
         """Refuse a tensor of another shape."""
@@ -87,6 +91,24 @@ class WeightSlice:
     def store(self, name: str, values: torch.Tensor) -> None:
         """Put the slice of the tensor `name` where it goes, in the dtype that is there, if both are plain floats."""
         self.region.copy_(values)
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor in memory, as `WeightSlice.fill` takes it."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> torch.dtype:
+        """Return its dtype."""
+        return self.tensor.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        return self.tensor[index]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from xxhash import xxh3_128
 
+from nanovllm.distributed.communicator import Communicator
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.messages import BlocksRead
 
@@ -104,3 +108,30 @@ def _checksum(path: Path, pages: Sequence[torch.Tensor]) -> list[int]:
     for page in pages:
         digest.update(page.contiguous().view(torch.uint8).numpy().data)
     return list(digest.digest())
+
+
+class RunnerBlockFiles(ABC):
+    """The methods of a runner that keep blocks of its cache in files; see `BlockFileRunner`."""
+
+    kv_cache: KVCache
+    communicator: Communicator
+
+    @abstractmethod
+    def _device_guard(self) -> AbstractContextManager[Any]:
+        """Make the device current."""
+
+    def has_block(self, folder: str, digest: bytes) -> bool:
+        """Whether a folder has this rank's file of a block."""
+        return self._block_files(folder).path(digest).exists()
+
+    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
+        """Read blocks from a folder into the host's memory; see `BlockFileRunner`."""
+        return self._block_files(folder).read(digests, slot)
+
+    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
+        """Write blocks to a folder; see `BlockFileRunner`."""
+        with self._device_guard():
+            self._block_files(folder).write(digests, block_ids)
+
+    def _block_files(self, folder: str) -> BlockFiles:
+        return BlockFiles(folder, self.kv_cache, self.communicator.rank, self.communicator.size)

@@ -227,3 +227,61 @@ class BlockFileRunner(Protocol):
         Raises:
             OSError: a file cannot be written; a RuntimeError if it is another rank's.
         """
+
+
+@dataclass(frozen=True)
+class MissingWeights:
+    """Weights that a sleep has dropped, and nothing has brought again: how many, and the name of one."""
+
+    count: int = 0
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """How many tensors were written, and what is still missing."""
+
+    count: int
+    missing: MissingWeights
+
+
+class LoadFailedError(RuntimeError):
+    """Weights of a folder were written in part; what the model has is of no use until all of them have come."""
+
+    def __init__(self, cause: BaseException, missing: MissingWeights) -> None:
+        super().__init__(f"loading weights has failed in its middle: {cause}")
+        self.missing = missing
+
+
+class WeightsRunner(Protocol):
+    """What the engine needs of a runner to change weights, and to sleep. All of it happens between two steps."""
+
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write tensors into the model that runs, on every rank.
+
+        Args:
+            weights: pairs of a name and a tensor, which come one by one; or the path of a folder of them, or of an
+                adapter, which is merged.
+            strict: refuse to leave a tensor as it was.
+
+        Raises:
+            ValueError: a tensor does not fit, of which nothing is written; says how many were before it. Of a folder
+                none is written.
+            LoadFailedError: a folder was written in part.
+        """
+
+    def unload_adapter(self) -> bool:
+        """Restore the weights that an adapter has changed; return whether there was one."""
+
+    def sleep(self, keep_weights: bool) -> MissingWeights:
+        """Give back the memory of weights, cache and graphs.
+
+        Args:
+            keep_weights: keep a copy in the host's memory, unless they were dropped before.
+        """
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again for "weights", with what was kept, or for "kv_cache", empty; ignores what has some.
+
+        Once both have theirs, and no weight is missing, the CUDA graphs are captured.
+        """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,13 +26,15 @@ from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
-from nanovllm.runner.block_files import BlockFiles
+from nanovllm.runner.block_files import RunnerBlockFiles
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
+from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import BlocksRead, ScheduledBatch
+from nanovllm.runner.messages import MissingWeights, ScheduledBatch
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
+from nanovllm.runner.runner_weights import WeightsHolder
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
@@ -41,28 +42,7 @@ from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
 
 
-@dataclass
-class ForwardStep:
-    """A step whose forward pass is queued.
-
-    Attributes:
-        batch, prepared: what the host has planned, and what of it is on the device.
-        extra: what rows ask for beyond a temperature.
-        inputs, logits: what is to be sampled; None if it was sampled with the forward pass.
-        prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
-        extra_outputs: what was asked for besides tokens, once they are sampled.
-    """
-
-    batch: ScheduledBatch
-    prepared: PreparedStep
-    extra: ExtraRows | None = None
-    inputs: DeviceBatch | None = None
-    logits: torch.Tensor | None = None
-    prompt_hidden: torch.Tensor | None = None
-    extra_outputs: ExtraOutputs | None = None
-
-
-class ModelRunner:
+class ModelRunner(RunnerBlockFiles, WeightsHolder):
     """Runs the steps of one engine on one device.
 
     Args:
@@ -123,6 +103,7 @@ class ModelRunner:
         )
 
     def _unload(self) -> None:
+        vars(self).pop("weights", None)
         del self.model
 
     def _make_backend(self) -> None:
@@ -144,8 +125,8 @@ class ModelRunner:
 
     def _make_buffers(self) -> None:
         """Make what steps keep on the device beside weights and cache."""
-        config, processed_logprobs = self.config, self.config.logprobs_mode == "processed_logprobs"
-        self.sampler = Sampler(self.shard.vocab, self.communicator, processed_logprobs)
+        config = self.config
+        self.sampler = Sampler(self.shard.vocab, self.communicator, config.logprobs_mode)
         self.batch_builder = BatchBuilder(
             config.max_num_running,
             self.max_blocks,
@@ -157,7 +138,7 @@ class ModelRunner:
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled)
-        self.sampling = SamplingState(self.model_config.vocab_size, self.device, processed_logprobs)
+        self.sampling = SamplingState(self.model_config.vocab_size, self.device, config.logprobs_mode)
 
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
@@ -168,8 +149,13 @@ class ModelRunner:
         )
 
     def _free(self) -> None:
-        self.kv_cache.unbind()
-        del self.kv_cache
+        if self._has_cache:
+            self.kv_cache.unbind()
+            del self.kv_cache
+
+    @property
+    def _has_cache(self) -> bool:
+        return "kv_cache" in vars(self)
 
     def _measure_cache(self, free_before: int) -> int:
         """Return the blocks of the cache; where memory decides, run the step that takes the most."""
@@ -205,6 +191,27 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None
+
+    def sleep(self, keep_weights: bool) -> MissingWeights:
+        """Give back the memory of weights, cache and graphs; see `WeightsRunner`."""
+        with torch.inference_mode(), self._device_guard():
+            self.synchronize()
+            self._drop_graphs()
+            self._free()
+            self.weights.live.release(keep_weights)
+            free_memory(self.device)
+            return self.weights.missing()
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again; see `WeightsRunner`."""
+        with torch.inference_mode(), self._device_guard():
+            if "weights" in tags:
+                self.weights.live.restore()
+            if "kv_cache" in tags and not self._has_cache:
+                self._allocate(self.num_kvcache_blocks)
+            # Not with weights that may be anything.
+            if self._has_cache and self.graphs is None and self.weights.live.is_complete:
+                self._capture()
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:
         """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
@@ -251,22 +258,6 @@ class ModelRunner:
         exact, plan = builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
-
-    def has_block(self, folder: str, digest: bytes) -> bool:
-        """Whether a folder has this rank's file of a block."""
-        return self._block_files(folder).path(digest).exists()
-
-    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
-        """Read blocks from a folder into the host's memory; see `BlockFileRunner`."""
-        return self._block_files(folder).read(digests, slot)
-
-    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
-        """Write blocks to a folder; see `BlockFileRunner`."""
-        with self._device_guard():
-            self._block_files(folder).write(digests, block_ids)
-
-    def _block_files(self, folder: str) -> BlockFiles:
-        return BlockFiles(folder, self.kv_cache, self.communicator.rank, self.communicator.size)
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.config import LogprobsMode
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.cutoffs import cutoffs
@@ -78,13 +79,14 @@ class Sampler:
     Args:
         vocab: this rank's token ids.
         communicator: all-reduces the best (score, token) of the ranks.
-        processed_logprobs: whether log-probabilities are of edited logits over the temperature, or of raw ones.
+        logprobs_mode: whether log-probabilities are of raw logits, or of edited ones over the temperature, with those
+            that are cut off ("scaled_logprobs") or without.
     """
 
-    def __init__(self, vocab: Shard, communicator: Communicator, processed_logprobs: bool = False) -> None:
+    def __init__(self, vocab: Shard, communicator: Communicator, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self.vocab = vocab
         self.communicator = communicator
-        self.processed_logprobs = processed_logprobs
+        self.logprobs_mode = logprobs_mode
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, extra: ExtraRows | None = None) -> Sampled:
         """Sample a token from each row of logits.
@@ -106,7 +108,7 @@ class Sampler:
         Which rows ask for it does not matter, so that a CUDA graph can hold this. For one rank alone.
         """
         token_ids = self._draw(logits, inputs)
-        temperatures = inputs.temperatures if self.processed_logprobs else None
+        temperatures = None if self.logprobs_mode == "raw_logprobs" else inputs.temperatures
         return Sampled(token_ids, own_logprobs(logits[:, : self.vocab.total].contiguous(), token_ids, temperatures))
 
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> DeviceLogprobs:
@@ -147,9 +149,11 @@ class Sampler:
         indices = extra.logprob_indices
         if indices is None:
             return None
-        if not self.processed_logprobs or edited is None or extra.logprobs_in_edited is None:
+        if self.logprobs_mode == "raw_logprobs" or edited is None or extra.logprobs_in_edited is None:
             return token_logprobs(self._whole_rows(logits, indices), token_ids[indices], extra.num_logprobs)
-        kept = edited.rows if edited.cutoffs is None else edited.rows.above(edited.cutoffs)
+        kept = edited.rows
+        if self.logprobs_mode == "processed_logprobs" and edited.cutoffs is not None:
+            kept = kept.above(edited.cutoffs)
         temperatures = edited.inputs.temperatures[extra.logprobs_in_edited]
         return token_logprobs(kept[extra.logprobs_in_edited], token_ids[indices], extra.num_logprobs, temperatures)
 

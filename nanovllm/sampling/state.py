@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.config import LogprobsMode
 from nanovllm.kernels.cutoffs import CutoffParams
 from nanovllm.kernels.logits import LogitsEdits
 from nanovllm.sampling.rows import ExtraRows
@@ -67,13 +68,13 @@ class SamplingState:
     Args:
         vocab_size: token ids are below it.
         device: where the pools live.
-        processed_logprobs: see `Sampler`.
+        logprobs_mode: see `Sampler`.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, processed_logprobs: bool) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, logprobs_mode: LogprobsMode) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.processed_logprobs = processed_logprobs
+        self.logprobs_mode = logprobs_mode
         self._slots: dict[int, _Slot] = {}
         # The rows of a step and their slots, and what they ask for: mostly that of the step before.
         self._cached: tuple[list[int], ExtraRows] | None = None
@@ -149,7 +150,8 @@ class SamplingState:
     def _make_rows(self, with_extra: dict[int, _Slot]) -> ExtraRows:
         """Return what rows ask for; with_extra: the slot of each row that asks, by row."""
         logprobs = {row: p for row, slot in with_extra.items() if (p := slot.extra.params.logprobs) is not None}
-        edited = [row for row, slot in with_extra.items() if self.processed_logprobs or slot.is_edited]
+        edits_all = self.logprobs_mode != "raw_logprobs"
+        edited = [row for row, slot in with_extra.items() if edits_all or slot.is_edited]
         slots = [with_extra[row] for row in edited]
         edits = LogitsEdits()
         if any(slot.bias_row >= 0 for slot in slots):

@@ -25,7 +25,7 @@ from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestIds, log_refusal
 from nanovllm.serve.memory import give_back_memory
-from nanovllm.serve.routers import anthropic, batches, openai, pooling, state, tokens
+from nanovllm.serve.routers import anthropic, batches, control, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -35,6 +35,7 @@ def create_app(service: Service) -> ASGIApp:
     """Return the application of a service, whose engine it closes when it is shut down."""
 
     settings = service.settings
+    settings.check_access()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,6 +58,8 @@ def create_app(service: Service) -> ASGIApp:
         app.include_router(router)
     if settings.batch_dir is not None:
         app.include_router(batches.router)
+    if settings.control:
+        app.include_router(control.router)
     app.mount("/page", StaticFiles(directory=state.PAGE))
     return _protected(app, service)
 

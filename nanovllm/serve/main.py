@@ -34,6 +34,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with user_errors(parser):
         settings = ServeSettings(**flag_values(options, ServeSettings))
         settings = replace(settings, api_key=settings.api_key or _environment_keys())
+        settings.check_access()
         config = Config(**flag_values(options, Config))
         logging.config.dictConfig(log_config(settings.access_log))
         # Loading may take minutes.

@@ -37,6 +37,9 @@ class ServeSettings:
         tool_call_parser: how the model writes calls of tools: "hermes" (Qwen's), "llama3_json", or "auto".
         max_body_bytes: the largest request.
         batch_dir: folder for the files and states of the batch API; None: the server has none.
+        control: whether there are endpoints for a training loop, which pause the engine, put it to sleep and change its
+            weights; needs an API key, unless the server listens to this machine alone.
+        weights_root: folder of all folders that weights may be loaded from over HTTP; None: from nowhere.
         max_file_bytes: the largest file of the batch API.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
@@ -79,6 +82,8 @@ class ServeSettings:
     tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
     batch_dir: str | None = None
+    control: bool = False
+    weights_root: str | None = None
     max_file_bytes: int = 200 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128
@@ -98,7 +103,7 @@ class ServeSettings:
         check_int("port", self.port, 0, 65535)
         for name in (
             "trust_request_chat_template", "separate_reasoning", "allow_priority", "access_log", "log_requests",
-            "exit_when_engine_fails",
+            "exit_when_engine_fails", "control",
         ):  # fmt: skip
             check_bool(name, getattr(self, name))
         for name in (
@@ -143,6 +148,13 @@ class ServeSettings:
         if not Path(given).is_file():
             raise ValueError(f"chat_template={given!r:.200} is neither a file nor a Jinja template")
         return Path(given).read_text(encoding="utf-8")
+
+    def check_access(self) -> None:
+        """Raise a `ValueError` if anybody could control the engine; once it is known which keys there are."""
+        if self.weights_root is not None and not (self.control and Path(self.weights_root).is_dir()):
+            raise ValueError(f"weights_root={self.weights_root!r} must be a folder, and needs control=True")
+        if self.control and not self.api_key and self.uds is None and not _is_loopback(self.host):
+            raise ValueError(f"control=True needs an api_key: the server listens to others, on host={self.host!r}")
 
     @property
     def trusted_hosts(self) -> list[str]:

@@ -23,7 +23,7 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class CallOrder:
-    """Call a method of the rank's `ModelRunner` and reply with its result."""
+    """Call a method of the rank's `ModelRunner`, or of an attribute ("weights.load"), and reply with its result."""
 
     method: str
     args: tuple[Any, ...]

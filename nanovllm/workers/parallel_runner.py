@@ -9,12 +9,14 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator, open_store
@@ -22,8 +24,11 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import BlocksRead, ScheduledBatch, StepOutput
-from nanovllm.runner.model_runner import ForwardStep, ModelRunner
+from nanovllm.models.adapter import is_adapter
+from nanovllm.models.live_weights import update_weights, warn_of_nans
+from nanovllm.runner.forward_step import ForwardStep
+from nanovllm.runner.messages import BlocksRead, LoadedWeights, MissingWeights, ScheduledBatch, StepOutput
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
@@ -133,12 +138,16 @@ class ParallelRunner:
             RuntimeError: the call failed on some rank; all ranks go on. Or the ranks have ended.
         """
         runner = self._require_open()
+        return self._call_others(method, args, partial(attrgetter(method)(runner), *args))
+
+    def _call_others(self, method: str, args: tuple[Any, ...], own: Callable[[], Any]) -> list[Any]:
+        """Call a method of every other rank's `ModelRunner`, and `own` here; see `call`."""
         self._ranks.begin_call(method, args)
         try:
-            own = getattr(runner, method)(*args)
+            result = own()
         finally:
             others = self._ranks.replies()
-        return [own, *others]
+        return [result, *others]
 
     def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
         """Read, on every rank, the blocks that all have; see `BlockFileRunner`."""
@@ -151,6 +160,38 @@ class ParallelRunner:
     def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
         """Write every rank's part of blocks; see `BlockFileRunner`."""
         self.call("write_blocks", folder, digests, block_ids)
+
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write tensors on every rank; see `WeightsRunner`. Each rank reads a folder by itself."""
+        own = self._require_open().weights
+        if isinstance(weights, str) and is_adapter(weights):
+            count = own.live.check_adapter(weights)
+            self.call("weights.merge_adapter", weights)
+        elif isinstance(weights, str):
+            with own.checked_folder(weights, strict) as count:
+                self.call("weights.write_folder", weights)
+        else:
+            count = update_weights(own.live, weights, self._write_weight, strict=strict)
+        warn_of_nans(name for names in self.call("weights.take_nans") for name in names)
+        return LoadedWeights(count, own.missing())
+
+    def unload_adapter(self) -> bool:
+        """See `WeightsRunner`."""
+        return all(self.call("weights.take_adapter_out"))
+
+    def _write_weight(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a tensor to every rank."""
+        own = partial(self._require_open().weights.write, name, tensor)
+        self._call_others("weights.receive", (name, list(tensor.shape), tensor.dtype), own)
+
+    def sleep(self, keep_weights: bool) -> MissingWeights:
+        """See `WeightsRunner`."""
+        missing: MissingWeights = self.call("sleep", keep_weights)[0]
+        return missing
+
+    def wake_up(self, tags: list[str]) -> None:
+        """See `WeightsRunner`."""
+        self.call("wake_up", tags)
 
     def synchronize(self) -> None:
         """Wait for all launched work on every rank.

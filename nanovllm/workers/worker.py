@@ -14,6 +14,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -123,7 +124,7 @@ def _receive_masks(channel: Receiver, runner: ModelRunner) -> np.ndarray:
 
 def _call(runner: ModelRunner, order: CallOrder) -> Reply:
     try:
-        return Reply(getattr(runner, order.method)(*order.args))
+        return Reply(attrgetter(order.method)(runner)(*order.args))
     except Exception:
         return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
 

@@ -50,6 +50,8 @@ class WorkerProcess:
                     self.reply = report
                 else:
                     self.stages.add(report)
+                # Most often it is the one that is waited for.
+                timeout = 0.0
         except (EOFError, OSError):  # it has ended, perhaps within a report; its exit code says how
             time.sleep(timeout)
 

@@ -32,6 +32,7 @@ async def health(service: ServiceDep) -> dict[str, str]:
     """Say whether requests are answered."""
     if not service.llm.is_running:
         raise ApiError(503, "the engine is closed")
+    service.llm.llm.require_awake()
     return {"status": "ok"}
 
 

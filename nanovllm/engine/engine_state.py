@@ -1,0 +1,43 @@
+"""Why an engine does no steps: it is paused, or asleep, or has lost its weights while it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nanovllm.runner.messages import MissingWeights
+
+PauseMode = Literal["keep", "wait", "abort"]
+SLEEP_TAGS = ("weights", "kv_cache")
+
+
+@dataclass
+class EngineState:
+    """What holds an engine's steps up. It changes between two of them; see `LLMEngine.between_steps`.
+
+    Attributes:
+        pause_mode: how the engine was paused; None if it is not.
+        asleep: those of `SLEEP_TAGS` that have no memory.
+        missing: weights that a sleep has dropped, or a load that failed has left undone, and nobody has loaded since.
+    """
+
+    pause_mode: PauseMode | None = None
+    asleep: set[str] = field(default_factory=set)
+    missing: MissingWeights = field(default_factory=MissingWeights)
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether anything holds steps up."""
+        return self.pause_mode is not None or self.cannot_run is not None
+
+    @property
+    def cannot_run(self) -> str | None:
+        """What a step lacks; None if it lacks nothing."""
+        if self.asleep:
+            tags = sorted(self.asleep)
+            return f"the engine is asleep, without its {' and '.join(tags)}: call wake_up({tags})"
+        if self.missing.count:
+            count, example = self.missing.count, self.missing.example
+            cause = "were dropped by sleep(level=2), or left undone by a load that failed"
+            return f"{count} weights such as {example!r} {cause}: call load_weights with them"
+        return None

@@ -1,0 +1,120 @@
+"""Generation for TRL's trainers, in each of their processes: `use_vllm=True` takes nanovllm in vLLM's place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.utils.extras import install_hint
+
+try:
+    import trl
+    from trl.generation.vllm_generation import VLLMGeneration
+except ImportError as error:
+    raise ImportError(f"TRL cannot be imported ({error}): {install_hint('trl')}") from error
+
+_MODEL_IMPLS = {"auto": "auto", "vllm": "native", "transformers": "transformers"}
+_SUPPORTED: dict[str, list[Any]] = {"mode": ["colocate"], "tensor_parallel_size": [1], "model_impl": [*_MODEL_IMPLS]}
+
+
+class NanoVLLMGeneration(VLLMGeneration):
+    """TRL's `VLLMGeneration`, and its walk over parameters, with an engine of one rank on the trainer's own device.
+
+    Attributes:
+        engine_settings: settings of `LLM` besides those that follow from the trainer's; set it on the class.
+
+    Raises:
+        ValueError: what is asked for is not supported: server mode, tensor parallelism, images.
+    """
+
+    engine_settings: ClassVar[dict[str, Any]] = {}
+
+    def _init_vllm(self) -> None:
+        """Make the engine."""
+        for name, values in _SUPPORTED.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"vllm_{name}={value!r} is not supported, only {values}")
+        # Log-probabilities are those that the trainer computes, which knows of no top-k, top-p and min-p.
+        settings: dict[str, Any] = {
+            "device": str(self.accelerator.device), "seed": self.accelerator.process_index,
+            "gpu_memory_utilization": self.gpu_memory_utilization, "max_num_seqs": self.max_num_seqs,
+            "max_model_len": self.max_model_length, "model_impl": _MODEL_IMPLS[self.model_impl],
+            "logprobs_mode": "scaled_logprobs", "trust_remote_code": getattr(self, "trust_remote_code", False),
+        }  # fmt: skip
+        settings = {name: value for name, value in settings.items() if value is not None}
+        self.llm = LLM(self.model.name_or_path, **(settings | self.engine_settings))
+        # Where TRL looks for the model that takes weights, and for its length.
+        engine: Any = self.llm.llm_engine
+        runner = SimpleNamespace(model=self.llm)
+        engine.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        engine.model_config = SimpleNamespace(max_model_len=self.llm.max_model_len)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        self.accelerator.wait_for_everyone()
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        """Complete prompts of token ids; see TRL's `VLLMGeneration.generate`."""
+        if images is not None and any(images):
+            raise ValueError("images are not supported")
+        if self._llm_weights_sleeping:
+            self.sync_weights()
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        with profiler or nullcontext():
+            outputs: list[Any] = self.llm.generate(prompts, self._sampling_params(), use_tqdm=False)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+            self._llm_weights_sleeping = True
+        completions = [completion for output in outputs for completion in output.outputs]
+        prompt_ids, token_ids = [o.prompt_token_ids for o in outputs], [c.token_ids for c in completions]
+        if self.logprobs is None:
+            return prompt_ids, token_ids, None, None
+        # The most likely first, as TRL has them.
+        steps = [[sorted(at.items(), key=lambda item: item[1].rank) for at in c.logprobs] for c in completions]
+        values = [[[logprob.logprob for _, logprob in at] for at in each] for each in steps]
+        return prompt_ids, token_ids, values, [[[token for token, _ in at] for at in each] for each in steps]
+
+    def _sampling_params(self) -> SamplingParams:
+        given = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": max(0, self.top_k or 0),
+            "min_p": self.min_p or 0.0, "repetition_penalty": self.repetition_penalty,
+            "max_tokens": self.max_completion_length, "logprobs": self.logprobs, "detokenize": False,
+            **self.generation_kwargs,
+        }  # fmt: skip
+        if self.structured_outputs_regex is not None:
+            given["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        if isinstance(constraint := given.get("structured_outputs"), dict):
+            given["structured_outputs"] = StructuredOutputsParams(**constraint)
+        return SamplingParams(**given)
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Have TRL's trainers that are made inside the `with` block generate with nanovllm."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("trl.") and "VLLMGeneration" in vars(module):
+                stack.enter_context(mock.patch.object(module, "VLLMGeneration", NanoVLLMGeneration))
+                if "is_vllm_available" in vars(module):
+                    stack.enter_context(mock.patch.object(module, "is_vllm_available", lambda *_, **__: True))
+        yield
+
+
+class _PatchedTrainer:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with patched():
+            super().__init__(*args, **kwargs)
+
+
+class GRPOTrainer(_PatchedTrainer, trl.GRPOTrainer):
+    """TRL's, with nanovllm where `use_vllm=True` says vLLM."""
+
+
+class RLOOTrainer(_PatchedTrainer, trl.RLOOTrainer):
+    """TRL's, with nanovllm where `use_vllm=True` says vLLM."""

@@ -1,0 +1,104 @@
+"""Adapters of low rank (LoRA, Hu et al. 2021, arXiv:2106.09685), as PEFT stores them: what they add to weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from nanovllm.utils.checks import read_json
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "alpha_pattern",
+    "megatron_config",
+    "trainable_token_indices",
+)
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """The product `scale * b @ a`, of which only the parts that are read are computed, in float32.
+
+    Attributes:
+        a: [rank, inputs].
+        b: [outputs, rank].
+        scale: a factor.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def get_shape(self) -> list[int]:
+        """Return the product's shape."""
+        return [len(self.b), self.a.shape[1]]
+
+    def get_dtype(self) -> torch.dtype:
+        """Return the product's dtype."""
+        return torch.float32
+
+    def to(self, device: torch.device) -> LowRankUpdate:
+        """Return it on a device."""
+        return LowRankUpdate(self.a.to(device).float(), self.b.to(device).float(), self.scale)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = index
+        return self.scale * (self.b[rows] @ self.a[:, columns])
+
+
+def is_adapter(folder: str) -> bool:
+    """Return whether a folder has an adapter instead of a model's weights."""
+    return os.path.isfile(os.path.join(folder, _CONFIG))
+
+
+def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
+    """Return what an adapter adds to tensors, by their names in the checkpoint.
+
+    Raises:
+        ValueError: it is no plain LoRA, or its weights are not there or damaged.
+    """
+    config = read_json(os.path.join(folder, _CONFIG))
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        kind = f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
+        raise ValueError(f"adapter in {folder!r}: {kind} is not supported: only 'LORA' with bias 'none'")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise ValueError(f"adapter in {folder!r}: {name}={config[name]!r:.80} is not supported")
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in _read_tensors(folder).items():
+        found = _NAME.fullmatch(name)
+        if found is None or tensor.dim() != 2:
+            raise ValueError(f"adapter in {folder!r}: tensor {name!r} is no matrix lora_A or lora_B of a linear layer")
+        pairs.setdefault(f"{found[1]}.weight", {})[found[2]] = tensor
+    return {name: _update(folder, name, pair, config) for name, pair in pairs.items()}
+
+
+def _read_tensors(folder: str) -> dict[str, torch.Tensor]:
+    path = os.path.join(folder, _WEIGHTS)
+    if not os.path.isfile(path):
+        raise ValueError(f"adapter in {folder!r} has no {_WEIGHTS}")
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path!r} is damaged: {error}") from error
+    return tensors
+
+
+def _update(folder: str, name: str, pair: dict[str, torch.Tensor], config: dict[str, Any]) -> LowRankUpdate:
+    if set(pair) != {"A", "B"} or len(pair["A"]) != pair["B"].shape[1]:
+        shapes = {key: list(tensor.shape) for key, tensor in pair.items()}
+        raise ValueError(f"adapter in {folder!r}: the matrices for {name!r} do not fit each other: {shapes}")
+    rank = len(pair["A"])
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    return LowRankUpdate(pair["A"], pair["B"], config.get("lora_alpha", 8) / divisor)

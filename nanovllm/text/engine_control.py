@@ -1,0 +1,270 @@
+"""Steps of an engine, and what is done with it between two of them: new weights, pauses, memory that comes and goes."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from nanovllm.engine.call_guard import Call
+from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import StepResult
+from nanovllm.runner.messages import LoadFailedError, WeightsRunner
+from nanovllm.text.engine_client import EngineClient
+from nanovllm.utils.checks import check_bool
+
+_POLL_SECONDS = 0.005
+
+
+class EngineControl:
+    """The methods of `LLM` that do a step, and change the engine between two; the latter from any thread."""
+
+    llm_engine: LLMEngine
+    engine_client: EngineClient
+    _runner: WeightsRunner
+    _has_own_weights = True
+
+    def step(self) -> StepResult:
+        """Do one step of the engine; see `LLMEngine.step`."""
+        return self.engine_client.step()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drop requests; see `LLMEngine.abort`.
+
+        Example:
+            >>> request_id = llm.add_request("Hello")
+            >>> llm.abort([request_id])
+        """
+        self.engine_client.engine.abort(request_ids)
+
+    def is_finished(self) -> bool:
+        """Whether no request is left, and every result has been returned."""
+        return self.engine_client.is_finished()
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = False
+    ) -> int:
+        """Write weights into the model that runs, in place and on every rank.
+
+        What was computed with the old ones stays in the prefix cache until `reset_prefix_cache`. Files of
+        `prefix_cache` are not read any more.
+
+        Args:
+            weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
+                with safetensors. They may be on any device, and of any plain float dtype. A tied head is ignored.
+                A folder of a PEFT adapter (LoRA) is merged into the weights, in the place of the one before it; it is
+                taken out again by `unload_adapter`, and by other weights.
+            strict: refuse to leave a tensor of the model as it was.
+
+        Returns:
+            The number of tensors written.
+
+        Raises:
+            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
+                how many were before. Of a folder nothing is written.
+            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; or a folder was
+                written in part, and nothing is generated until all of it has come.
+
+        Example:
+            >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
+            1
+        """
+        check_bool("strict", strict)
+        given = os.fspath(weights) if isinstance(weights, str | os.PathLike) else weights
+        if isinstance(given, str) and not os.path.isdir(given):
+            raise ValueError(f"weights: {given!r} is no folder")
+        engine = self.llm_engine
+        with engine.between_steps():
+            self._require_weights("load_weights")
+            self._drop_prefix_files()
+            try:
+                loaded = self._runner.load_weights(given, strict)
+            except LoadFailedError as error:
+                engine.state.missing = error.missing
+                raise
+            was_missing, engine.state.missing = engine.state.missing, loaded.missing
+            if was_missing.count and not loaded.missing.count:
+                # Graphs could not be captured before.
+                self._runner.wake_up([])
+            return loaded.count
+
+    def unload_adapter(self) -> bool:
+        """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: see `load_weights`.
+
+        Example:
+            >>> llm.unload_adapter()
+            False
+        """
+        with self.llm_engine.between_steps():
+            self._require_weights("unload_adapter")
+            return self._runner.unload_adapter()
+
+    def _require_weights(self, name: str) -> None:
+        self._require_no_requests(name)
+        if "weights" in self.llm_engine.state.asleep:
+            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
+
+    def _drop_prefix_files(self) -> None:
+        """Read and write no files of prefixes any more, which are of the weights that the model's folder has."""
+        self._has_own_weights = False
+        if self.llm_engine.block_manager.source is not None:
+            self.llm_engine.block_manager.source = None
+            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=3)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache.
+
+        Returns:
+            Whether no request holds blocks of it; those of a paused engine keep theirs, which no other request finds.
+
+        Example:
+            >>> llm.reset_prefix_cache()
+            True
+        """
+        with self.llm_engine.between_steps():
+            return self.llm_engine.block_manager.reset()
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Do no more steps until `resume`; requests are taken, and wait.
+
+        Args:
+            mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets those end
+                that are there; "abort" ends them with what they have, `finish_reason` "abort".
+
+        Raises:
+            ValueError: an unknown mode.
+
+        Example:
+            >>> llm.pause()
+            >>> llm.resume()
+        """
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+        engine = self.llm_engine
+        with engine.between_steps():
+            engine.state.pause_mode = mode
+            if mode == "wait":
+                engine.scheduler.waiting.hold_new()
+            elif mode == "abort":
+                engine.abort(engine.request_ids, keep_outputs=True)
+        if mode == "wait":
+            self._drain()
+
+    def _drain(self) -> None:
+        """Let requests end; their results are kept for their callers."""
+        engine = self.llm_engine
+        while engine.state.pause_mode == "wait" and engine.state.cannot_run is None and not engine.is_drained():
+            call = Call()
+            try:
+                if engine.try_begin(call):
+                    self.engine_client.run_step()
+                else:
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                engine.end(call)
+
+    def resume(self) -> None:
+        """Go on after a `pause`.
+
+        Example:
+            >>> llm.resume()
+        """
+        with self.llm_engine.between_steps():
+            self.llm_engine.scheduler.waiting.release_new()
+            self.llm_engine.state.pause_mode = None
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
+
+        Requests of a paused engine are computed again afterwards.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 drops them, and `load_weights` must bring all of them.
+
+        Raises:
+            ValueError: another level.
+            RuntimeError: requests are pending, and the engine is not paused.
+
+        Example:
+            >>> llm.sleep()
+            >>> llm.wake_up()
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, not {level!r}")
+        engine = self.llm_engine
+        with engine.between_steps():
+            self._require_no_requests("sleep")
+            engine.scheduler.preempt_all()
+            engine.block_manager.reset()
+            engine.state.asleep = set(SLEEP_TAGS)
+            engine.state.missing = self._runner.sleep(level == 1)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, and with it the weights that `sleep(1)` has kept. What is awake stays as it is.
+
+        Args:
+            tags: "weights", "kv_cache", or both; None for both.
+
+        Raises:
+            ValueError: another tag.
+
+        Example:
+            >>> llm.sleep(level=2)
+            >>> llm.wake_up(["weights"])
+            >>> num_tensors = llm.load_weights(llm.config.model)
+            >>> llm.wake_up(["kv_cache"])
+        """
+        chosen = list(SLEEP_TAGS) if tags is None else tags
+        if isinstance(chosen, str) or not set(chosen) <= set(SLEEP_TAGS):
+            raise ValueError(f"tags must be a list of some of {', '.join(SLEEP_TAGS)}, not {tags!r}")
+        state = self.llm_engine.state
+        with self.llm_engine.between_steps():
+            if woken := sorted(state.asleep.intersection(chosen)):
+                self._runner.wake_up(woken)
+                state.asleep = state.asleep.difference(woken)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep.
+
+        Example:
+            >>> llm.is_sleeping
+            False
+        """
+        return bool(self.llm_engine.state.asleep)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a `pause` has not ended.
+
+        Example:
+            >>> llm.is_paused
+            False
+        """
+        return self.llm_engine.state.pause_mode is not None
+
+    def require_awake(self) -> None:
+        """Raise a RuntimeError if the engine is closed, or lacks what a step needs."""
+        self.engine_client.engine.require_open()
+        if (lack := self.llm_engine.state.cannot_run) is not None:
+            raise RuntimeError(lack)
+
+    def require_ready(self) -> None:
+        """Do the same, and raise one if the engine is paused: a call that waits for its own thread would not end."""
+        self.require_awake()
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume()")
+
+    def _require_no_requests(self, name: str) -> None:
+        engine = self.llm_engine
+        if engine.state.pause_mode is None and (pending := engine.request_ids):
+            raise RuntimeError(f"{name}: {len(pending)} requests are pending: let them end, or pause() first")

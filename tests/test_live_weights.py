@@ -1,0 +1,347 @@
+"""Weights that change while the engine lives: afterwards it is what a fresh engine of them would be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+from tests.conftest import MakeCheckpoint
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
+PREFIX = list(range(7, 57))
+PROMPTS = [[5, 9, 2], [*PREFIX, 3], [*PREFIX, 8]]
+GREEDY = SamplingParams(0, 6, logprobs=2, ignore_eos=True)
+DRAWN = SamplingParams(1.0, 6, logprobs=0, seed=3, ignore_eos=True)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "stacked": {"architecture": "phi3", "pad_token_id": 0},
+    "mixture": {"architecture": "qwen3Moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "norms of 1 + weight": {"architecture": "gemma", "head_dim": 16, "tie_word_embeddings": True},
+    "biases": {"architecture": "qwen2", "tie_word_embeddings": True},
+}
+
+
+def answers(llm: LLM) -> list[Any]:
+    outputs = [o.outputs[0] for p in (GREEDY, DRAWN) for o in llm.generate(PROMPTS, p, use_tqdm=False)]
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+def two_models(make_checkpoint: MakeCheckpoint, model: str) -> tuple[Path, Path]:
+    return make_checkpoint(seed=1, **MODELS[model]), make_checkpoint(seed=2, **MODELS[model])
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("untied", {}),
+        ("untied", {"quantization": "fp8"}),
+        ("tied", {"tensor_parallel_size": 3}),
+        ("stacked", {}),
+        ("mixture", {}),
+        ("norms of 1 + weight", {"model_impl": "transformers"}),
+        # Each starts processes.
+        *(
+            pytest.param(model, settings | {"tensor_parallel_size": 2}, marks=pytest.mark.all_devices)
+            for model, settings in (
+                ("untied", {"quantization": "fp8"}),
+                ("mixture", {"enable_expert_parallel": True}),
+                ("biases", {"model_impl": "transformers"}),
+            )
+        ),
+    ],
+)
+def test_new_weights_are_those_of_a_fresh_engine(
+    make_checkpoint: MakeCheckpoint, model: str, settings: dict[str, Any]
+) -> None:
+    old, new = two_models(make_checkpoint, model)
+    with LLM(new, **SETTINGS, **settings) as fresh:
+        want = answers(fresh)
+    with LLM(old, **SETTINGS, **settings) as llm:
+        before = answers(llm)
+        assert before != want
+        weights = stored(new)
+        assert llm.load_weights(weights, strict=True) == len(weights)
+        assert llm.reset_prefix_cache() and answers(llm) == want
+        # From a folder, and then one by one, the last ones first.
+        assert llm.load_weights(old, strict=True) == len(weights)
+        assert llm.reset_prefix_cache() and answers(llm) == before
+        assert sum(llm.load_weights([item]) for item in reversed(weights.items())) == len(weights)
+        assert llm.reset_prefix_cache() and answers(llm) == want
+        # After a sleep without them.
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights((name, tensor.double().float()) for name, tensor in weights.items())
+        assert answers(llm) == want
+
+
+@pytest.fixture
+def pair(make_checkpoint: MakeCheckpoint) -> tuple[Path, Path]:
+    return two_models(make_checkpoint, "untied")
+
+
+@pytest.fixture
+def live(pair: tuple[Path, Path]) -> Iterator[LLM]:
+    with LLM(pair[0], **SETTINGS) as llm:
+        yield llm
+
+
+def test_what_was_cached_stays_until_it_is_reset(live: LLM, pair: tuple[Path, Path]) -> None:
+    with LLM(pair[1], **SETTINGS) as fresh:
+        want = answers(fresh)
+    answers(live)
+    live.load_weights(pair[1])
+    # Keys and values of the old weights.
+    assert answers(live) != want
+    assert live.reset_prefix_cache() and answers(live) == want
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "unknown": (("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2)), r"no tensor 'model.layers.7.mlp.up_pr"),
+    "shape": (("model.layers.1.self_attn.k_proj.weight", torch.zeros(3, 64)), r"has shape \[3, 64\]; .*\[64, 64\]"),
+    "dtype": (("model.norm.weight", torch.zeros(64, dtype=torch.int32)), "stored as torch.int32"),
+    "no tensor": (("model.norm.weight", [0.0] * 64), "'model.norm.weight' is a list"),
+    "no values": (("model.norm.weight", torch.zeros(64, device="meta")), "'model.norm.weight' has no values"),
+    "no pair": ("model.norm.weight", "pairs of a name and a tensor, not 'model.norm.weight'"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_does_not_fit_is_refused_and_nothing_of_it_is_written(
+    live: LLM, pair: tuple[Path, Path], bad: str
+) -> None:
+    item, message = BAD[bad]
+    good = stored(pair[1])["model.embed_tokens.weight"]
+    before = answers(live)
+    with pytest.raises(ValueError, match=f"{message}.*; 1 tensors were written before"):
+        live.load_weights([("model.embed_tokens.weight", good), item])
+    live.load_weights(pair[0], strict=True)
+    live.reset_prefix_cache()
+    assert answers(live) == before
+
+
+def test_folders_that_do_not_fit_change_nothing(
+    live: LLM, pair: tuple[Path, Path], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    before = answers(live)
+    with pytest.raises(ValueError, match=r"has shape \[320, 32\]; the config asks for \[320, 64\]"):
+        live.load_weights(make_checkpoint(hidden_size=32))
+    copy = Path(shutil.copytree(pair[1], tmp_path / "copy"))
+    weights = stored(copy)
+    file = copy / "model.safetensors"
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    with pytest.raises(ValueError, match=r"1 of \d+ tensors are missing: \['model.norm.weight'\]"):
+        live.load_weights(copy, strict=True)
+    # As long as it is being written: a part of the bytes, then one of several files.
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
+        live.load_weights(copy)
+    save_file(weights, copy / "model-00001-of-00002.safetensors")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"has 1 of 2 files of weights and no model.safetensors.index.json"):
+        live.load_weights(copy)
+    with pytest.raises(ValueError, match=r"nowhere' is no folder"):
+        live.load_weights(tmp_path / "nowhere")
+    live.reset_prefix_cache()
+    assert answers(live) == before
+
+
+def test_a_warning_names_what_is_not_a_number(live: LLM) -> None:
+    bad = torch.zeros(64, 64)
+    bad[3, 5] = float("nan")
+    names = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer, part in ((0, "v"), (1, "k"))]
+    good = torch.full((64, 64), float("inf"))
+    with pytest.warns(UserWarning, match=f"^1 tensors that were loaded have NaN, such as '{names[1]}'"):
+        live.load_weights([(names[0], good), (names[1], bad)])
+
+
+def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair: tuple[Path, Path]) -> None:
+    params = SamplingParams(0, 20, ignore_eos=True)
+    prompts = [[*PREFIX[:16], number] for number in range(6)]
+    with LLM(pair[1], **SETTINGS) as fresh:
+        others = [o.outputs[0].token_ids for o in fresh.generate(prompts, params, use_tqdm=False)]
+    want = [o.outputs[0].token_ids for o in live.generate(prompts, params, use_tqdm=False)]
+    ids = [live.add_request(prompt, params) for prompt in prompts]
+    for _ in range(8):
+        live.step()
+    live.pause()
+    before = [list(seq.token_ids)[17:] for seq in live.llm_engine.scheduler.sequences]
+    assert all(4 < len(tokens) < 20 for tokens in before) and not live.step().new_token_ids
+    live.load_weights(pair[1])
+    # They keep what the old weights have made of their prompts, and nobody else finds it.
+    assert not live.reset_prefix_cache()
+    live.resume()
+    late = live.add_request(prompts[0], params)
+    done: dict[int, Any] = {}
+    while not live.is_finished():
+        live.llm_engine.block_manager.check_integrity(live.llm_engine.scheduler.sequences)
+        done.update(live.step().finished)
+    found = [done[i].outputs[0].token_ids for i in ids]
+    assert all(tokens[: len(old)] == old for tokens, old in zip(found, before, strict=True))
+    assert [len(tokens) for tokens in found] == [20] * 6 and found != want
+    assert done[late].outputs[0].token_ids == others[0] and not done[late].num_cached_tokens
+
+
+def test_another_thread_changes_weights_between_the_steps_of_a_generate(live: LLM, pair: tuple[Path, Path]) -> None:
+    found: list[Any] = []
+    params = SamplingParams(0, 60, ignore_eos=True)
+    thread = threading.Thread(target=lambda: found.extend(live.generate([[1, 2]] * 3, params, use_tqdm=False)))
+    thread.start()
+    while not live.stats()["num_output_tokens"]:
+        pass
+    live.pause()
+    num_steps = live.stats()["num_steps"]
+    for _ in range(3):
+        assert live.load_weights(pair[1]) > 0
+    with pytest.raises(RuntimeError, match="the engine is paused"):
+        live.generate([[3]], params)
+    assert live.stats()["num_steps"] == num_steps and thread.is_alive()
+    live.sleep()
+    live.wake_up()
+    live.resume()
+    thread.join()
+    assert [len(output.outputs[0].token_ids) for output in found] == [60] * 3
+
+    def inside(_: Any) -> None:
+        live.pause()
+
+    with pytest.raises(RuntimeError, match="a generate or step of this thread has not ended"):
+        live.generate([[1]], params, use_tqdm=False, on_output=inside)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_pause_ends_requests(live: LLM, mode: Any) -> None:
+    params = SamplingParams(0, 9, ignore_eos=True)
+    ids = [live.add_request([number, 5], params, priority=1) for number in (1, 2)]
+    live.step()
+    live.step()
+    live.pause(mode)
+    # It comes first, and waits all the same.
+    late = live.add_request([3, 5], params)
+    done = dict(live.step().finished)
+    lengths, reason = ({9}, "length") if mode == "wait" else ({2}, "abort")
+    assert {len(done[i].outputs[0].token_ids) for i in ids} == lengths
+    assert {done[i].outputs[0].finish_reason for i in ids} == {reason} and late not in done
+    dropped = live.add_request([4, 5], params)
+    live.abort([dropped])
+    assert live.load_weights({}) == 0 and not live.is_finished()
+    live.resume()
+    while not live.is_finished():
+        done.update(live.step().finished)
+    assert set(done) == {*ids, late} and len(done[late].outputs[0].token_ids) == 9
+
+
+def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:
+    params = SamplingParams(0, 2, ignore_eos=True)
+
+    def num_cached(salt: str | None) -> int:
+        prompt: Any = {"prompt_token_ids": PREFIX} | ({"cache_salt": salt} if salt else {})
+        cached: int = live.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens
+        return cached
+
+    assert [num_cached(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 48, 48]
+    assert live.reset_prefix_cache()
+    assert [num_cached(salt) for salt in ("a", None, "b", "b")] == [0, 0, 0, 48]
+    live.sleep()
+    live.wake_up()
+    assert [num_cached(salt) for salt in ("b", "a")] == [0, 0]
+
+
+def test_requests_that_are_pending_keep_their_weights(live: LLM, pair: tuple[Path, Path]) -> None:
+    request_id = live.add_request([1, 2], GREEDY)
+    for change in (lambda: live.load_weights(pair[1]), live.sleep):
+        with pytest.raises(RuntimeError, match="1 requests are pending"):
+            change()
+    live.abort([request_id])
+    assert live.load_weights(pair[1])
+
+
+def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **config: Any) -> dict[str, torch.Tensor]:
+    """Write an adapter of rank 4; returns the weights that it makes of `base`."""
+    tensors: dict[str, torch.Tensor] = {}
+    generator, merged = torch.Generator().manual_seed(seed), dict(base)
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"):
+        outputs, inputs = base[f"{name}.weight"].shape
+        a = torch.randn(4, inputs, generator=generator)
+        b = torch.randn(outputs, 4, generator=generator)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        merged[f"{name}.weight"] = base[f"{name}.weight"] + 0.5 * (b @ a)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    known = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(known | config))
+    return merged
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_an_adapter_is_merged_and_taken_out_again(pair: tuple[Path, Path], tmp_path: Path, size: int) -> None:
+    with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
+        before, wanted = answers(llm), []
+        for number in (1, 2):
+            merged = save_adapter(tmp_path / str(number), stored(pair[0]), number)
+            llm.load_weights(merged)
+            llm.reset_prefix_cache()
+            wanted.append(answers(llm))
+        llm.load_weights(pair[0])
+        for number, want in enumerate(wanted, 1):
+            # One takes the place of the other.
+            assert llm.load_weights(tmp_path / str(number)) == 3
+            llm.reset_prefix_cache()
+            found = answers(llm)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want] and want != before
+        assert llm.unload_adapter() and not llm.unload_adapter()
+        llm.reset_prefix_cache()
+        assert answers(llm) == before
+        # Other weights come without it.
+        llm.load_weights(tmp_path / "1")
+        llm.load_weights([("model.norm.weight", stored(pair[0])["model.norm.weight"])])
+        llm.reset_prefix_cache()
+        assert answers(llm) == before and not llm.unload_adapter()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not supported"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(
+    live: LLM, pair: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_adapter(tmp_path / "adapter", stored(pair[0]), 1, **config)
+    with pytest.raises(ValueError, match=message):
+        live.load_weights(tmp_path / "adapter")
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    live: LLM, pair: tuple[Path, Path], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    before = answers(live)
+    save_adapter(tmp_path / "other", stored(make_checkpoint(hidden_size=32)), 1)
+    with pytest.raises(ValueError, match=r"q_proj.weight' has shape \[128, 32\]; the config asks for \[128, 64\]"):
+        live.load_weights(tmp_path / "other")
+    save_adapter(tmp_path / "half", stored(pair[0]), 1)
+    tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    tensors.pop(next(name for name in tensors if "lora_B" in name))
+    save_file(tensors, tmp_path / "half" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="do not fit each other"):
+        live.load_weights(tmp_path / "half")
+    assert answers(live) == before

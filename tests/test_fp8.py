@@ -276,7 +276,7 @@ def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Pat
             r"ignores \['model.layers.0.self_attn.q_proj'\], but not all of",
         ),
         (compressed(None, strategy="channel") | {"format": "pack-quantized"}, "format='pack-quantized' is not"),
-        (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC}, "kv_cache_scheme=.* is not supported"),
+        (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC | {"type": "int"}}, "scheme of type='int'"),
         (compressed(None, strategy="channel", type="int", num_bits=4), "weights of type='int', num_bits=4"),
         (compressed(weights_of(type="int"), strategy="channel"), "input_activations of type='int'"),
         (compressed(None, strategy="group"), "weights of strategy='group' are not supported"),

@@ -29,6 +29,7 @@ from tests.test_kernels import (
     by_triton,
     check_error,
     dense_attention,
+    needs_hopper,
     paged,
     randn,
     uneven_case,
@@ -42,6 +43,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.Tensor:
+    """Where the last token of each context lies."""
+    last = torch.tensor(lens, device=DEVICE) - 1
+    return (tables[torch.arange(len(lens), device=DEVICE), last // block_size] * block_size + last % block_size).int()
 
 
 def make_scales(kv_heads: int, size: float = 1.0) -> KVScales:
@@ -169,6 +176,66 @@ def test_options_and_prompts(
     plan = plan_decode(seq_lens, heads, 2, sizes[1], 16, 20, window=window)
     decode_attention(last, pages, out, tables, plan, scale, options)
     check(out, last / 10, meant, tables, [1] * len(lens), lens, options)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(128, 2, 256), (128, 8, 64), (64, 7, 128), (64, 1, 64)])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("shares", [1, 33, 3000])
+@pytest.mark.parametrize("repeats", [1, 20])
+@pytest.mark.parametrize("projected", [False, True])
+def test_hopper_decode(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int, projected: bool
+) -> None:
+    """Tokens that lie in the cache, and those that the kernel rotates, rounds and stores there itself."""
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
+
+    lens = [1, 2, 16, 17, 18, 63, 64, 65, 66, 129, 257, 700, 4100] * repeats
+    cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
+    pages, _ = in_e4m3(cache)
+    query_scale, heads = 0.1 * head_dim**-0.5, 2 * group
+    slots = new_slots(tables, lens, block_size)
+    query, rope = randn(len(lens), heads, head_dim, dtype=dtype), None
+    stored = query
+    if projected:
+        # Some beyond 448 times the scale.
+        qkv = randn(len(lens), heads + 4, head_dim, dtype=dtype)
+        qkv[:, heads + 2 :] *= 200
+        weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
+        rope = NormRope(weights, 1e-6, torch.rand(4200, head_dim, device=DEVICE))
+        other = KVPages(pages.k_cache.clone(), pages.v_cache.clone(), make_scales(2))
+        query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, seq_lens - 1, other, slots)
+        stored = qkv
+    plan = plan_decode(seq_lens, heads, 2, head_dim, 64, shares)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    hopper_decode_attention(stored, pages, out, tables, slots, plan, query_scale, rope=rope)
+    assert pages.scales is not None
+    if projected:
+        bytes_differ = (pages.k_cache.view(torch.uint8) != other.k_cache.view(torch.uint8)).float().mean()
+        assert bytes_differ < 1e-3 and other.scales is not None
+        counts = pages.scales.num_clipped.item(), other.scales.num_clipped.item()
+        assert abs(counts[0] - counts[1]) <= 0.01 * counts[1] and counts[1] > 0
+    scales = pages.scales.keys, pages.scales.values
+    meant = [part.float() * scale[:, None] for part, scale in zip((pages.k_cache, pages.v_cache), scales, strict=True)]
+    check(out, query / 10, meant, tables, [1] * len(lens), lens)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("shares", [1, 33])
+def test_hopper_decode_over_shared_prefixes(dtype: torch.dtype, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
+
+    lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 128, 2, 64, dtype, 64)
+    pages, meant = in_e4m3(cache)
+    query = randn(len(lens), 4, 128, dtype=dtype)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(seq_lens, 4, 2, 128, 64, shares, shared=shared)
+    slots = new_slots(tables, lens, 64)
+    hopper_decode_attention(query, pages, out, tables, slots, plan, 0.1 * 128**-0.5)
+    check(out, query / 10, meant, tables, [1] * len(lens), lens)
 
 
 def logits_of(folder: Path, prompt: list[int], **settings: Any) -> tuple[list[int], torch.Tensor, dict[str, int]]:

@@ -175,25 +175,24 @@ def _qkv_rope_store_kernel(
     if slot >= 0:
         is_value = (heads >= NUM_HEADS + KV_HEADS)[:, None]
         is_key = mask & (is_query == 0) & (is_value == 0)
+        key_first, key_second, value_first, value_second = rotated_first, rotated_second, raw_first, raw_second
         if k_scale_ptr is not None:
             kv_heads = (heads - NUM_HEADS)[:, None]
             scales = tl.load(k_scale_ptr + kv_heads, mask=is_key, other=1.0)
             scales = tl.load(v_scale_ptr + kv_heads - KV_HEADS, mask=mask & is_value, other=scales)
             is_stored = is_key | (mask & is_value)
-            rotated_first = quantize_kv(
-                tl.where(is_value, raw_first, rotated_first), scales, is_stored, clipped_ptr, NATIVE
-            )
-            rotated_second = quantize_kv(
-                tl.where(is_value, raw_second, rotated_second), scales, is_stored, clipped_ptr, NATIVE
-            )
-            raw_first, raw_second = rotated_first, rotated_second
+            new_first = tl.where(is_value, raw_first, rotated_first)
+            new_second = tl.where(is_value, raw_second, rotated_second)
+            key_first = quantize_kv(new_first, scales, is_stored, clipped_ptr, NATIVE)
+            key_second = quantize_kv(new_second, scales, is_stored, clipped_ptr, NATIVE)
+            value_first, value_second = key_first, key_second
         row = slot * (KV_HEADS * 2 * HALF) + offsets
         key = k_cache_ptr + row - NUM_HEADS * 2 * HALF
-        tl.store(key, rotated_first, mask=is_key)
-        tl.store(key + HALF, rotated_second, mask=is_key)
+        tl.store(key, key_first, mask=is_key)
+        tl.store(key + HALF, key_second, mask=is_key)
         value = v_cache_ptr + row - (NUM_HEADS + KV_HEADS) * 2 * HALF
-        tl.store(value, raw_first, mask=mask & is_value)
-        tl.store(value + HALF, raw_second, mask=mask & is_value)
+        tl.store(value, value_first, mask=mask & is_value)
+        tl.store(value + HALF, value_second, mask=mask & is_value)
 
 
 def qkv_rope_store(

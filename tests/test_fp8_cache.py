@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config, KVCacheDtype
 from nanovllm.kernels import qkv_rope_store, store_kv
-from nanovllm.kernels._triton import jit, tl
+from nanovllm.kernels._triton import converts_e4m3, jit, tl
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
-from nanovllm.kernels.e4m3 import converts_e4m3, to_e4m3
+from nanovllm.kernels.e4m3 import to_e4m3
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
 from tests.conftest import MakeCheckpoint
 from tests.test_fp8 import FORMATS, SETTINGS, SHAPE, change, compressed, weights_of, write

@@ -6,13 +6,12 @@ which quantisation does not make, is then 480.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import INTERPRETED, jit, tl, triton, uses_triton
+from nanovllm.kernels._triton import INTERPRETED, converts_e4m3, jit, tl, triton, uses_triton
 
 E4M3_MAX = 448.0
 _TILE_OUTS, _TILE_INS = 32, 128
@@ -50,12 +49,6 @@ class Fp8Matrix(NamedTuple):
         """Return the matrix of outputs `start ... stop - 1`; `start` is a multiple of `block_outs`."""
         scales = self.scales[start // self.block_outs : -(-stop // self.block_outs)]
         return self._replace(values=self.values[start:stop], scales=scales)
-
-
-@cache
-def converts_e4m3(device: torch.device) -> bool:
-    """Return whether a GPU has instructions that convert between e4m3 and other floats."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:

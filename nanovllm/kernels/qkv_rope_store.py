@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels._triton import (
+    converts_e4m3,
     jit,
     pdl_options,
     tl,
@@ -19,7 +20,7 @@ from nanovllm.kernels._triton import (
     uses_triton,
     wait_for_previous,
 )
-from nanovllm.kernels.e4m3 import E4M3_MAX, converts_e4m3, to_e4m3
+from nanovllm.kernels.e4m3 import E4M3_MAX, to_e4m3
 from nanovllm.kernels.fast_math import rsqrt
 
 NormWeights = tuple[torch.Tensor, torch.Tensor]
@@ -88,7 +89,7 @@ class KVPages:
         return {} if self.scales is None else self.scaling | {"clipped_ptr": self.scales.num_clipped}
 
 
-def store_rows_ref(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+def store_rows(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
     """Store keys and values, [num_tokens, num_kv_heads, size], in the dtype of the pages; slot -1 stores nothing."""
     is_stored, scales = slot_mapping >= 0, pages.scales
     slots = slot_mapping[is_stored]
@@ -122,7 +123,7 @@ def qkv_rope_store_ref(
     cos, sin = rope.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    store_rows_ref(x[:, num_heads:], qkv[:, num_heads + num_kv_heads :], pages, slot_mapping)
+    store_rows(x[:, num_heads:], qkv[:, num_heads + num_kv_heads :], pages, slot_mapping)
     return x[:, :num_heads].contiguous()
 
 

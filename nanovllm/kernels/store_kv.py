@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.qkv_rope_store import KVPages, quantize_kv, store_rows_ref
+from nanovllm.kernels.qkv_rope_store import KVPages, quantize_kv, store_rows
 
 
 def store_kv_ref(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
     """Plain torch form of `store_kv`."""
-    store_rows_ref(key, value, pages, slot_mapping)
+    store_rows(key, value, pages, slot_mapping)
 
 
 @jit

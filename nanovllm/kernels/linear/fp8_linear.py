@@ -14,7 +14,7 @@ from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, quantize_rows
-from nanovllm.kernels.linear.scaled_gemm import scaled_gemm
+from nanovllm.kernels.linear.scaled_gemm import MAX_GATED_ROWS, scaled_gemm
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
@@ -85,12 +85,15 @@ def _scaled_linear(
     gated: bool,
     kernel: LinearKernel,
 ) -> torch.Tensor:
-    if kernel is LinearKernel.SCALED_GEMM:
+    if kernel is LinearKernel.SCALED_MM:
+        # Fast accumulation is that of the tensor cores alone, which keep about 14 bits.
+        out = torch._scaled_mm(
+            rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False
+        )
+    elif len(rows.values) <= MAX_GATED_ROWS:
         return scaled_gemm(rows, weight, dtype, bias, gated)
-    # Fast accumulation is that of the tensor cores alone, which keep about 14 bits.
-    out = torch._scaled_mm(
-        rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False
-    )
+    else:
+        out = scaled_gemm(rows, weight, dtype, bias)
     return silu_and_mul(out) if gated else out
 
 

@@ -12,12 +12,14 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8"]
+KVCacheDtype = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "scaled_logprobs"]
 Pooling = Literal["last", "mean"]
 _CHOICES = {
     "dtype": Dtype,
     "attention_backend": AttentionBackendName,
+    "kv_cache_dtype": KVCacheDtype,
     "load_format": LoadFormat,
     "model_impl": ModelImpl,
     "logprobs_mode": LogprobsMode,
@@ -41,7 +43,8 @@ class Config:
     Attributes:
         model: a folder in the Hub's layout, or a Hub id.
         device: "auto" (CUDA if available, else the CPU), "cpu", "cuda", or "cuda:N", the first GPU if several are used.
-        dtype: of weights and KV cache; "auto" is the checkpoint's on CUDA and float32 on the CPU.
+        dtype: of what is computed, and of weights and KV cache unless they are quantised; "auto" is the checkpoint's on
+            CUDA and float32 on the CPU.
         tensor_parallel_size: number of ranks, each with its own GPU, or all on the CPU; at most the number of KV heads.
         enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every one.
         max_model_len: maximum tokens of one request, prompt and output together; capped by the model's maximum.
@@ -50,6 +53,8 @@ class Config:
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
         enforce_eager: launch kernels one by one instead of replaying CUDA graphs.
         kvcache_block_size: tokens per cache block, a multiple of 16.
+        kv_cache_dtype: "fp8" keeps keys and values in e4m3, twice as many in the same memory, with the scales that the
+            checkpoint has for it, else 1; "auto" in `dtype`.
         num_kvcache_blocks: number of cache blocks; -1 derives it from the free memory.
         enable_prefix_caching: share the cache blocks of equal prefixes.
         prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
@@ -82,6 +87,7 @@ class Config:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     kvcache_block_size: int = 256
+    kv_cache_dtype: KVCacheDtype = "auto"
     num_kvcache_blocks: int = -1
     enable_prefix_caching: bool = True
     prefix_cache: str | None = None
@@ -114,6 +120,8 @@ class Config:
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+        if self.kv_cache_dtype == "fp8" and self.attention_backend == "flash_attn":
+            raise ValueError("attention_backend='flash_attn' does not support kv_cache_dtype='fp8'")
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(f"quantization must be None or 'fp8', not {self.quantization!r}")
 
@@ -147,6 +155,7 @@ class EngineSettings(TypedDict, total=False):
     gpu_memory_utilization: float
     enforce_eager: bool
     kvcache_block_size: int
+    kv_cache_dtype: KVCacheDtype
     num_kvcache_blocks: int
     enable_prefix_caching: bool
     prefix_cache: str | None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 BLOCK = 128
 """Outputs and inputs of a block that has one scale."""
 Granularity = Literal["tensor", "channel", "block"]
+KVGranularity = Literal["tensor", "head"]
 _FP8_KEYS = {
     "quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers",
     "scale_fmt", "kv_cache_scheme", "dequantize",
@@ -34,12 +35,15 @@ class QuantizationConfig:
         is_stored: whether the checkpoint is quantised; otherwise it is while it is loaded, by channels.
         has_input_scale: whether there is a scale of the inputs as well, which weight-only products do not need.
         ignored: modules that are stored as they are: names, their beginnings or ends at a dot, or "re:" and a pattern.
+        kv_scales: what of a layer's keys, and of its values, has a scale for a cache in e4m3: all heads ("tensor"), or
+            each ("head"); None if the checkpoint has no such scales.
     """
 
     granularity: Granularity
     is_stored: bool = False
     has_input_scale: bool = False
     ignored: tuple[str, ...] = ()
+    kv_scales: KVGranularity | None = None
 
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:
@@ -107,7 +111,8 @@ def _others(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
 
 def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
     scheme, size, scale_fmt = (values.get(name) for name in ("activation_scheme", "weight_block_size", "scale_fmt"))
-    _refuse(_others(values, _FP8_KEYS) | {"kv_cache_scheme": values.get("kv_cache_scheme")}, "")
+    _refuse(_others(values, _FP8_KEYS), "")
+    kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
     if (fmt := values.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"quantization_config: fmt={fmt!r} is not supported: only 'e4m3'")
     if scale_fmt not in (None, "float"):
@@ -116,11 +121,27 @@ def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: activation_scheme must be 'dynamic' or 'static', not {scheme!r}")
     ignored = tuple(values.get("modules_to_not_convert") or values.get("ignored_layers") or ())
     if size is None:
-        return QuantizationConfig("tensor", True, scheme == "static", ignored)
+        return QuantizationConfig("tensor", True, scheme == "static", ignored, kv_scales)
     _check_block(size)
     if scheme == "static":
         raise ValueError("quantization_config: activation_scheme='static' is not supported with a weight_block_size")
-    return QuantizationConfig("block", True, ignored=ignored)
+    return QuantizationConfig("block", True, ignored=ignored, kv_scales=kv_scales)
+
+
+def _read_kv_cache_scheme(scheme: Any) -> KVGranularity | None:
+    if scheme is None:
+        return None
+    # What AutoFP8 writes.
+    if scheme == "static":
+        return "tensor"
+    strategy = scheme.get("strategy") if isinstance(scheme, Mapping) else None
+    if strategy not in ("tensor", "attn_head") or scheme.get("dynamic"):
+        raise ValueError(
+            f"quantization_config: kv_cache_scheme={scheme!r:.400} is not supported: only static scales of "
+            "strategy='tensor' or 'attn_head'"
+        )
+    _check_e4m3("kv_cache_scheme", scheme)
+    return "tensor" if strategy == "tensor" else "head"
 
 
 def _check_block(size: Any) -> None:
@@ -129,7 +150,7 @@ def _check_block(size: Any) -> None:
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
-    _refuse(_others(values, _COMPRESSED_KEYS) | {"kv_cache_scheme": values.get("kv_cache_scheme")}, "")
+    _refuse(_others(values, _COMPRESSED_KEYS), "")
     if (stored := values.get("format")) != "float-quantized":
         raise ValueError(f"quantization_config: format={stored!r} is not supported: only 'float-quantized'")
     if (status := values.get("quantization_status", "compressed")) != "compressed":
@@ -151,7 +172,8 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     has_input_scale = bool(inputs) and not inputs.get("dynamic")
     if has_input_scale and inputs.get("strategy") != "tensor":
         raise ValueError(f"quantization_config: static inputs of strategy={inputs.get('strategy')!r} are not supported")
-    return QuantizationConfig(strategy, True, has_input_scale, tuple(values.get("ignore") or ()))
+    kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
+    return QuantizationConfig(strategy, True, has_input_scale, tuple(values.get("ignore") or ()), kv_scales)
 
 
 def _check_e4m3(what: str, args: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Compiles what an engine's start would, for a GPU that is not there: `python -m tests.fake_device 80 0.6B bfloat16`.
 
 Tensors are fake, so that the runner, the model and the dispatchers go their own way, and so is the driver that tells
-Triton what to compile for. A fourth argument is the number of ranks that share the model, of which this is the first;
-further ones are the names of the kernels to compile, if not all.
+Triton what to compile for. A size that ends in "-fp8" has weights and KV cache in e4m3. A fourth argument is the number
+of ranks that share the model, of which this is the first; further ones are the names of the kernels to compile, if not
+all.
 
 Prints as JSON Triton's version and a list of kernels: their names, how many bytes of shared memory they take, how many
 registers a thread has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused,
@@ -171,15 +172,25 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
         (model_runner, "compiler_ready", lambda device: None),
         (model_runner, "compile_ahead", record),
     ]
+    size, is_fp8 = size.removesuffix("-fp8"), size.endswith("-fp8")
     family, config_class = ("Qwen3Moe", Qwen3MoeConfig) if "num_experts" in SIZES[size] else ("Qwen3", Qwen3Config)
     shape = config_class(**SIZES[size], num_hidden_layers=2, num_key_value_heads=8, head_dim=128, vocab_size=151936)
     shape.architectures = [f"{family}ForCausalLM"]
-    config = Config("none", device="cuda:0", dtype=dtype, num_kvcache_blocks=1, enforce_eager=True)
+    config = Config(
+        "none",
+        device="cuda:0",
+        dtype=dtype,
+        num_kvcache_blocks=1,
+        enforce_eager=True,
+        kv_cache_dtype="fp8" if is_fp8 else "auto",
+    )
     with ExitStack() as stack:
         for target, name, value in replaced:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(FakeTensorMode())
         model, communicator = ModelConfig.from_hf(shape), Communicator()
+        if is_fp8:
+            model = model.with_quantization("fp8")
         if num_ranks > 1:
             limits = step_limits(config, model)
             assert limits is not None

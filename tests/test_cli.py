@@ -324,6 +324,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "top_p": (["0.5"], 0.5),
     "prefix_cache": (["x"], "x"),
     "quantization": (["fp8"], "fp8"),
+    "kv_cache_dtype": (["fp8"], "fp8"),
     "host": (["::1"], "::1"),
     "uds": (["x"], "x"),
     "batch_dir": (["x"], "x"),

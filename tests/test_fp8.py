@@ -17,11 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
 from nanovllm.kernels.linear import choose, fp8_linear
 from nanovllm.kernels.linear.gemv import gemv
+from nanovllm.kernels.linear.quantize_rows import quantize_rows, quantize_rows_ref, quantize_rows_triton
+from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.model_config import ModelConfig
@@ -31,7 +35,7 @@ from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
-from tests.test_kernels import DEVICE, DTYPES, randn
+from tests.test_kernels import DEVICE, DTYPES, GPU, randn
 from tests.test_sharding import shards
 
 # Blocks end within heads, keys and values; a rank's keys begin within one. A KV head's group has 128 inputs of o_proj.
@@ -276,7 +280,7 @@ def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Pat
             r"ignores \['model.layers.0.self_attn.q_proj'\], but not all of",
         ),
         (compressed(None, strategy="channel") | {"format": "pack-quantized"}, "format='pack-quantized' is not"),
-        (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC}, "kv_cache_scheme=.* is not supported"),
+        (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC | {"type": "int"}}, "scheme of type='int'"),
         (compressed(None, strategy="channel", type="int", num_bits=4), "weights of type='int', num_bits=4"),
         (compressed(weights_of(type="int"), strategy="channel"), "input_activations of type='int'"),
         (compressed(None, strategy="group"), "weights of strategy='group' are not supported"),
@@ -407,6 +411,105 @@ def test_dequantize(block: tuple[int, int]) -> None:
         torch.testing.assert_close(found, want, rtol=2e-3 if dtype != torch.float32 else 0, atol=1e-6)
 
 
+@pytest.mark.parametrize("group", [128, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual, norm = randn(5, 300, dtype=dtype), randn(5, 300, dtype=dtype), Norm(randn(300, dtype=dtype), 0.1)
+    x[2] = 0
+    parts = torch.stack((x.float() - 1, torch.ones_like(x).float()))
+    for args in ((x, group), (x, group, norm), (x, group, norm, residual), (parts, group, norm, residual)):
+        (found, total), (want, same) = quantize_rows_triton(*args), quantize_rows_ref(*args)
+        torch.testing.assert_close(total, same, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-3)
+        torch.testing.assert_close(found.scales, want.scales, rtol=4e-3 if dtype != torch.float32 else 1e-5, atol=1e-6)
+        # Norms round a little otherwise.
+        assert (found.values.float() != want.values.float()).float().mean() < 0.02
+        assert found.values.float().abs().amax(1).max() == 448
+
+
+@pytest.mark.parametrize("block", [(1, 0), (128, 128), (1, 128)])
+@pytest.mark.parametrize(
+    ("rows", "gated", "parts"), [(17, True, 1), (40, False, 2), (300, False, 1), *([(2100, False, 1)] if GPU else [])]
+)
+@pytest.mark.parametrize("positive", [False, True])
+def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int, positive: bool) -> None:
+    """Against float64 of the same values and scales."""
+    torch.manual_seed(0)
+    num_ins, dtype = (12288 if positive else 256 if parts > 1 else 300), DTYPES[-1]
+    if positive and not GPU:
+        num_ins = 2048
+    made = make_product(rows, (num_ins, 150), block, dtype, gated, positive)
+    x = quantize_rows_ref(made.x, made.weight.block_ins)[0]
+    wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
+    bias = None if gated or parts > 1 or made.bias is None else made.bias
+    exact = wide @ dequantize_ref(made.weight, torch.float64).T
+    exact = exact if bias is None else exact + bias.double()
+    if gated:
+        gate, up = exact.chunk(2, -1)
+        exact = functional.silu(gate) * up
+    errors = []
+    for form in (scaled_gemm_triton, scaled_gemm_ref):
+        out = form(x, made.weight, dtype, bias, gated, parts)
+        assert out.dtype == (torch.float32 if parts > 1 else dtype)
+        out = out.sum(0) if parts > 1 else out
+        errors.append((out.double() - exact).abs().max().item())
+    assert errors[0] <= 1.5 * errors[1] + 1e-4 * exact.abs().max().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (GPU and converts_e4m3(torch.device(DEVICE))), reason="needs products in e4m3")
+@pytest.mark.parametrize("rows", [17, 64, 65, 256, 1000])
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("kind", ["SCALED_GEMM", "SCALED_MM"])
+def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str) -> None:
+    """What sums of 12,288 positive products lose, in either kernel."""
+    torch.manual_seed(0)
+    made = make_product(rows, (12288, 512), (1, 0), torch.bfloat16, False, positive)
+    x = quantize_rows(made.x, 12288)[0]
+    wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
+    exact = wide @ dequantize_ref(made.weight, torch.float64).T
+    kernel = choose.LinearKernel[kind]
+    out = fp8_linear._scaled_linear(x, made.weight, torch.bfloat16, None, False, kernel)
+    same = scaled_gemm_ref(x, made.weight, torch.bfloat16)
+    error, allowed = ((y.double() - exact).abs().max().item() for y in (out, same))
+    assert error <= 1.5 * allowed, (error, allowed)
+
+
+def quantizes(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """As on a GPU that multiplies in e4m3, whatever the dtype."""
+    return num_rows > choose.MAX_SKINNY_ROWS
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
+def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name: str) -> None:
+    """An engine's logits against transformers' model with the same rule in its linear layers; several ranks agree."""
+    stored, meant = write(base, FORMATS[name], tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "should_quantize_rows", quantizes)
+        tokens, logits = tokens_and_logits(stored)
+    plain = tokens_and_logits(stored)[1]
+    assert not torch.allclose(logits[0], plain[0], rtol=1e-3)
+    group = 128 if name == "fp8-block" else 10**6
+    # In the last layer few rows are left after attention, those to sample from, which are not rounded.
+    ignored = FORMATS[name].ignored + r"|layers\.1\.(mlp|self_attn\.o_proj)"
+
+    def rounded_rows(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        flat = args[0].flatten(0, -2)
+        rows = quantize_rows_ref(flat, min(group, flat.shape[1]))[0]
+        wide = dequantize_ref(Fp8Matrix(rows.values, rows.scales, 1, rows.group), torch.float32)
+        return (wide.view_as(args[0]),)
+
+    model = AutoModelForCausalLM.from_pretrained(meant, dtype=torch.float32).eval()
+    for path, layer in model.named_modules():
+        if path.endswith("_proj") and not re.search(ignored, path):
+            layer.register_forward_pre_hook(rounded_rows)
+    with torch.inference_mode():
+        theirs = [model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]
+    for mine, want in zip(logits[0], theirs, strict=True):
+        assert (mine - want).abs().max() < 1e-3 * want.abs().max()
+    assert all(len(token_ids) == NUM_TOKENS for token_ids in tokens)
+
+
 @pytest.mark.parametrize(("num_rows", "kernel"), [(1, "GEMV"), (16, "SKINNY_GEMM"), (17, "CUBLAS")])
 def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -418,7 +521,7 @@ def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypa
         made = make_product(num_rows, (300, 200), (1, 0), DTYPES[-1], gated)
         out, total = fp8_linear.fp8_linear(made.x, made.weight, made.bias, made.norm, made.residual, gated)
         check_product(out, made)
-        assert choose.choose_fp8(made.x).name == kernel
+        assert choose.choose_fp8(num_rows, DTYPES[-1], made.weight).name == kernel
         # The parts of a sum.
         parts = torch.stack((made.x.float() - 1, torch.ones_like(made.x).float()))
         again, same = fp8_linear.fp8_linear(parts, made.weight, made.bias, made.norm, made.residual, gated)

@@ -105,8 +105,8 @@ def test_store_kv(dtype: torch.dtype, by_heads: bool) -> None:
     key, value = (randn(*size, dtype=dtype) for size in sizes)
     if by_heads:
         key, value = key.transpose(0, 1), value.transpose(0, 1)
-    by_triton(store_kv.store_kv)(key, value, KVPages(*out), slots)
-    store_kv.store_kv_ref(key, value, KVPages(*same), slots)
+    by_triton(store_kv.store_kv)(key, value, KVPages(out[0], out[1]), slots)
+    store_kv.store_kv_ref(key, value, KVPages(same[0], same[1]), slots)
     for new, pages, theirs, old in zip((key, value), out, same, before, strict=True):
         expected = old.flatten(0, 1).clone()
         for token, slot in enumerate(slots.tolist()):

@@ -77,7 +77,9 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         device = torch.device(DEVICE)
-        backend = TritonBackend(device, torch.float32, 16, 4, 2, 16, num_slots=num_decodes, shares_prefixes=True)
+        backend = TritonBackend(
+            device, torch.float32, 16, 4, 2, 16, kv_dtype=torch.float32, num_slots=num_decodes, shares_prefixes=True
+        )
         slots = np.arange(num_decodes, dtype=np.int32)
         contexts = DecodeContexts(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
         variant, array = backend.plan_host(contexts)

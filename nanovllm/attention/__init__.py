@@ -31,7 +31,7 @@ def make_backend(
 
     Args:
         name: "auto", "sdpa", "triton" or "flash_attn".
-        device, dtype: of the queries and the KV cache.
+        device, dtype: of the queries.
         block_size: tokens per cache block.
         num_heads: query heads of a layer.
         specs: what the layers cache.
@@ -55,6 +55,7 @@ def make_backend(
             num_heads,
             specs[0].num_kv_heads,
             specs[0].key_size,
+            kv_dtype=specs[0].dtype,
             num_slots=num_slots,
             # Layers with windows take no part in cascade attention.
             shares_prefixes=shares_prefixes and any(spec.window is None for spec in specs),

@@ -129,8 +129,7 @@ def _attend(
     group, num_queries = q.shape[2:4]
     # On the CPU index_select takes a quarter of the time of indexing.
     key, value = (
-        cache.flatten(0, 1).index_select(0, segment.key_slots).unflatten(0, (segment.num_seqs, -1)).transpose(1, 2)
-        for cache in (pages.k_cache, pages.v_cache)
+        rows.unflatten(0, (segment.num_seqs, -1)).transpose(1, 2) for rows in _gather(pages, segment, query.dtype)
     )
     mask = segment.mask.repeat(1, 1, group, 1)
     if options.softcap is None and options.sinks is None:
@@ -139,6 +138,18 @@ def _attend(
         out = _attend_in_steps(q.flatten(2, 3), key, value, mask, scale=scale, options=options)
     out = out.view(segment.num_seqs, num_kv_heads, group, num_queries, -1)
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_heads, -1)
+
+
+def _gather(pages: KVPages, segment: Segment, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the keys and the values of a segment, [num_seqs * num_keys, num_kv_heads, size] each."""
+    rows = [cache.flatten(0, 1).index_select(0, segment.key_slots) for cache in pages.stored]
+    if pages.scales is None:
+        return rows
+    scales = pages.scales.keys, pages.scales.values
+    return [
+        (one.view(torch.float8_e4m3fn).float() * scale[:, None]).to(dtype)
+        for one, scale in zip(rows, scales, strict=True)
+    ]
 
 
 def _attend_in_steps(

@@ -54,7 +54,7 @@ class TritonBackend(AttentionBackend):
 
     Args:
         device: a CUDA device.
-        dtype: of the queries and the KV cache.
+        dtype, kv_dtype: of the queries, and of the KV cache.
         block_size: tokens per cache block.
         num_heads, num_kv_heads: query heads and KV heads.
         head_dim: elements per head.
@@ -77,6 +77,7 @@ class TritonBackend(AttentionBackend):
         num_kv_heads: int,
         head_dim: int,
         *,
+        kv_dtype: torch.dtype,
         num_slots: int,
         shares_prefixes: bool = False,
         all_reduce_min: Callable[[int], int] = int,
@@ -89,7 +90,7 @@ class TritonBackend(AttentionBackend):
         if is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
-            if hopper_prefill.supports(dtype, head_dim, block_size):
+            if hopper_prefill.supports(kv_dtype, head_dim, block_size):
                 self._hopper_prefill = hopper_prefill.hopper_prefill_attention
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
                 self._hopper_decode = hopper_decode

@@ -19,7 +19,9 @@ from nanovllm.config import Config
 
 _HEADER = re.compile(rb'\{"line": (\d{1,15}), "run": "([0-9a-f]{16})", "request": "([0-9a-f]{16})"')
 # Other settings change how fast an answer comes, or which lines fail.
-_SETTINGS = ("revision", "dtype", "load_format", "model_impl", "quantization", "logprobs_mode", "seed")
+_SETTINGS = (
+    "revision", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "logprobs_mode", "seed",
+)  # fmt: skip
 
 
 def request_digest(line: bytes) -> int:

@@ -70,7 +70,8 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     # A byte for each of the layers' weights.
     bytes_saved = weights.dense * (itemsize - 1) if model.quantization is not None else 0
     heads_size = model.num_heads * model.head_dim
-    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_itemsize
 
     lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
     computed = sum(end - start for end, start in lens)

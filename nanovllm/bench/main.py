@@ -1,7 +1,8 @@
 """Throughput against what the machine physically can: `nanovllm bench [--workload all] [--shape 8B]`.
 
 On a GPU, random weights of a published Qwen3 shape; without one, the bundled checkpoint and less work. Each workload
-runs twice with fresh prompts, after one round that does not count, and the better round counts. The floor is the time
+runs twice with fresh prompts, after one round that does not count, and the better round counts; `square`, which takes
+minutes and is not part of `all`, once. The floor is the time
 that the machine, at the read bandwidth and matmul rate measured in the same run, cannot beat: for each decode step the
 longer of reading the weights and doing the products' arithmetic, plus reading the live keys and values; then the
 arithmetic of the prefill. The last line is JSON.
@@ -24,8 +25,17 @@ import torch
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.bench import IMPORT_STARTED
 from nanovllm.bench.floor import Ceilings, floor_seconds, measure_ceilings
-from nanovllm.bench.workloads import ON_GPU, SHAPES, WORKLOADS, Workload, make_workload, shape_folder
-from nanovllm.config import Quantization
+from nanovllm.bench.workloads import (
+    LONG_NUM_SEQS,
+    LONG_WORKLOAD,
+    ON_GPU,
+    SHAPES,
+    WORKLOADS,
+    Workload,
+    make_workload,
+    shape_folder,
+)
+from nanovllm.config import Config, KVCacheDtype, Quantization
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import CommandParser, user_errors
@@ -78,9 +88,14 @@ def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
 
 
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
-    """Print and return the better of a workload's rounds. One is run before, since steps capture graphs as needed."""
-    run(llm, make_workload(name, "warm-up", llm))
-    rounds = [measure_round(llm, make_workload(name, str(number), llm), ceilings) for number in range(ROUNDS)]
+    """Print and return the better of a workload's rounds. One is run before, since steps capture graphs as needed.
+
+    A round of `LONG_WORKLOAD` takes minutes, beside which graphs are nothing: there is only one.
+    """
+    num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
+    if num_rounds > 1:
+        run(llm, make_workload(name, "warm-up", llm))
+    rounds = [measure_round(llm, make_workload(name, str(number), llm), ceilings) for number in range(num_rounds)]
     r = max(rounds, key=lambda result: result.floor_share)
     counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
     rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
@@ -99,6 +114,8 @@ def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
             enforce_eager=options.enforce_eager,
             attention_backend=options.attention_backend,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
+            max_num_seqs=LONG_NUM_SEQS if options.workload == LONG_WORKLOAD else Config.max_num_seqs,
             gpu_memory_utilization=options.gpu_memory_utilization,
             seed=0,
         )
@@ -133,12 +150,13 @@ def plot(results: list[Result], title: str, file: str) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line, with what depends on the machine filled in."""
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, "all"])
+    parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
     parser.add_argument("--shape", default="0.6B", choices=SHAPES, help="a published Qwen3 shape, random weights")
     parser.add_argument("--model", help="folder or Hub id instead of a shape")
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--quantization", choices=get_args(Quantization), help="of the linear layers' weights")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")

@@ -27,6 +27,8 @@ SHAPES = {
 # experts, and how many of them compute a token
 EXPERTS = {"30B-A3B": (128, 8)}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
+LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
+"""A workload of minutes, and how many sequences an engine is to run at once for it."""
 
 
 @dataclass
@@ -55,6 +57,8 @@ def make_workload(name: str, seed: str, llm: LLM) -> Workload:
         lens = [(size(128), size(512))] * (1 if name == "single" else 8)
     elif name == "prefill":
         lens = [(size(2048), 8)] * size(256)
+    elif name == LONG_WORKLOAD:
+        lens = [(size(1000), size(1000))] * size(3000)
     elif name == "shared":
         lens = [(size(64), size(64))] * size(512)
     else:

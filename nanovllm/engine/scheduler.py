@@ -53,13 +53,17 @@ class StepChanges:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the scheduler began. Prompt and cached tokens count once a request, when it is first admitted."""
+    """Counts since the scheduler began. Prompt and cached tokens count once a request, when it is first admitted.
+
+    Of clipped keys and values see `StepOutput`.
+    """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_clipped_kv: int = 0
 
 
 class Scheduler:
@@ -168,6 +172,7 @@ class Scheduler:
         for index in [*affected, *range(num_decodes, len(output.token_ids))]:
             self._take_token(batch.sampled_seq_ids[index], int(output.token_ids[index]), changes)
         self.stats.num_output_tokens += len(output.token_ids) - len(changes.dropped)
+        self.stats.num_clipped_kv = output.num_clipped_kv
         self.block_manager.confirm_step()
         return changes
 

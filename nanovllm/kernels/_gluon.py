@@ -67,11 +67,13 @@ def halve(x):
 
 
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
-    """Return the TMA descriptor of a tensor of two-byte elements, copied in blocks of `block_shape`.
+    """Return the TMA descriptor of a tensor of one- or two-byte elements, copied in blocks of `block_shape`.
 
-    In shared memory a block has the 128-byte swizzle that `warpgroup_mma` and bank-conflict-free loads need.
+    In shared memory a block has the swizzle that `warpgroup_mma` and bank-conflict-free loads need: of 128 bytes, or of
+    all the bytes of a row, if these are fewer.
     """
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block_shape))
+    swizzle, bits = min(128, block_shape[-1] * tensor.element_size()), 8 * tensor.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block_shape))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout)
 
 

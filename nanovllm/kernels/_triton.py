@@ -182,3 +182,9 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 def is_hopper(device: torch.device) -> bool:
     """Return whether kernels with Hopper's matrix instructions, which no later GPU has, can run on the device."""
     return uses_triton(device) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Return whether a GPU has instructions that convert between e4m3 and other floats."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

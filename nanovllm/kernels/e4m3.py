@@ -6,13 +6,12 @@ which quantisation does not make, is then 480.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import INTERPRETED, jit, tl, triton, uses_triton
+from nanovllm.kernels._triton import INTERPRETED, converts_e4m3, jit, tl, triton, uses_triton
 
 E4M3_MAX = 448.0
 _TILE_OUTS, _TILE_INS = 32, 128
@@ -43,19 +42,13 @@ class Fp8Matrix(NamedTuple):
     def scaling(self) -> dict[str, Any]:
         """The scales as arguments of kernels; with `SCALE_INS` 0 an output has one, by which its sum is multiplied."""
         block_ins = self.block_ins if self.scales.shape[1] > 1 else 0
-        native = _converts_e4m3(self.values.device)
+        native = converts_e4m3(self.values.device)
         return {"scale_ptr": self.scales, "SCALE_OUTS": self.block_outs, "SCALE_INS": block_ins, "NATIVE": native}
 
     def outputs(self, start: int, stop: int) -> Fp8Matrix:
         """Return the matrix of outputs `start ... stop - 1`; `start` is a multiple of `block_outs`."""
         scales = self.scales[start // self.block_outs : -(-stop // self.block_outs)]
         return self._replace(values=self.values[start:stop], scales=scales)
-
-
-@cache
-def _converts_e4m3(device: torch.device) -> bool:
-    """Return whether a GPU has an instruction that converts e4m3 to float16."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:
@@ -137,6 +130,25 @@ def from_e4m3(bytes, dtype: tl.constexpr, NATIVE: tl.constexpr):
             "=r,=r,r", [bytes], tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
     return converted
+
+
+@jit
+def to_e4m3(x, NATIVE: tl.constexpr):
+    """Return float32 as bytes of e4m3, to the nearest, of two the even one; what is beyond 448 becomes 448."""
+    if NATIVE:
+        # The instruction saturates.
+        rounded = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        size = tl.minimum(tl.abs(x), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 8 * (127 - 7)
+        # Beside 2^14 float32's last bit is worth 2^-9, as that of e4m3's subnormal numbers is.
+        subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        magnitude = tl.where(size < 2.0**-6, subnormal, normal)
+        is_number = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) <= 0x7F800000
+        rounded = (tl.where(is_number, magnitude, 0x7F) | sign).to(tl.uint8)
+    return rounded
 
 
 @jit

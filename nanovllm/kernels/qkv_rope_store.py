@@ -7,10 +7,12 @@ pass over memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nanovllm.kernels._triton import (
+    converts_e4m3,
     jit,
     pdl_options,
     tl,
@@ -18,6 +20,7 @@ from nanovllm.kernels._triton import (
     uses_triton,
     wait_for_previous,
 )
+from nanovllm.kernels.e4m3 import E4M3_MAX, to_e4m3
 from nanovllm.kernels.fast_math import rsqrt
 
 NormWeights = tuple[torch.Tensor, torch.Tensor]
@@ -39,15 +42,67 @@ class NormRope:
 
 
 @dataclass(slots=True)
+class KVScales:
+    """What the e4m3 of a layer's pages means: each value is multiplied by the scale of its KV head.
+
+    Attributes:
+        keys, values: [num_kv_heads] float32.
+        num_clipped: [1] int64; of all layers, counts what was stored as 448 times the scale, because it is beyond.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    num_clipped: torch.Tensor
+
+
+@dataclass(slots=True)
 class KVPages:
     """The KV cache of one layer.
 
     Attributes:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        scales: if these are in e4m3, else None.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    scales: KVScales | None = None
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both caches as kernels take them, e4m3 as uint8."""
+        if self.scales is None:
+            return self.k_cache, self.v_cache
+        return self.k_cache.view(torch.uint8), self.v_cache.view(torch.uint8)
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The scales as arguments of kernels that read the pages; none if there are none."""
+        if self.scales is None:
+            return {}
+        scales, native = self.scales, converts_e4m3(self.k_cache.device)
+        return {"k_scale_ptr": scales.keys, "v_scale_ptr": scales.values, "NATIVE": native}
+
+    @property
+    def store_scaling(self) -> dict[str, Any]:
+        """The same of kernels that store into the pages."""
+        return {} if self.scales is None else self.scaling | {"clipped_ptr": self.scales.num_clipped}
+
+
+def store_rows(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+    """Store keys and values, [num_tokens, num_kv_heads, size], in the dtype of the pages; slot -1 stores nothing."""
+    is_stored, scales = slot_mapping >= 0, pages.scales
+    slots = slot_mapping[is_stored]
+    scales_of = (None, None) if scales is None else (scales.keys, scales.values)
+    for cache, new, scale in zip(pages.stored, (key, value), scales_of, strict=True):
+        rows = new[is_stored]
+        if scales is None or scale is None:
+            rows = rows.to(cache.dtype)
+        else:
+            scaled = rows.float() / scale[:, None]
+            scales.num_clipped += (scaled.abs() > E4M3_MAX).sum()
+            rows = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        cache.flatten(0, 1)[slots] = rows
 
 
 def qkv_rope_store_ref(
@@ -68,11 +123,18 @@ def qkv_rope_store_ref(
     cos, sin = rope.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    stored = slot_mapping >= 0
-    slots = slot_mapping[stored]
-    pages.k_cache.flatten(0, 1)[slots] = x[stored, num_heads:]
-    pages.v_cache.flatten(0, 1)[slots] = qkv[stored, num_heads + num_kv_heads :]
+    store_rows(x[:, num_heads:], qkv[:, num_heads + num_kv_heads :], pages, slot_mapping)
     return x[:, :num_heads].contiguous()
+
+
+@jit
+def quantize_kv(x, scales, mask, clipped_ptr, NATIVE: tl.constexpr):
+    """Return bytes of e4m3 that mean x, if multiplied by the scales; counts those of `mask` that are clipped."""
+    scaled = x.to(tl.float32) / scales
+    num_clipped = tl.sum((mask & (tl.abs(scaled) > 448.0)).to(tl.int32))
+    if num_clipped > 0:
+        tl.atomic_add(clipped_ptr, num_clipped.to(tl.int64), sem="relaxed")
+    return to_e4m3(scaled, NATIVE)
 
 
 @jit
@@ -80,7 +142,7 @@ def _qkv_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, query_ptr,
     k_cache_ptr, v_cache_ptr, eps, row_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -114,13 +176,24 @@ def _qkv_rope_store_kernel(
     if slot >= 0:
         is_value = (heads >= NUM_HEADS + KV_HEADS)[:, None]
         is_key = mask & (is_query == 0) & (is_value == 0)
+        key_first, key_second, value_first, value_second = rotated_first, rotated_second, raw_first, raw_second
+        if k_scale_ptr is not None:
+            kv_heads = (heads - NUM_HEADS)[:, None]
+            scales = tl.load(k_scale_ptr + kv_heads, mask=is_key, other=1.0)
+            scales = tl.load(v_scale_ptr + kv_heads - KV_HEADS, mask=mask & is_value, other=scales)
+            is_stored = is_key | (mask & is_value)
+            new_first = tl.where(is_value, raw_first, rotated_first)
+            new_second = tl.where(is_value, raw_second, rotated_second)
+            key_first = quantize_kv(new_first, scales, is_stored, clipped_ptr, NATIVE)
+            key_second = quantize_kv(new_second, scales, is_stored, clipped_ptr, NATIVE)
+            value_first, value_second = key_first, key_second
         row = slot * (KV_HEADS * 2 * HALF) + offsets
         key = k_cache_ptr + row - NUM_HEADS * 2 * HALF
-        tl.store(key, rotated_first, mask=is_key)
-        tl.store(key + HALF, rotated_second, mask=is_key)
+        tl.store(key, key_first, mask=is_key)
+        tl.store(key + HALF, key_second, mask=is_key)
         value = v_cache_ptr + row - (NUM_HEADS + KV_HEADS) * 2 * HALF
-        tl.store(value, raw_first, mask=mask & is_value)
-        tl.store(value + HALF, raw_second, mask=mask & is_value)
+        tl.store(value, value_first, mask=mask & is_value)
+        tl.store(value + HALF, value_second, mask=mask & is_value)
 
 
 def qkv_rope_store(
@@ -147,7 +220,7 @@ def qkv_rope_store(
     if not uses_triton(qkv.device):
         return qkv_rope_store_ref(qkv, rope, positions, pages, slot_mapping)
     num_tokens, all_heads, head_dim = qkv.shape
-    cos_sin, k_cache, v_cache = rope.cos_sin, pages.k_cache, pages.v_cache
+    cos_sin, (k_cache, v_cache) = rope.cos_sin, pages.stored
     num_kv_heads = k_cache.shape[2]
     num_heads = all_heads - 2 * num_kv_heads
     assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
@@ -159,5 +232,6 @@ def qkv_rope_store(
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, rope.eps,
         qkv.stride(0), NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads,
         HAS_NORM=rope.norm_weights is not None, num_warps=2, **pdl_options(qkv.device),
+        **pages.store_scaling,
     )  # fmt: skip
     return query

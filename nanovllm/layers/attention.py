@@ -14,6 +14,7 @@ from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.quantization.kv_scales import KVCacheScales
 
 
 class QKVProduct(Protocol):
@@ -35,6 +36,7 @@ class CachedAttention(nn.Module):
         num_kv_heads: of this rank.
         key_size, value_size: elements of a head's key and of its value.
         options: how it differs from plain causal attention.
+        scales: of a cache in e4m3, if the checkpoint has them.
 
     Attributes:
         pages: the layer's cache; bound by the runner, as is the backend.
@@ -43,8 +45,16 @@ class CachedAttention(nn.Module):
     pages: KVPages
     backend: AttentionBackend
 
-    def __init__(self, num_kv_heads: int, key_size: int, value_size: int, options: AttentionOptions) -> None:
+    def __init__(
+        self,
+        num_kv_heads: int,
+        key_size: int,
+        value_size: int,
+        options: AttentionOptions,
+        scales: KVCacheScales | None = None,
+    ) -> None:
         super().__init__()
+        self.scales = scales
         self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
         self.options = options
 
@@ -70,6 +80,7 @@ class Attention(CachedAttention):
         eps: of the norms of heads, if there are any.
         rotary: what positions do to queries and keys; other layers may have the same.
         options: how it differs from plain causal attention.
+        scales: see the base class.
     """
 
     def __init__(
@@ -79,8 +90,9 @@ class Attention(CachedAttention):
         eps: float,
         rotary: RotaryEmbedding,
         options: AttentionOptions = PLAIN,
+        scales: KVCacheScales | None = None,
     ) -> None:
-        super().__init__(num_kv_heads, head_dim, head_dim, options)
+        super().__init__(num_kv_heads, head_dim, head_dim, options, scales)
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.eps = eps

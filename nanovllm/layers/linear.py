@@ -48,7 +48,7 @@ class Projection:
 
         The arguments are those of `qkv_rope_store`. Returns the queries, [num_tokens, num_heads, head_dim].
         """
-        if not self.weight.should_use_rope_store(self.x.branch, rope):
+        if not self.weight.should_use_rope_store(self.x.branch, rope, pages):
             return None
         return self.weight.multiply_rope_store(self.x.compute(), rope, positions, pages, slot_mapping)
 

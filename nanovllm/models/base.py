@@ -22,6 +22,11 @@ from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTar
 
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Other names of scales, all of which multiply."""
+_KV_SCALES = {
+    ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale",
+    ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale",
+}  # fmt: skip
+"""Scales of a cache in e4m3: module and name there -> name here."""
 
 
 class HiddenStates(Protocol):
@@ -146,6 +151,8 @@ class CausalLM(nn.Module):
         path = [self.renamed_modules.get(module, module) for module in name.split(".")]
         path[-1] = _SCALES.get(path[-1], path[-1])
         module = path[-2] if len(path) >= 2 else ""
+        if (scale := _KV_SCALES.get((module, path[-1]))) is not None:
+            return [WeightTarget(".".join([*path[: path.index("self_attn") + 1], "attn.scales", scale]))]
         if module in self.fused_modules_mapping:
             return [WeightTarget(".".join(path), part) for part in self.fused_modules_mapping[module]]
         part = None

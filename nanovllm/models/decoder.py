@@ -28,6 +28,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
+from nanovllm.quantization.kv_scales import KVCacheScales
 
 
 class SelfAttention(nn.Module):
@@ -49,7 +50,10 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
-        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options)
+        scales = None
+        if quant_config is not None and quant_config.kv_scales is not None:
+            scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
+        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales)
 
     def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
         """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""

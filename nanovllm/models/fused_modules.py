@@ -109,7 +109,7 @@ class Product:
         self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
     ) -> torch.Tensor | None:
         """See `Projection`."""
-        if not self.weight.should_use_rope_store(self.x, rope):
+        if not self.weight.should_use_rope_store(self.x, rope, pages):
             return None
         return self.weight.multiply_rope_store(self.x, rope, positions, pages, slot_mapping)
 

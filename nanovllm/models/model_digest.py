@@ -30,8 +30,9 @@ def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: 
     """
     digest = xxh3_128(Path(folder, "config.json").read_bytes())
     is_dummy, is_native = config.load_format == "dummy", model_config.hf is None
-    settings = config.revision, config.quantization, dtype, is_native, None if is_native else max_model_len
-    digest.update(json.dumps([*settings, config.seed or 0 if is_dummy else None]).encode())
+    settings = config.revision, config.quantization, config.kv_cache_dtype, dtype, is_native
+    others = None if is_native else max_model_len, config.seed or 0 if is_dummy else None
+    digest.update(json.dumps([*settings, *others]).encode())
     for file in [] if is_dummy else weight_files(folder):
         _add_samples(digest, file)
     return digest.digest()

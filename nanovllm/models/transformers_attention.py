@@ -51,7 +51,7 @@ class PagedAttention(CachedAttention):
         if key.stride(2) != 1 or value.stride(2) != 1:
             key, value = key.contiguous(), value.contiguous()
         store_kv(key, value, pages, metadata.slot_mapping)
-        query = query.to(pages.k_cache.dtype).contiguous()
+        query = query.to(value.dtype if pages.scales is not None else pages.k_cache.dtype).contiguous()
         return self.backend.forward(query, pages, metadata, self.scale, self.options)[None]
 
 

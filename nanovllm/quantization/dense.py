@@ -70,9 +70,9 @@ class DenseWeight(Weight):
         assert self.bias is None
         return linear_into(x, self.values, residual)
 
-    def should_use_rope_store(self, x: torch.Tensor, rope: NormRope) -> bool:
+    def should_use_rope_store(self, x: torch.Tensor, rope: NormRope, pages: KVPages) -> bool:
         """See the base class."""
-        if rope.norm_weights is None or self.bias is not None or not is_hopper(x.device):
+        if rope.norm_weights is None or self.bias is not None or pages.scales is not None or not is_hopper(x.device):
             return False
         has_head_dim = rope.cos_sin.shape[1] == choose.PERSISTENT_COLUMNS
         return has_head_dim and choose.should_use_persistent(x.shape[-2], self.values)

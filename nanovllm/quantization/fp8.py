@@ -1,4 +1,4 @@
-"""A weight of e4m3 values with float32 scales, whose products take inputs of 16 or 32 bits (weight-only, W8A16)."""
+"""A weight of e4m3 values with float32 scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear import choose
-from nanovllm.kernels.linear.fp8_linear import fp8_linear
+from nanovllm.kernels.linear.fp8_linear import fp8_linear, fp8_linear_into
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
@@ -32,7 +32,7 @@ class Fp8Weight(Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1
+    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.MAX_OWN_FP8_ROWS + 1, choose.MAX_SPLITK_ROWS + 1
 
     scales: torch.Tensor
 
@@ -98,7 +98,8 @@ class Fp8Weight(Weight):
 
     def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See the base class."""
-        return self.multiply(x), residual
+        assert self.bias is None
+        return fp8_linear_into(x, self.matrix, residual)
 
 
 def _are_aligned(shards: list[Shard]) -> bool:

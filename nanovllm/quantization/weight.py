@@ -61,7 +61,7 @@ class Weight(LoadableModule, ABC):
         x: [num_rows, inputs], contiguous; residual: [num_rows, outputs]; may be overwritten.
         """
 
-    def should_use_rope_store(self, x: torch.Tensor, rope: NormRope) -> bool:
+    def should_use_rope_store(self, x: torch.Tensor, rope: NormRope, pages: KVPages) -> bool:
         """Return whether `multiply_rope_store` has a kernel for x that is faster than a product and an op after it."""
         return False
 

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
-from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.runner.messages import BlockTransfer
 
@@ -50,6 +50,7 @@ class KVCache:
 
     Attributes:
         groups: the pages by what layers cache.
+        num_clipped: [1] int64 of a cache in e4m3, else None; see `KVScales`.
         host_blocks: blocks in the host's memory by slot, which the next step that loads may load, as `block` has them.
     """
 
@@ -66,6 +67,9 @@ class KVCache:
         self._layers, self._device = layers, device
         self.host_blocks: dict[int, list[torch.Tensor]] = {}
         self.groups: dict[KVCacheSpec, CacheGroup] = {}
+        self.num_clipped: torch.Tensor | None = None
+        if any(spec.dtype == torch.float8_e4m3fn for spec in specs):
+            self.num_clipped = torch.zeros(1, dtype=torch.int64, device=device)
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
         backend.take_specs(specs)
@@ -73,7 +77,16 @@ class KVCache:
             members = [layer for layer, other in zip(layers, specs, strict=True) if other == spec]
             group = self.groups[spec] = CacheGroup.zeros(spec, len(members), num_blocks, block_size, device)
             for layer, k_cache, v_cache in zip(members, group.keys, group.values, strict=True):
-                layer.bind(KVPages(k_cache, v_cache), backend)
+                layer.bind(KVPages(k_cache, v_cache, self._scales(layer)), backend)
+
+    def _scales(self, layer: CachedAttention) -> KVScales | None:
+        """Return the scales of a layer's e4m3: those of the checkpoint, or 1."""
+        if self.num_clipped is None:
+            return None
+        if layer.scales is not None:
+            return KVScales(layer.scales.k_scale, layer.scales.v_scale, self.num_clipped)
+        keys, values = torch.ones(2, layer.num_kv_heads, device=self._device)
+        return KVScales(keys, values, self.num_clipped)
 
     @property
     def block_bytes(self) -> int:
@@ -108,7 +121,8 @@ class KVCache:
         sources, destinations = on_device.unbind(1)
         # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
         for layer in self._pages():
-            layer[destinations] = layer[sources]
+            pages = layer.view(torch.uint8) if self.num_clipped is not None else layer
+            pages[destinations] = pages[sources]
 
     def _load(self, loads: list[BlockTransfer]) -> None:
         for load in loads:

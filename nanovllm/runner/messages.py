@@ -151,12 +151,15 @@ class StepOutput:
         logprobs: None if no row asks for any.
         prompt_outputs: of each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
             [hidden_size] float32.
+        num_clipped_kv: keys and values, of the first rank's heads, that were too large for a cache in e4m3, since the
+            engine began.
     """
 
     token_ids: np.ndarray
     logprob_rows: list[int] = field(default_factory=list)
     logprobs: TokenLogprobs | None = None
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
+    num_clipped_kv: int = 0
 
 
 class StepHandle(Protocol):

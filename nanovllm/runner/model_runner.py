@@ -75,6 +75,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         if uses_triton(self.device):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
+        self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
@@ -109,7 +110,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
     def _make_backend(self) -> None:
         """Make what the model's layers attend with."""
         config, self.shard = self.config, self.model.shard
-        specs = [layer.kv_cache_spec(self.dtype) for layer in self.model.attention_layers]
+        specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_window = common_window(specs)
         self.backend = make_backend(
             config.attention_backend,
@@ -143,7 +144,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
         block_size, layers = self.config.kvcache_block_size, self.model.attention_layers
-        specs = [layer.kv_cache_spec(self.dtype) for layer in layers]
+        specs = [layer.kv_cache_spec(self.kv_dtype) for layer in layers]
         self.kv_cache = KVCache(
             layers, specs, self.backend, num_blocks=num_blocks, block_size=block_size, device=self.device
         )
@@ -246,7 +247,9 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
                 step.extra_outputs = self._sample_logits(step, step.inputs, step.logits, masks)
             prepared = step.prepared
             num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
-            return self._output_buffers.copy(num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs)
+            return self._output_buffers.copy(
+                num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs, self.kv_cache.num_clipped
+            )
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""

@@ -57,6 +57,7 @@ class DeviceHandle:
         token_ids: on the host once `copied` has happened, or at once if that is None; `num_decodes` decoded ones,
             padding up to `num_padded_decodes`, then those of the prompts that ended.
         extra: what else the step was asked for, likewise; None for nothing.
+        num_clipped: [1], likewise, of a cache in e4m3; see `StepOutput`.
     """
 
     token_ids: torch.Tensor
@@ -64,6 +65,7 @@ class DeviceHandle:
     num_padded_decodes: int
     copied: torch.cuda.Event | None
     extra: ExtraOutputs | None = None
+    num_clipped: torch.Tensor | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step and return its results."""
@@ -72,13 +74,14 @@ class DeviceHandle:
         values = self.token_ids.numpy()
         # A copy, since the buffer is used again.
         token_ids = np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :]))
+        num_clipped = 0 if self.num_clipped is None else int(self.num_clipped)
         if self.extra is None:
-            return StepOutput(token_ids)
+            return StepOutput(token_ids, num_clipped_kv=num_clipped)
         num_padding = self.num_padded_decodes - self.num_decodes
         rows = [row if row < self.num_decodes else row - num_padding for row in self.extra.rows]
         sampled = None if self.extra.sampled is None else _numpy(self.extra.sampled)
         prompts = [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.extra.prompts]
-        return StepOutput(token_ids, rows, sampled, prompts)
+        return StepOutput(token_ids, rows, sampled, prompts, num_clipped)
 
 
 class OutputBuffers:
@@ -96,16 +99,22 @@ class OutputBuffers:
         self._turn = 0
 
     def copy(
-        self, num_decodes: int, num_padded_decodes: int, num_prompts: int, extra: ExtraOutputs | None = None
+        self,
+        num_decodes: int,
+        num_padded_decodes: int,
+        num_prompts: int,
+        extra: ExtraOutputs | None = None,
+        num_clipped: torch.Tensor | None = None,
     ) -> DeviceHandle:
         """Queue the copy of the step queued last, which samples for so many decode rows and ended prompts."""
         sampled = self._sampled[: num_padded_decodes + num_prompts]
         if not sampled.is_cuda:
-            return DeviceHandle(sampled.clone(), num_decodes, num_padded_decodes, None, extra)
+            return DeviceHandle(sampled.clone(), num_decodes, num_padded_decodes, None, extra, num_clipped)
         self._turn ^= 1
         result = self._buffers[self._turn][: len(sampled)]
         result.copy_(sampled, non_blocking=True)
         on_host = None if extra is None else extra.to_host()
+        clipped_on_host = None if num_clipped is None else to_host(num_clipped)
         copied = torch.cuda.Event()
         copied.record()
-        return DeviceHandle(result, num_decodes, num_padded_decodes, copied, on_host)
+        return DeviceHandle(result, num_decodes, num_padded_decodes, copied, on_host, clipped_on_host)

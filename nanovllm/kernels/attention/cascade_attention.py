@@ -2,7 +2,7 @@
 
 The queries of many sequences are the rows of one matrix, so that the prefix's pages are read once for all of them
 (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). `decode_attention` and `hopper_decode` merge the outputs, by their
-log-sum-exp, with attention over each sequence's own pages.
+log-sum-exp, with attention over each sequence's own pages. Outputs over pages of e4m3 are those of the bare values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.attention.online_softmax import attend_tile
+from nanovllm.kernels.attention.online_softmax import attend_tile, beside_keys, scale_keys
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import log2
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -80,10 +80,12 @@ def _cascade_kernel(
     q_stride, table_stride, table_size,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    k_scale_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     wait_for_previous(PDL)
     head, item = tl.program_id(0), tl.program_id(1)
+    scale, cap_scale = scale_keys(scale, cap_scale, k_scale_ptr, head)
     count = tl.load(items_ptr + item * 4 + 1)
     if count > 0:
         first_member = tl.load(items_ptr + item * 4)
@@ -96,6 +98,7 @@ def _cascade_kernel(
         dims = tl.arange(0, HEAD_DIM)
         q_rows = seqs * q_stride + (head * GROUP + group) * HEAD_DIM
         query = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
+        query = beside_keys(query, k_ptr)
         # All members share these pages, so the first one's block table serves for all.
         table_ptr = block_tables_ptr + tl.load(members_ptr + first_member).to(tl.int64) * table_stride
         acc = tl.zeros([ROWS * GROUP_POW2, HEAD_DIM], dtype=tl.float32)
@@ -106,14 +109,14 @@ def _cascade_kernel(
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, None, None,
                 scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
-                cap_scale,
+                cap_scale, NATIVE,
             )  # fmt: skip
         for start in range(whole_end, end, TILE):
             seen = start + tl.arange(0, TILE) < end
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, seen,
                 seen[None, :], scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
-                cap_scale,
+                cap_scale, NATIVE,
             )  # fmt: skip
         places = ((item * ROWS + row) * KV_HEADS + head) * GROUP + group
         tl.store(partial_ptr + places.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None],
@@ -144,12 +147,15 @@ def cascade_attention(
     group = num_heads // num_kv_heads
     shared = plan.shared
     cap_scale, scale = options.score_scales(scale)
+    (k_cache, v_cache), scaling = pages.stored, pages.scaling
+    # What merges the outputs multiplies them.
+    scaling.pop("v_scale_ptr", None)
     wide = query.element_size() == 4
     _cascade_kernel[(num_kv_heads, len(shared.items))](
-        query, pages.k_cache, pages.v_cache, plan.partial, plan.lse, shared.items, shared.members, block_tables,
+        query, k_cache, v_cache, plan.partial, plan.lse, shared.items, shared.members, block_tables,
         cap_scale, scale,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_POW2=triton.next_power_of_2(group), ROWS=plan.rows_per_item,
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=16 if wide else 64,
-        num_warps=_FLOAT32_WARPS if wide else 4, num_stages=1 if wide else 3, **pdl_options(query.device),
+        num_warps=_FLOAT32_WARPS if wide else 4, num_stages=1 if wide else 3, **pdl_options(query.device), **scaling,
     )  # fmt: skip

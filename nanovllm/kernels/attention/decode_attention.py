@@ -13,7 +13,14 @@ import torch
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.context_splits import ContextSplits, merge_splits, split_contexts
-from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, load_heads
+from nanovllm.kernels.attention.online_softmax import (
+    LOG2E_IN_KERNEL,
+    attend_tile,
+    beside_keys,
+    load_heads,
+    scale_keys,
+    scale_values,
+)
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import exp2, log2
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -92,8 +99,10 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
+    k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
+    scale, cap_scale = scale_keys(scale, cap_scale, k_scale_ptr, head)
     split_ptr = splits_ptr + 4 * split
     seq = tl.load(split_ptr).to(tl.int64)
     if seq >= 0:
@@ -115,7 +124,7 @@ def _decode_kernel(
         heads = head * GROUP + group
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
-        query = load_heads(query_ptrs, mask[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED)
+        query = beside_keys(load_heads(query_ptrs, mask[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED), k_ptr)
         acc = tl.zeros([GROUP_PADDED, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
@@ -138,9 +147,9 @@ def _decode_kernel(
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size, start, seen,
                 seen[None, :], scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale,
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale, NATIVE,
             )  # fmt: skip
-        out = acc / row_sum[:, None]
+        out = scale_values(acc / row_sum[:, None], v_scale_ptr, head)
         places = heads[:, None] * VALUE_DIM + dims[None, :]
         out_mask = mask[:, None]
         if VALUE_DIM != VALUE_PADDED:
@@ -185,9 +194,10 @@ def decode_attention(
         cascade_attention(query, pages, block_tables, prefix, scale, options)
         prefix_rows, prefix_partial, prefix_lse = prefix.shared.rows, prefix.partial, prefix.lse
     cap_scale, scale = options.score_scales(scale)
+    k_cache, v_cache = pages.stored
     key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _decode_kernel[(num_kv_heads, len(splits))](
-        query, pages.k_cache, pages.v_cache, out, partial, lse, block_tables, splits,
+        query, k_cache, v_cache, out, partial, lse, block_tables, splits,
         prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
@@ -195,7 +205,7 @@ def decode_attention(
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         KEY_DIM=key_dim, KEY_PADDED=key_padded, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
         BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None,
-        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device),
+        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device), **pages.scaling,
     )  # fmt: skip
     if plan.partial is not None:
         merge_splits(out, plan.partial[0], plan.partial[1], plan.splits.of_seqs)

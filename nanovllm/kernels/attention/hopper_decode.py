@@ -22,6 +22,7 @@ from nanovllm.kernels.attention.warp_attention import (
     TILE,
     WARP_KEYS,
     WARPS,
+    as_float16,
     attend_to_old,
     begin_copies,
     begin_softmax,
@@ -30,6 +31,7 @@ from nanovllm.kernels.attention.warp_attention import (
     merge_two,
     spread,
     store_heads,
+    value_order,
 )
 from nanovllm.kernels.fast_math import rsqrt
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
@@ -75,7 +77,8 @@ def _load_token(
 ):
     """Load the new token's query heads, halves [ROWS, HEAD_DIM / 2], key, halves [1, HEAD_DIM / 2], and value.
 
-    With PROJECTED all are in the QKV row at `row_ptr`; else key and value are read from the cache, at `stored`.
+    With PROJECTED all are in the QKV row at `row_ptr`; else key and value are read from the cache, at `stored`, where
+    they may be bytes of e4m3.
     """
     HALF: gl.constexpr = dims.shape[0]
     key_ptr, value_ptr = stored
@@ -92,18 +95,67 @@ def _load_token(
 
 
 @gluon.jit
-def _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM: gl.constexpr):
-    """Apply QK norm and RoPE to the new token's heads, and store its key and value unless kv_slot is -1."""
+def _scaled(x, scale_ptr, head):
+    """Return x times the KV head's scale, if there are any."""
+    if scale_ptr is not None:
+        x *= gl.load(scale_ptr + head)
+    return x
+
+
+@gluon.jit
+def _to_e4m3(x, scale_ptr, head, clipped_ptr, counts):
+    """Return the bytes of e4m3 that mean x if multiplied by the KV head's scale; counts what is clipped if `counts`."""
+    scaled = x.to(gl.float32) / gl.load(scale_ptr + head)
+    gl.atomic_add(
+        clipped_ptr + gl.zeros(x.shape, gl.int32, x.type.layout), gl.full(x.shape, 1, gl.int64, x.type.layout),
+        mask=(gl.abs(scaled) > 448.0) & counts, sem="relaxed",
+    )  # fmt: skip
+    # The instruction saturates.
+    return scaled.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+
+
+@gluon.jit
+def _from_e4m3(token):
+    """Return a token whose key and value are bytes of e4m3 in float16, without their scales, and any other as it is."""
+    query, key, value = token
+    if value.dtype == gl.uint8:
+        query = (query[0].to(gl.float16), query[1].to(gl.float16))
+        key = (as_float16(key[0]), as_float16(key[1]))
+        value = as_float16(value)
+    return query, key, value
+
+
+@gluon.jit
+def _finish_token(token, dims, value_dims, constants, eps, head, kv_slot, stored, scales, HAS_NORM: gl.constexpr):
+    """Apply QK norm and RoPE to the new token's heads, and store its key and value unless kv_slot is -1.
+
+    scales: pointers to the scales of keys and values, and to the counter of clipped ones, or three times None. Returns
+    key and value as they are stored.
+    """
     query, key, value = token
     q_weights, k_weights, angles = constants
     key_ptr, value_ptr = stored
+    k_scale_ptr, v_scale_ptr, clipped_ptr = scales
     query = _norm_and_rotate(query[0], query[1], q_weights, angles, eps, HAS_NORM)
     key = _norm_and_rotate(key[0], key[1], k_weights, angles, eps, HAS_NORM)
+    if k_scale_ptr is not None:
+        first = _to_e4m3(key[0], k_scale_ptr, head, clipped_ptr, kv_slot >= 0)
+        second = _to_e4m3(key[1], k_scale_ptr, head, clipped_ptr, kv_slot >= 0)
+        key = (first, second)
+        value = _to_e4m3(value, v_scale_ptr, head, clipped_ptr, kv_slot >= 0)
     if kv_slot >= 0:
         gl.store(key_ptr + dims[None, :], key[0])
         gl.store(key_ptr + dims[None, :] + dims.shape[0], key[1])
         gl.store(value_ptr + value_dims, value)
     return query, key, value
+
+
+@gluon.jit
+def _store_partial(attended, lse, partial_ptr, lse_ptr, row, GROUP: gl.constexpr):
+    """Store the outputs of a split's group of heads from `row` on, and their log-sum-exp."""
+    store_heads(attended, partial_ptr + row * attended.shape[1], GROUP)
+    heads = gl.arange(0, ROWS // 2, lse.type.layout)
+    gl.store(lse_ptr + row + heads, lse, mask=heads < GROUP)
 
 
 @kernel(
@@ -117,10 +169,11 @@ def _hopper_decode_kernel(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BY_PARTS: gl.constexpr, WHOLE: gl.constexpr, PREFIX_STRIDE: gl.constexpr,
     PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
+    k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: gl.constexpr = False,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     HALF: gl.constexpr = HEAD_DIM // 2
-    HALVES: gl.constexpr = _halves_layout(HALF)
+    E4M3: gl.constexpr = k_scale_ptr is not None
     head, split = gl.program_id(0), gl.program_id(1)
     split_ptr = splits_ptr + 4 * split
     seq = gl.load(split_ptr).to(gl.int64)
@@ -137,9 +190,10 @@ def _hopper_decode_kernel(
         prefix_parts = gl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
     copy_from = (k_desc, v_desc, k_part_desc, v_part_desc, table_ptr, head * HEAD_DIM, tiles)
     ring = begin_copies(copy_from, HEAD_DIM, STAGES, BLOCK_SIZE, BY_PARTS)
-    dims = gl.arange(0, HALF, gl.SliceLayout(0, HALVES))
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, HALVES))
-    value_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
+    dims = gl.arange(0, HALF, gl.SliceLayout(0, _halves_layout(HALF)))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, _halves_layout(HALF)))
+    value_dims = value_order(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA))), E4M3)
+    scale = _scaled(scale, k_scale_ptr, head)
     if PROJECTED:
         constants = _load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
     gdc_wait()
@@ -151,25 +205,24 @@ def _hopper_decode_kernel(
     token = _load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
     if PROJECTED:
         kv_slot = gl.where(is_first, kv_slot, -1)
-        token = _finish_token(token, dims, value_dims, constants, eps, kv_slot, stored, HAS_NORM)
-    query, key, value = token
+        scales = (k_scale_ptr, v_scale_ptr, clipped_ptr)
+        token = _finish_token(token, dims, value_dims, constants, eps, head, kv_slot, stored, scales, HAS_NORM)
+    query, key, value = _from_e4m3(token)
     softmax = begin_softmax(query, key, value, is_first, scale, MMA)
-    operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2))
+    operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2), E4M3)
     if PREFIX_STRIDE > 0:
         first_row, stride = (prefix_place * KV_HEADS + head) * GROUP, PREFIX_STRIDE * KV_HEADS * GROUP
         count = gl.where(is_first, prefix_parts, 0)
         prefix = load_parts(prefix_out_ptr, prefix_lse_ptr, first_row, stride, count, GROUP, HEAD_DIM)
     softmax = attend_to_old(operand, scale, softmax, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
-    attended, lse = merge(softmax)
+    attended, lse = merge(softmax, E4M3)
     if PREFIX_STRIDE > 0:
         attended, lse = merge_two(attended, lse, prefix[0], prefix[1])
+    attended = _scaled(attended, v_scale_ptr, head)
     if WHOLE or (is_first and num_tiles * TILE >= old_len):
         store_heads(attended, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)
     else:
-        partial_row = (split * KV_HEADS + head).to(gl.int64) * GROUP
-        store_heads(attended, partial_ptr + partial_row * HEAD_DIM, GROUP)
-        heads = gl.arange(0, ROWS // 2, lse.type.layout)
-        gl.store(lse_ptr + partial_row + heads, lse, mask=heads < GROUP)
+        _store_partial(attended, lse, partial_ptr, lse_ptr, (split * KV_HEADS + head).to(gl.int64) * GROUP, GROUP)
 
 
 def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -193,7 +246,7 @@ def hopper_decode_attention(
     *,
     rope: NormRope | None = None,
 ) -> None:
-    """Compute attention of one new token per sequence over its whole context, into `out`, for two-byte elements.
+    """Compute attention of one new token per sequence over its whole context, into `out`, of two-byte elements.
 
     All inputs but x and the contents of the new tokens' KV slots must be written before the kernel queued last (see
     `pdl_options`).
@@ -212,7 +265,7 @@ def hopper_decode_attention(
             supported with shared prefixes.
     """
     num_seqs, num_heads, head_dim = out.shape
-    k_cache, v_cache = pages.k_cache, pages.v_cache
+    k_cache, v_cache = pages.stored
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     assert plan.tile == TILE.value
@@ -238,9 +291,11 @@ def hopper_decode_attention(
         k_cache, v_cache, out, partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        STAGES=4 if is_whole and not many else 3, BY_PARTS=is_whole and many, WHOLE=is_whole,
+        STAGES=(4 if is_whole and not many else 3) * (2 // k_cache.element_size()),
+        BY_PARTS=is_whole and many, WHOLE=is_whole,
         PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
+        **pages.store_scaling,
     )  # fmt: skip
     if plan.partial is not None:
         merge_splits(out, plan.partial[0], plan.partial[1], plan.splits.of_seqs)

@@ -6,6 +6,7 @@ Products of float32 inputs are IEEE float32, never tf32.
 from __future__ import annotations
 
 from nanovllm.kernels._triton import jit, tl
+from nanovllm.kernels.e4m3 import from_e4m3
 from nanovllm.kernels.fast_math import exp2, tanh
 
 LOG2E = 1.4426950408889634
@@ -17,7 +18,7 @@ LOG2E_IN_KERNEL = tl.constexpr(LOG2E)
 def attend_tile(
     query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, key_stride, value_stride,
     acc, row_max, row_sum, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr, cap_scale=None,
+    TILE: tl.constexpr, cap_scale=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold keys `start ... start + TILE - 1`, `start` a multiple of TILE, into the softmax (acc, row_max, row_sum).
 
@@ -25,7 +26,8 @@ def attend_tile(
     entries. key_stride, value_stride: elements between the rows of two tokens. key_mask: [TILE], which keys exist;
     score_mask: broadcast to [M, TILE], which keys each row sees; both None for all. acc: [M, VALUE_DIM], row_max,
     row_sum: [M] float32. cap_scale: factor of the scores in front of their tanh; None for no tanh. Sizes of heads that
-    are no powers of two are padded to one, with zeros.
+    are no powers of two are padded to one, with zeros. Caches of bytes have e4m3; the
+    query is `beside_keys`, the scale from `scale_keys`; NATIVE: see `from_e4m3`.
     """
     key_dims = tl.arange(0, query.shape[1])
     value_dims = tl.arange(0, acc.shape[1])
@@ -46,6 +48,8 @@ def attend_tile(
         key = load_heads(key_ptrs, None, key_dims[:, None], KEY_DIM, query.shape[1])
     else:
         key = load_heads(key_ptrs, key_mask[None, :], key_dims[:, None], KEY_DIM, query.shape[1])
+    if k_ptr.dtype.element_ty == tl.uint8:
+        key = from_e4m3(key, tl.float16, NATIVE).to(query.dtype)
     scores = tl.dot(query, key, input_precision="ieee")
     if cap_scale is not None:
         scores = tanh(scores * cap_scale)
@@ -63,8 +67,37 @@ def attend_tile(
         value = load_heads(value_ptrs, None, value_dims[None, :], VALUE_DIM, acc.shape[1])
     else:
         value = load_heads(value_ptrs, key_mask[:, None], value_dims[None, :], VALUE_DIM, acc.shape[1])
+    if v_ptr.dtype.element_ty == tl.uint8:
+        value = from_e4m3(value, tl.float16, NATIVE).to(query.dtype)
     acc = tl.dot(weights.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
     return acc, new_max, row_sum * correction + tl.sum(weights, axis=1)
+
+
+@jit
+def scale_keys(scale, cap_scale, k_scale_ptr, kv_head):
+    """Return scale and cap_scale of `attend_tile` for keys in e4m3, of which k_scale_ptr has the scales, else None."""
+    if k_scale_ptr is not None:
+        if cap_scale is None:
+            scale *= tl.load(k_scale_ptr + kv_head)
+        else:
+            cap_scale *= tl.load(k_scale_ptr + kv_head)
+    return scale, cap_scale
+
+
+@jit
+def scale_values(out, v_scale_ptr, kv_head):
+    """Return weighted values of e4m3, of which v_scale_ptr has the scales, else None, as what they mean."""
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + kv_head)
+    return out
+
+
+@jit
+def beside_keys(query, k_ptr):
+    """Return the query of `attend_tile`: in float16 beside keys of e4m3, which GPUs convert fast to that only."""
+    if k_ptr.dtype.element_ty == tl.uint8 and query.dtype != tl.float32:
+        query = query.to(tl.float16)
+    return query
 
 
 @jit

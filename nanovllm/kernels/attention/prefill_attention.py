@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, load_heads
+from nanovllm.kernels.attention.online_softmax import (
+    LOG2E_IN_KERNEL,
+    attend_tile,
+    beside_keys,
+    load_heads,
+    scale_keys,
+    scale_values,
+)
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 
@@ -60,8 +67,10 @@ def _prefill_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     head = tl.program_id(0)
+    scale, cap_scale = scale_keys(scale, cap_scale, k_scale_ptr, head // GROUP)
     seq = tl.load(tiles_ptr + tl.program_id(1) // PARTS)
     tile = _own_tile(tiles_ptr, num_tiles, PARTS)
     known_seq = tl.maximum(seq, 0)
@@ -76,10 +85,11 @@ def _prefill_kernel(
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         q_rows = (q_start + q_index).to(tl.int64)
         q_ptrs = q_ptr + q_rows[:, None] * q_stride + head * KEY_DIM + key_dims[None, :]
-        query = load_heads(q_ptrs, (q_index < q_len)[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED)
+        query = beside_keys(
+            load_heads(q_ptrs, (q_index < q_len)[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED), k_ptr
+        )
         kv_head = head // GROUP
-        k_ptr += kv_head * KEY_DIM
-        v_ptr += kv_head * VALUE_DIM
+        k_ptr, v_ptr = k_ptr + kv_head * KEY_DIM, v_ptr + kv_head * VALUE_DIM
         table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
         acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
@@ -104,13 +114,13 @@ def _prefill_kernel(
                     query, k_ptr, v_ptr, table_ptr, table_size, start,
                     (positions < end) & (positions > first_position + tile * BLOCK_M - window),
                     (distance >= 0) & (distance < window), scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM,
-                    acc, row_max, row_sum, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
+                    acc, row_max, row_sum, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
                 )  # fmt: skip
         for start in range(unmasked_start, unmasked_end, BLOCK_N):
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr, v_ptr, table_ptr, table_size, start, None, None, scale,
                 KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
             )  # fmt: skip
         for start in range(unmasked_end, end, BLOCK_N):
             positions = start + tl.arange(0, BLOCK_N)
@@ -122,9 +132,9 @@ def _prefill_kernel(
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr, v_ptr, table_ptr, table_size, start, is_own, sees, scale,
                 KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale,
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
             )  # fmt: skip
-        out = acc / row_sum[:, None]
+        out = scale_values(acc / row_sum[:, None], v_scale_ptr, kv_head)
         # Computed again instead of kept, because the products above need all registers.
         q_index = _own_tile(tiles_ptr, num_tiles, PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_rows = (q_start + q_index).to(tl.int64)
@@ -160,6 +170,7 @@ def prefill_attention(
     _, block_size, num_kv_heads, value_dim = pages.v_cache.shape
     tables = chunks.block_tables
     key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    k_cache, v_cache = pages.stored
     num_tiles = len(chunks.tiles) // 2
     wide = query.element_size() == 4
     block_m = _FLOAT32_ROWS if wide else QUERY_TILE
@@ -167,11 +178,11 @@ def prefill_attention(
     parts = QUERY_TILE // block_m
     cap_scale, scale = options.score_scales(scale)
     _prefill_kernel[(num_heads, num_tiles * parts)](
-        query, pages.k_cache, pages.v_cache, out, tables, chunks.seq_lens, chunks.cu_seqlens_q, chunks.tiles,
+        query, k_cache, v_cache, out, tables, chunks.seq_lens, chunks.cu_seqlens_q, chunks.tiles,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), tables.stride(0), tables.shape[1], num_tiles,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, KEY_DIM=key_dim, KEY_PADDED=key_padded,
         VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size,
         PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,
-        **pdl_options(query.device),
+        **pdl_options(query.device), **pages.scaling,
     )  # fmt: skip

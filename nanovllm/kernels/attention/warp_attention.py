@@ -7,6 +7,9 @@ as Flash-Decoding (Dao et al. 2023) merges those of programs. Tiles are copied i
   pointer to the sequence's block table, the KV head's first column, and `tiles` (first tile, number of tiles, keys in
   all the context's tiles).
 - `ring` holds the stages: keys, values, and the barriers that signal a full stage.
+
+Of a cache in e4m3 tiles are bytes, which a thread loads 16 at a time and converts to float16. That takes other orders
+of a head's elements: of keys `key_order`, as a product may add them up in any, and of values `value_order`.
 """
 
 from __future__ import annotations
@@ -27,11 +30,90 @@ MAX_GROUP = ROWS.value // 2
 """Maximum query heads per KV head: results of the upper half of the rows are dropped."""
 
 
+@gluon.constexpr_function
+def _key_bytes_layout(head_dim):
+    """Return a layout of a tile of keys in bytes, [WARPS, WARP_KEYS, head_dim]: of each key a quarter for a thread.
+
+    That is how `mma_v2` has its second operand, if the elements are in `key_order`.
+    """
+    registers = [[0, 0, 1 << bit] for bit in range((head_dim // 4).bit_length() - 1)] + [[0, 8, 0]]
+    lanes = [[0, 0, head_dim // 4], [0, 0, head_dim // 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [WARPS, WARP_KEYS, head_dim])
+
+
+@gluon.constexpr_function
+def _value_bytes_layout(head_dim):
+    """Return a layout of a tile of values in bytes, [WARPS, WARP_KEYS, head_dim]: of each an eighth for a thread.
+
+    That is how `mma_v2` has its second operand, if the elements are in `value_order`.
+    """
+    registers = [[0, 0, 1 << bit] for bit in range((head_dim // 8).bit_length() - 1)] + [[0, 1, 0], [0, 8, 0]]
+    lanes = [[0, 2, 0], [0, 4, 0], [0, 0, head_dim // 8], [0, 0, head_dim // 4], [0, 0, head_dim // 2]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [WARPS, WARP_KEYS, head_dim])
+
+
 @gluon.jit
-def spread(first, second, OPERAND: gl.constexpr):
+def key_order(heads):
+    """Bring the elements of heads, [ROWS, HEAD_DIM], into the order in which products with keys of e4m3 add them up.
+
+    A thread of `mma_v2` takes, of each 16, elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9. Here these are a quarter's next.
+    """
+    HEAD_DIM: gl.constexpr = heads.shape[1]
+    parts = gl.reshape(heads, [ROWS, 4, HEAD_DIM // 16, 2, 2])
+    return gl.reshape(gl.permute(parts, (0, 2, 3, 1, 4)), [ROWS, HEAD_DIM])
+
+
+@gluon.jit
+def value_order(dims, E4M3: gl.constexpr):
+    """Return which element of a value each column of products is of; dims: 0 ... HEAD_DIM - 1.
+
+    A thread has a column of each 8. With values of e4m3 these are an eighth of the value.
+    """
+    if E4M3:
+        dims = dims % 8 * (dims.shape[0] // 8) + dims // 8
+    return dims
+
+
+@gluon.jit
+def as_float16(bytes):
+    """Return bytes of e4m3 as float16, exactly."""
+    return bytes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+
+
+@gluon.jit
+def _load_keys(keys, OPERAND: gl.constexpr):
+    """Load a tile of keys as an operand, [WARPS, HEAD_DIM, WARP_KEYS]; those of e4m3 in `key_order`."""
+    if keys.dtype == gl.uint8:
+        HEAD_DIM: gl.constexpr = keys.shape[2]
+        bytes = keys.load(_key_bytes_layout(HEAD_DIM))
+        parts = gl.reshape(bytes, [WARPS, WARP_KEYS, 4, HEAD_DIM // 16, 2, 2])
+        ordered = gl.reshape(gl.permute(parts, (0, 3, 4, 2, 5, 1)), [WARPS, HEAD_DIM, WARP_KEYS])
+        key = as_float16(gl.convert_layout(ordered, OPERAND))
+    else:
+        key = keys.permute((0, 2, 1)).load(OPERAND)
+    return key
+
+
+@gluon.jit
+def _load_values(values, OPERAND: gl.constexpr):
+    """Load a tile of values as an operand, [WARPS, WARP_KEYS, HEAD_DIM]; those of e4m3 in `value_order`."""
+    if values.dtype == gl.uint8:
+        HEAD_DIM: gl.constexpr = values.shape[2]
+        parts = gl.reshape(values.load(_value_bytes_layout(HEAD_DIM)), [WARPS, WARP_KEYS, 8, HEAD_DIM // 8])
+        ordered = gl.reshape(gl.permute(parts, (0, 1, 3, 2)), [WARPS, WARP_KEYS, HEAD_DIM])
+        value = as_float16(gl.convert_layout(ordered, OPERAND))
+    else:
+        value = values.load(OPERAND)
+    return value
+
+
+@gluon.jit
+def spread(first, second, OPERAND: gl.constexpr, E4M3: gl.constexpr):
     """Join halves of heads, [ROWS, HEAD_DIM / 2] each, into an operand that every warp has: [WARPS, ROWS, HEAD_DIM]."""
     HEAD_DIM: gl.constexpr = 2 * first.shape[1]
     heads = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [ROWS, HEAD_DIM])
+    if E4M3:
+        heads = key_order(heads)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     shared = gl.allocate_shared_memory(heads.dtype, [ROWS, HEAD_DIM], SHARED, heads)
     one = gl.expand_dims(shared.load(gl.SliceLayout(0, OPERAND)), 0)
@@ -81,7 +163,7 @@ def _copy_tile(number, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.con
     row = gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
     place = row // WARP_KEYS
     parts = gl.cdiv(old_len - key, WARP_KEYS) if BY_PARTS else WARPS
-    PART_BYTES: gl.constexpr = 4 * WARP_KEYS * keys.shape[3]
+    PART_BYTES: gl.constexpr = 2 * WARP_KEYS * keys.shape[3] * (keys.dtype.primitive_bitwidth // 8)
     if parts >= WARPS:
         mbarrier.expect(full.index(stage), WARPS * PART_BYTES)
         tma_load(k_desc, [place, 0, column], full.index(stage), keys.index(stage))
@@ -125,8 +207,8 @@ def attend_to_old(
     for number in range(num_tiles):
         stage = number % STAGES
         mbarrier.wait(full.index(stage), number // STAGES & 1)
-        key = keys.index(stage).permute((0, 2, 1)).load(OPERAND)
-        value = values.index(stage).load(OPERAND)
+        key = _load_keys(keys.index(stage), OPERAND)
+        value = _load_values(values.index(stage), OPERAND)
         if number + STAGES < num_tiles:
             barrier()
             _copy_tile(number + STAGES, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
@@ -139,7 +221,8 @@ def begin_softmax(query, own_key, own_value, counts, scale, MMA: gl.constexpr):
     """Initialise the softmaxes with the new token: with weight 1 in the first warp if `counts`, else with weight 0.
 
     All warps start with its scores as maxima. query: halves [ROWS, HEAD_DIM / 2]; own_key: halves [1, HEAD_DIM / 2];
-    own_value: [HEAD_DIM]. Returns outputs [WARPS, ROWS, HEAD_DIM], maxima and sums [WARPS, ROWS].
+    own_value: [HEAD_DIM], of e4m3 in `value_order`. Returns outputs [WARPS, ROWS, HEAD_DIM], maxima and sums [WARPS,
+    ROWS].
     """
     STATS: gl.constexpr = gl.SliceLayout(2, MMA)
     zeros = gl.zeros([WARPS, ROWS], gl.float32, STATS)
@@ -159,7 +242,7 @@ def _merged_layout(head_dim):
 
 
 @gluon.jit
-def merge(softmax):
+def merge(softmax, E4M3: gl.constexpr):
     """Merge the warps' softmaxes; return float32 outputs [HEADS, HEAD_DIM] and base-2 log-sum-exp [HEADS]."""
     acc, row_max, row_sum = softmax
     HEAD_DIM: gl.constexpr = acc.shape[2]
@@ -168,6 +251,10 @@ def merge(softmax):
     STATS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     halves = gl.permute(gl.reshape(acc, [WARPS, 2, HEADS, HEAD_DIM]), (0, 2, 3, 1))
     used, _unused = gl.split(halves)
+    if E4M3:
+        # Out of `value_order`.
+        eighths = gl.permute(gl.reshape(used, [WARPS, HEADS, HEAD_DIM // 8, 8]), (0, 1, 3, 2))
+        used = gl.reshape(eighths, [WARPS, HEADS, HEAD_DIM])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     maxima = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], PLAIN, row_max)
     sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], PLAIN, row_sum)

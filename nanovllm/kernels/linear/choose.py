@@ -12,18 +12,28 @@ row gains: kernels/README.md.
 | any | persistent_gemm | Hopper, 16-bit, no bias, gated, tiles fill the device: `should_use_persistent` |
 | any | cuBLAS | otherwise |
 
-With e4m3 weights (`choose_fp8`): gemv with 1 row, skinny_gemm with 2-16 rows of 16 bits, otherwise cuBLAS over weights
-that are dequantised before.
+With e4m3 weights (`choose_fp8`):
+
+| rows of x | kernel | holds where |
+|---|---|---|
+| 1 | gemv | any dtype |
+| 2-16 | skinny_gemm | 16-bit |
+| 65 and more | rows in e4m3, `torch._scaled_mm` | sm_89 and newer, bfloat16, one scale an output |
+| 17 and more | rows in e4m3, scaled_gemm | sm_89 and newer, 16-bit |
+| any | cuBLAS over weights that are dequantised before | otherwise |
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanovllm.kernels._triton import device_limits, is_hopper, triton, uses_triton
+from nanovllm.kernels._triton import converts_e4m3, device_limits, is_hopper, triton, uses_triton
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.e4m3 import Fp8Matrix
 
 MAX_SKINNY_ROWS = 16
 """With more rows cuBLAS is faster: with 32, layers of Qwen3-1.7B to 32B take 6 to 17% longer in `skinny_gemm`."""
@@ -49,6 +59,12 @@ PERSISTENT_INS = 64
 """Inputs per step of `persistent_gemm`."""
 
 
+MAX_OWN_FP8_ROWS = 64
+"""Up to here `torch._scaled_mm` takes as long in e4m3 as cuBLAS in bf16 (H200, layers of 8B)."""
+FP8_INS = 128
+"""Inputs per step of `scaled_gemm`, which are in one block of scales."""
+
+
 class LinearKernel(Enum):
     """What computes a linear layer: each kernel is the function of that name in the file of that name."""
 
@@ -57,6 +73,8 @@ class LinearKernel(Enum):
     SKINNY_GEMM = auto()
     SPLITK_GEMM = auto()
     PERSISTENT_GEMM = auto()
+    SCALED_GEMM = auto()
+    SCALED_MM = auto()
     CUBLAS = auto()
 
 
@@ -78,14 +96,31 @@ def choose(num_rows: int, weight: torch.Tensor, *, biased: bool, normed: bool, g
     return LinearKernel.CUBLAS
 
 
-def choose_fp8(x: torch.Tensor) -> LinearKernel:
-    """Return the kernel for x, [num_rows, in_features], and e4m3 weights."""
-    if not uses_triton(x.device):
+def choose_fp8(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> LinearKernel:
+    """Return the kernel for rows of a dtype and e4m3 weights; see the table above."""
+    device = weight.values.device
+    if should_quantize_rows(num_rows, dtype, device):
+        (out_features, in_features), has_blocks = weight.values.shape, weight.scales.shape[1] > 1
+        is_even = out_features % 16 == 0 and in_features % 16 == 0
+        is_large = num_rows > MAX_OWN_FP8_ROWS and dtype == torch.bfloat16
+        return LinearKernel.SCALED_MM if is_large and is_even and not has_blocks else LinearKernel.SCALED_GEMM
+    if not uses_triton(device):
         return LinearKernel.CUBLAS
-    if len(x) == 1:
+    if num_rows == 1:
         return LinearKernel.GEMV
-    is_skinny = len(x) <= MAX_SKINNY_ROWS and x.element_size() == 2
+    is_skinny = num_rows <= MAX_SKINNY_ROWS and dtype.itemsize == 2
     return LinearKernel.SKINNY_GEMM if is_skinny else LinearKernel.CUBLAS
+
+
+def should_quantize_rows(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether rows are rounded to e4m3 beside weights of e4m3, which the device then multiplies in 8 bits."""
+    return num_rows > MAX_SKINNY_ROWS and dtype.itemsize == 2 and uses_triton(device) and converts_e4m3(device)
+
+
+def fp8_parts(num_rows: int, weight: Fp8Matrix) -> int:
+    """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm."""
+    num_steps = weight.values.shape[1] // FP8_INS
+    return SPLITK_PARTS if num_rows <= MAX_SPLITK_ROWS and num_steps % SPLITK_PARTS == 0 and num_steps else 1
 
 
 def resident_outs(out_features: int, num_programs: int) -> int:

@@ -1,6 +1,7 @@
-"""Linear layers of e4m3 weights (W8A16): computed in 16 bits from weights that are exact there, with float32 sums.
+"""Linear layers of e4m3 weights: 1 to 16 rows stay in 16 bits (W8A16), more are rounded to e4m3 (W8A8).
 
-A product of many rows gets its weights dequantised, some outputs at a time, and rounded to the dtype of the inputs.
+Where the GPU has no products in e4m3, and on the CPU, rows are never rounded: a product of many gets its weights
+dequantised, some outputs at a time, in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
-from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8
+from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, quantize_rows
+from nanovllm.kernels.linear.scaled_gemm import MAX_GATED_ROWS, scaled_gemm
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
@@ -30,7 +33,7 @@ def fp8_linear_ref(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch form of `fp8_linear`."""
+    """Plain torch form of `fp8_linear` where rows are not rounded to e4m3."""
     return norm_linear_ref(x, dequantize_ref(weight, x.dtype), bias, norm, residual, gated)
 
 
@@ -43,11 +46,15 @@ def fp8_linear(
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`; see `norm_linear`."""
+    dtype = x.dtype if norm is None else norm.weight.dtype
+    kernel = choose_fp8(x.shape[-2], dtype, weight)
+    if kernel in (LinearKernel.SCALED_GEMM, LinearKernel.SCALED_MM):
+        rows, total = quantize_rows(x, weight.block_ins, norm, residual)
+        return _scaled_linear(rows, weight, dtype, bias, gated, kernel), total
     if x.dim() == 3:
         assert norm is not None
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
         return fp8_linear(x, weight, bias, gated=gated)[0], total
-    kernel = choose_fp8(x)
     if kernel is LinearKernel.GEMV:
         return gemv(x, weight, bias, norm, residual, gated)
     total = x
@@ -57,6 +64,37 @@ def fp8_linear(
         return skinny_gemm(x, weight, bias, gated), total
     out = _dequantized_linear(x, weight, bias)
     return (silu_and_mul(out) if gated else out), total
+
+
+def fp8_linear_into(
+    x: torch.Tensor, weight: Fp8Matrix, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the x and the residual of the next layer's norm; see `linear_into`."""
+    kernel, parts = choose_fp8(len(x), x.dtype, weight), fp8_parts(len(x), weight)
+    if kernel is LinearKernel.SCALED_GEMM and parts > 1:
+        rows, _ = quantize_rows(x, weight.block_ins)
+        return scaled_gemm(rows, weight, x.dtype, parts=parts), residual
+    return fp8_linear(x, weight)[0], residual
+
+
+def _scaled_linear(
+    rows: Fp8Rows,
+    weight: Fp8Matrix,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    gated: bool,
+    kernel: LinearKernel,
+) -> torch.Tensor:
+    if kernel is LinearKernel.SCALED_MM:
+        # Fast accumulation is that of the tensor cores alone, which keep about 14 bits.
+        out = torch._scaled_mm(
+            rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False
+        )
+    elif len(rows.values) <= MAX_GATED_ROWS:
+        return scaled_gemm(rows, weight, dtype, bias, gated)
+    else:
+        out = scaled_gemm(rows, weight, dtype, bias)
+    return silu_and_mul(out) if gated else out
 
 
 def _dequantized_linear(x: torch.Tensor, weight: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""Rows of a product in e4m3, each with a scale, or with one for each group of inputs (dynamic quantisation, A8).
+
+The largest value of a row or group becomes 448. A row that a norm makes is rounded to its own dtype first, so that it
+makes no difference whether both are one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels.e4m3 import quantize, to_e4m3
+from nanovllm.kernels.fast_math import round_to, rsqrt
+from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+
+
+class Fp8Rows(NamedTuple):
+    """Rows in e4m3.
+
+    Attributes:
+        values: [num_rows, in_features], float8_e4m3fn.
+        scales: [num_rows, in_features / group], rounded up, float32.
+        group: inputs that share a scale.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+
+def quantize_rows_ref(
+    x: torch.Tensor, group: int, norm: Norm | None = None, residual: torch.Tensor | None = None
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """Plain torch form of `quantize_rows`."""
+    total = x
+    if norm is not None:
+        x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
+    values, scales, _, _ = quantize(x, 1, group)
+    return Fp8Rows(values, scales, group), total
+
+
+@jit
+def _quantize_rows_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, total_ptr, eps, size, x_stride, part_stride,
+    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # A row, or without a norm one of its groups.
+    row, first_group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
+    groups = first_group + tl.arange(0, GROUPS)[:, None]
+    offsets = groups * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = offsets < size
+    if HAS_NORM:
+        weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
+    dtype: tl.constexpr = total_ptr.dtype.element_ty
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL or PARTS > 1:
+        x = round_to(x, dtype)
+        tl.store(total_ptr + row * size + offsets, x.to(dtype), mask=mask)
+    if HAS_NORM:
+        mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / size
+        x = round_to(x * rsqrt(mean + eps) * weight, dtype)
+    largest = tl.max(tl.abs(x), axis=1)
+    scales = tl.where(largest > 0, largest / 448.0, 1.0)
+    tl.store(out_ptr + row * size + offsets, to_e4m3(x / scales[:, None], NATIVE), mask=mask)
+    num_groups = tl.cdiv(size, GROUP)
+    numbers = first_group + tl.arange(0, GROUPS)
+    tl.store(scale_ptr + row * num_groups + numbers, scales, mask=numbers < num_groups)
+
+
+def quantize_rows(
+    x: torch.Tensor, group: int, norm: Norm | None = None, residual: torch.Tensor | None = None
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """Return x, or RMSNorm(x + residual), in e4m3, and `x + residual`, as `rms_norm` does.
+
+    Args:
+        x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size].
+        group: inputs that share a scale: `size`, or a power of two.
+        norm: RMSNorm before, or None.
+        residual: [num_rows, size], or None for zero; only with a norm.
+    """
+    if not uses_triton(x.device):
+        return quantize_rows_ref(x, group, norm, residual)
+    return quantize_rows_triton(x, group, norm, residual)
+
+
+def quantize_rows_triton(
+    x: torch.Tensor, group: int, norm: Norm | None = None, residual: torch.Tensor | None = None
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """Compute `quantize_rows` by the kernel."""
+    num_rows, size = x.shape[-2:]
+    parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    num_groups = -(-size // group)
+    scales = torch.empty(num_rows, num_groups, dtype=torch.float32, device=x.device)
+    total = x
+    if residual is not None or parts > 1:
+        total = torch.empty(num_rows, size, dtype=dtype, device=x.device)
+    width = triton.next_power_of_2(group)
+    # A norm takes the whole row; without one a program has some 1024 elements.
+    groups = triton.next_power_of_2(num_groups if norm is not None else min(num_groups, max(1, 1024 // width)))
+    _quantize_rows_kernel[(num_rows, triton.cdiv(num_groups, groups))](
+        x, residual, None if norm is None else norm.weight, values.view(torch.uint8), scales, total,
+        0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), PARTS=parts, HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None, GROUPS=groups, GROUP=width, NATIVE=converts_e4m3(x.device),
+        num_warps=min(8, max(1, groups * width // 512)), **pdl_options(x.device),
+    )  # fmt: skip
+    return Fp8Rows(values, scales, group), total

@@ -1,0 +1,348 @@
+"""Keys and values in e4m3: what is stored, what attention makes of it, and which scales an engine takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config, KVCacheDtype
+from nanovllm.kernels import qkv_rope_store, store_kv
+from nanovllm.kernels._triton import converts_e4m3, jit, tl
+from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
+from nanovllm.kernels.e4m3 import to_e4m3
+from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
+from tests.conftest import MakeCheckpoint
+from tests.test_fp8 import FORMATS, SETTINGS, SHAPE, change, compressed, weights_of, write
+from tests.test_kernels import (
+    DEVICE,
+    DTYPES,
+    GPU,
+    by_triton,
+    check_error,
+    dense_attention,
+    needs_hopper,
+    paged,
+    randn,
+    uneven_case,
+    with_shared_prefixes,
+)
+
+E4M3 = torch.float8_e4m3fn
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.Tensor:
+    """Where the last token of each context lies."""
+    last = torch.tensor(lens, device=DEVICE) - 1
+    return (tables[torch.arange(len(lens), device=DEVICE), last // block_size] * block_size + last % block_size).int()
+
+
+def make_scales(kv_heads: int, size: float = 1.0) -> KVScales:
+    # No powers of two, and one for each head, so that a wrong one shows.
+    keys, values = size * torch.linspace(0.3, 0.9, kv_heads), size * torch.linspace(1.7, 0.6, kv_heads)
+    return KVScales(keys.to(DEVICE), values.to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+
+
+def in_e4m3(caches: Any) -> tuple[KVPages, tuple[torch.Tensor, torch.Tensor]]:
+    """Pages of e4m3, and what they mean."""
+    scales = make_scales(caches[0].shape[2])
+    stored = [(cache.float() / 0.1).to(E4M3) for cache in caches]
+    meant = [cache.float() * scale[:, None] for cache, scale in zip(stored, (scales.keys, scales.values), strict=True)]
+    return KVPages(stored[0], stored[1], scales), (meant[0], meant[1])
+
+
+@jit
+def _round_kernel(x_ptr: Any, out_ptr: Any, NATIVE: tl.constexpr, SIZE: tl.constexpr) -> None:
+    offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out_ptr + offsets, to_e4m3(tl.load(x_ptr + offsets), NATIVE))
+
+
+@pytest.mark.parametrize("native", [False, *([True] if GPU and converts_e4m3(torch.device("cuda")) else [])])
+def test_floats_are_rounded_to_the_nearest(native: bool) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    values = values[values.isfinite()].sort().values
+    middles = (values[1:] + values[:-1]) / 2
+    near = torch.cat([values, middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1])])
+    others = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-30, 449, -465, 1e30, 2**-10])
+    x = torch.cat([near, torch.randn(500) * 100, torch.randn(500) / 100, others])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 256)).to(DEVICE)
+    out = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
+    _round_kernel[(len(x) // 256,)](x, out, native, 256)
+    want = x.clamp(-448, 448).to(E4M3)
+    assert torch.equal(out.view(E4M3).float().nan_to_num(999), want.float().nan_to_num(999))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stores_saturate_and_count(dtype: torch.dtype) -> None:
+    tokens, num_heads, kv_heads, head_dim = 19, 6, 3, 32
+    qkv = randn(tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype) * 200
+    slots = torch.randperm(64, device=DEVICE)[:tokens].int()
+    slots[::5] = -1
+    rope = NormRope(None, 1e-6, torch.rand(64, head_dim, device=DEVICE))
+    positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+    made = []
+    key, value = qkv[:, num_heads : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
+    ops: list[tuple[Any, Any]] = [
+        (by_triton(qkv_rope_store.qkv_rope_store), (qkv, rope, positions)),
+        (qkv_rope_store.qkv_rope_store_ref, (qkv, rope, positions)),
+        (by_triton(store_kv.store_kv), (key, value)),
+        (store_kv.store_kv_ref, (key, value)),
+    ]
+    for op, args in ops:
+        caches = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=torch.uint8, device=DEVICE).view(E4M3)
+        pages = KVPages(caches[0], caches[1], make_scales(kv_heads, 0.5))
+        op(*args, pages, slots)
+        made.append((caches.float(), pages.scales.num_clipped.item() if pages.scales is not None else 0))
+    for (mine, my_count), (theirs, their_count) in (made[:2], made[2:]):
+        # The GPU divides a little otherwise than torch, which may change the rounding of what lies in the middle.
+        assert (mine != theirs).float().mean() < (1e-3 if GPU else 1e-9) and mine.isfinite().all()
+        assert abs(my_count - their_count) <= (2 if GPU else 0) and mine.abs().max() == 448
+        assert 0.05 < their_count / (mine != 0).sum().item() < 0.5
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(16, 1, 16), (64, 7, 48), (128, 8, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shares", "tile"), [(1, 32), (7, 64)])
+def test_decode_attention(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int
+) -> None:
+    lens = [1, 17, 300, *([129, 4100] if GPU else [])]
+    cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
+    pages, meant = in_e4m3(cache)
+    query = randn(len(lens), group * 2, head_dim, dtype=dtype)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares)
+    decode_attention(query, pages, out, tables, plan, 0.1 * head_dim**-0.5)
+    check(out, query / 10, meant, tables, [1] * len(lens), lens)
+
+
+def check(
+    out: torch.Tensor, query: torch.Tensor, meant: Any, tables: torch.Tensor, query_lens: list[int], lens: list[int],
+    options: AttentionOptions = PLAIN,
+) -> None:  # fmt: skip
+    """Compare with attention over what the pages mean."""
+    rows = [(q, tables[i], lens[i]) for i, q in enumerate(query.split(query_lens))]
+    exact = torch.cat([dense_attention(q.float(), meant, table, n, options) for q, table, n in rows])
+    check_error(out, torch.cat([dense_attention(q, meant, table, n, options) for q, table, n in rows]), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shares", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
+def test_decode_attention_over_shared_prefixes(
+    dtype: torch.dtype, shares: int, tile: int, max_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 64, 7, 48, dtype, max_items)
+    pages, meant = in_e4m3(cache)
+    query = randn(len(lens), 14, 64, dtype=dtype)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(seq_lens, 14, 2, 64, tile, shares, shared=shared)
+    decode_attention(query, pages, out, tables, plan, 0.1 * 64**-0.5)
+    check(out, query / 10, meant, tables, [1] * len(lens), lens)
+
+
+@pytest.mark.parametrize(("sizes", "window", "capped"), [((48, 80, 2, 48), 50, True), ((64, 64, 2, 16), None, False)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_options_and_prompts(
+    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype
+) -> None:
+    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(150, 200)])]
+    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
+    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
+    pages, meant = in_e4m3(caches)
+    heads, scale = 2 * sizes[2], 0.1 * sizes[0] ** -0.5
+    query = randn(sum(query_lens), heads, sizes[0], dtype=dtype)
+    cu_seqlens_q = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))]
+    tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
+    out = torch.full((*query.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
+    prefill_attention(query, pages, out, ChunkRows(tables, seq_lens, cu_seqlens_q, tiles), scale, options)
+    check(out, query / 10, meant, tables, query_lens, lens, options)
+    last = query[cu_seqlens_q[1:] - 1].contiguous()
+    out = torch.full((*last.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(seq_lens, heads, 2, sizes[1], 16, 20, window=window)
+    decode_attention(last, pages, out, tables, plan, scale, options)
+    check(out, last / 10, meant, tables, [1] * len(lens), lens, options)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(128, 2, 256), (128, 8, 64), (64, 7, 128), (64, 1, 64)])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("shares", [1, 33, 3000])
+@pytest.mark.parametrize("repeats", [1, 20])
+@pytest.mark.parametrize("projected", [False, True])
+def test_hopper_decode(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int, projected: bool
+) -> None:
+    """Tokens that lie in the cache, and those that the kernel rotates, rounds and stores there itself."""
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
+
+    lens = [1, 2, 16, 17, 18, 63, 64, 65, 66, 129, 257, 700, 4100] * repeats
+    cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
+    pages, _ = in_e4m3(cache)
+    query_scale, heads = 0.1 * head_dim**-0.5, 2 * group
+    slots = new_slots(tables, lens, block_size)
+    query, rope = randn(len(lens), heads, head_dim, dtype=dtype), None
+    stored = query
+    if projected:
+        # Some beyond 448 times the scale.
+        qkv = randn(len(lens), heads + 4, head_dim, dtype=dtype)
+        qkv[:, heads + 2 :] *= 200
+        weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
+        rope = NormRope(weights, 1e-6, torch.rand(4200, head_dim, device=DEVICE))
+        other = KVPages(pages.k_cache.clone(), pages.v_cache.clone(), make_scales(2))
+        query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, seq_lens - 1, other, slots)
+        stored = qkv
+    plan = plan_decode(seq_lens, heads, 2, head_dim, 64, shares)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    hopper_decode_attention(stored, pages, out, tables, slots, plan, query_scale, rope=rope)
+    assert pages.scales is not None
+    if projected:
+        bytes_differ = (pages.k_cache.view(torch.uint8) != other.k_cache.view(torch.uint8)).float().mean()
+        assert bytes_differ < 1e-3 and other.scales is not None
+        counts = pages.scales.num_clipped.item(), other.scales.num_clipped.item()
+        assert abs(counts[0] - counts[1]) <= 0.01 * counts[1] and counts[1] > 0
+    scales = pages.scales.keys, pages.scales.values
+    meant = [part.float() * scale[:, None] for part, scale in zip((pages.k_cache, pages.v_cache), scales, strict=True)]
+    check(out, query / 10, meant, tables, [1] * len(lens), lens)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("shares", [1, 33])
+def test_hopper_decode_over_shared_prefixes(dtype: torch.dtype, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
+
+    lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 128, 2, 64, dtype, 64)
+    pages, meant = in_e4m3(cache)
+    query = randn(len(lens), 4, 128, dtype=dtype)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    plan = plan_decode(seq_lens, 4, 2, 128, 64, shares, shared=shared)
+    slots = new_slots(tables, lens, 64)
+    hopper_decode_attention(query, pages, out, tables, slots, plan, 0.1 * 128**-0.5)
+    check(out, query / 10, meant, tables, [1] * len(lens), lens)
+
+
+def logits_of(folder: Path, prompt: list[int], **settings: Any) -> tuple[list[int], torch.Tensor, dict[str, int]]:
+    """Greedy tokens, and the logits of every step."""
+    logits: list[torch.Tensor] = []
+    with LLM(folder, **(SETTINGS | settings)) as llm:
+        runner: Any = llm.llm_engine._runner
+        compute = runner.model.compute_logits
+
+        def recorded(hidden: Any) -> torch.Tensor:
+            logits.append(compute(hidden).float().cpu())
+            return logits[-1].to(runner.device)
+
+        runner.model.compute_logits = recorded
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        return output["token_ids"], torch.cat(logits), llm.stats()
+
+
+PROMPT = list(range(40))
+
+
+def with_scales(folder: Path, to: Path, k_scale: list[float], strategy: str) -> Path:
+    """A checkpoint in e4m3 with scales for its cache."""
+    kind = FORMATS["compressed-channel"]
+    stored, _ = write(folder, kind, to)
+    scheme = weights_of(strategy=strategy)
+    config = compressed(weights_of(strategy="token", dynamic=True), strategy="channel") | {"kv_cache_scheme": scheme}
+    change(stored, quantization_config=config)
+    tensors = load_file(stored / "model.safetensors")
+    scale = torch.tensor(k_scale)
+    for layer in range(2):
+        for name, factor in (("k_scale", 1.0), ("v_scale", 0.5)):
+            shaped = scale if strategy == "tensor" else scale.view(-1, 1, 1)
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = (shaped * factor).clone()
+    save_file(tensors, stored / "model.safetensors", metadata={"format": "pt"})
+    return stored
+
+
+def test_an_engine_clips_only_what_scales_do_not_fit(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Without scales large values are clipped; with those of the checkpoint the answer is nearer to that of floats."""
+    folder = make_checkpoint("qwen2", **SHAPE)
+    big = Path(shutil.copytree(folder, tmp_path / "big"))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("weight", "bias"):
+        tensors[f"model.layers.0.self_attn.v_proj.{name}"] *= 200
+    save_file(tensors, big / "model.safetensors", metadata={"format": "pt"})
+    plain, fitting = (with_scales(big, tmp_path / str(scale), [scale], "tensor") for scale in (1.0, 32.0))
+    _, exact, stats = logits_of(plain, PROMPT)
+    assert stats["num_clipped_kv"] == 0
+    _, clipped, stats = logits_of(plain, PROMPT, kv_cache_dtype="fp8")
+    assert stats["num_clipped_kv"] > 1000 and clipped.isfinite().all()
+    _, scaled, stats = logits_of(fitting, PROMPT, kv_cache_dtype="fp8")
+    assert stats["num_clipped_kv"] == 0
+    assert 3 * (scaled[0] - exact[0]).abs().mean() < (clipped[0] - exact[0]).abs().mean()
+
+
+def test_scales_of_heads_go_to_their_ranks(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", **SHAPE)
+    stored = with_scales(folder, tmp_path, [0.01, 0.02, 0.04, 0.08, 0.05], "attn_head")
+    tokens, _, stats = logits_of(stored, PROMPT, kv_cache_dtype="fp8")
+    assert stats["num_clipped_kv"] > 0
+    with LLM(stored, **SETTINGS, kv_cache_dtype="fp8", tensor_parallel_size=3) as llm:
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0]["token_ids"] == tokens
+    # Of no use to a cache of floats.
+    assert logits_of(stored, PROMPT)[0] != tokens
+
+
+def test_a_block_takes_half_the_bytes(checkpoint: Path) -> None:
+    sizes = []
+    kinds: tuple[KVCacheDtype, ...] = "auto", "fp8"
+    for dtype in kinds:
+        with LLM(checkpoint, **SETTINGS, dtype="float16", kv_cache_dtype=dtype) as llm:
+            cache = llm.llm_engine._runner.kv_cache  # type: ignore[union-attr]
+            sizes.append(cache.block_bytes)
+    assert sizes[0] == 2 * sizes[1]
+
+
+def test_files_of_blocks_are_of_one_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    prompt = list(range(60))
+    kinds: tuple[KVCacheDtype, ...] = "auto", "fp8"
+    for dtype, found in zip(kinds * 2, (0, 0, 48, 48), strict=True):
+        with LLM(checkpoint, **SETTINGS, kv_cache_dtype=dtype, prefix_cache=str(tmp_path)) as llm:
+            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+            assert llm.stats()["num_cached_tokens"] == found
+            llm.save_prefix_cache(tmp_path, [prompt])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8, not 'int8'"),
+        ({"attention_backend": "flash_attn"}, "'flash_attn' does not support kv_cache_dtype='fp8'"),
+    ],
+)
+def test_settings_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config("none", **({"kv_cache_dtype": "fp8"} | changes))
+
+
+def test_scales_that_do_not_fit(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", **SHAPE)
+    stored = with_scales(folder, tmp_path, [0.0], "tensor")
+    with pytest.raises(ValueError, match=r"scales 'model.layers.0.self_attn.k_scale' must be finite and positive"):
+        LLM(stored, **SETTINGS)
+    config = json.loads((stored / "config.json").read_text())["quantization_config"]
+    for strategy, dynamic in (("channel", False), ("tensor", True)):
+        scheme = weights_of(strategy=strategy) | {"dynamic": dynamic}
+        change(stored, quantization_config=config | {"kv_cache_scheme": scheme})
+        with pytest.raises(ValueError, match=r"kv_cache_scheme=.* is not supported: only static scales"):
+            LLM(stored, **SETTINGS)

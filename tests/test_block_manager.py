@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.block import Block
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_usage import block_usage
 from nanovllm.engine.sequence import Sequence
 from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence

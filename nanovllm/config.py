@@ -56,6 +56,7 @@ class Config:
         kv_cache_dtype: "fp8" keeps keys and values in e4m3, twice as many in the same memory, with the scales that the
             checkpoint has for it, else 1; "auto" in `dtype`.
         num_kvcache_blocks: number of cache blocks; -1 derives it from the free memory.
+        swap_space: GiB of the host's memory, of all ranks together, for blocks that the cache evicts; 0 keeps none.
         enable_prefix_caching: share the cache blocks of equal prefixes.
         prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
@@ -89,6 +90,7 @@ class Config:
     kvcache_block_size: int = 256
     kv_cache_dtype: KVCacheDtype = "auto"
     num_kvcache_blocks: int = -1
+    swap_space: float = 0.0
     enable_prefix_caching: bool = True
     prefix_cache: str | None = None
     attention_backend: AttentionBackendName = "auto"
@@ -111,6 +113,9 @@ class Config:
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be at least 1, or -1, not 0")
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, above=True)
+        check_number("swap_space", self.swap_space, 0)
+        if self.swap_space and not self.enable_prefix_caching:
+            raise ValueError(f"swap_space={self.swap_space} needs enable_prefix_caching=True")
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
         if not isinstance(self.device, str):
@@ -157,6 +162,7 @@ class EngineSettings(TypedDict, total=False):
     kvcache_block_size: int
     kv_cache_dtype: KVCacheDtype
     num_kvcache_blocks: int
+    swap_space: float
     enable_prefix_caching: bool
     prefix_cache: str | None
     attention_backend: AttentionBackendName

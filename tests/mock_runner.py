@@ -6,6 +6,7 @@ out right therefore shows that each page was the right one, at the right time, w
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.messages import BlockTransfer, ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -75,11 +76,57 @@ def mock_pooling(token_ids: Sequence[int]) -> np.ndarray:
     return np.array([sum(token_ids)], dtype=np.float32)
 
 
+class LateCopies:
+    """Copies to the host's memory and back, which end later, in their order, at times that `rng` decides."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        # With the number of the step that queued each.
+        self.queue: list[tuple[int, BlockTransfer]] = []
+
+    def loading(self) -> set[int]:
+        return {move.destination for _, move in self.queue if move.kind == "load"}
+
+    def saving(self) -> set[int]:
+        return {move.source for _, move in self.queue if move.kind == "save"}
+
+    def ending(self, count: int) -> list[BlockTransfer]:
+        """Take the first ones, which end now."""
+        ended, self.queue = self.queue[:count], self.queue[count:]
+        return [move for _, move in ended]
+
+    def at_begin(self, batch: ScheduledBatch) -> list[BlockTransfer]:
+        """Those that end before a step, some of which it waits for."""
+        given, count = batch.given_blocks, self.rng.randint(0, len(self.queue))
+        for index, (number, move) in enumerate(self.queue, 1):
+            assert number < batch.number
+            if move.kind == "load" or move.source in given:
+                count = max(count, index)
+        return self.ending(count)
+
+    def loads(self) -> list[BlockTransfer]:
+        """Those that end until all loads have."""
+        return self.ending(max((i for i, (_, move) in enumerate(self.queue, 1) if move.kind == "load"), default=0))
+
+
 class MockRunner:
     def __init__(
-        self, num_blocks: int, block_size: int, num_slots: int, pipeline_depth: int, window: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        pipeline_depth: int,
+        window: int | None = None,
+        num_host_slots: int = 0,
+        copy_seed: int = 0,
     ) -> None:
         self.num_kvcache_blocks = num_blocks
+        self.num_ready_slots = 0
+        self.host_memory: HostMemory | None = None
+        if num_host_slots:
+            # Loading always pays, and a step has time for all saves.
+            self.host_memory = HostMemory(num_host_slots, lambda: self.num_ready_slots, 1, 1e30, 1.0, 1.0)
+        self.copies = LateCopies(random.Random(copy_seed))
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
         self.kv_window = window
@@ -115,11 +162,7 @@ class MockRunner:
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
                 self.num_logprobs[request.slot] = request.extra.params.logprobs
-        # Copies and loads.
-        places = [self.cache if transfer.kind == "copy" else self.host for transfer in batch.transfers]
-        contents = [list(place[move.source]) for place, move in zip(places, batch.transfers, strict=True)]
-        for transfer, content in zip(batch.transfers, contents, strict=True):
-            self.cache[transfer.destination] = content
+        transfers = self._transfer(batch)
         for new in batch.new_blocks:
             table = self.tables[new.slot]
             if new.index < len(table):
@@ -152,7 +195,7 @@ class MockRunner:
             # A step that failed may have left anything in the blocks that it was to write.
             for slot in batch.decode_slots:
                 self._store(slot, self.num_computed[slot] - 1, EMPTY)
-            for transfer in batch.transfers:
+            for transfer in transfers:
                 self.cache[transfer.destination] = [EMPTY] * self.block_size
             for chunk in batch.chunks:
                 for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
@@ -180,17 +223,51 @@ class MockRunner:
         assert len(outputs) == len(batch.scored_seq_ids)
         return outputs
 
+    def _transfer(self, batch: ScheduledBatch) -> list[BlockTransfer]:
+        """Queue what ends later, and do the rest, which is returned: copies, and loads from files."""
+        self._end_copies(self.copies.at_begin(batch))
+        num_slots = 0 if self.host_memory is None else self.host_memory.num_slots
+        is_late = [move.kind == "save" or (move.kind == "load" and move.source < num_slots) for move in batch.transfers]
+        transfers = [move for move, late in zip(batch.transfers, is_late, strict=True) if not late]
+        places = [self.cache if transfer.kind == "copy" else self.host for transfer in transfers]
+        contents = [list(place[move.source]) for place, move in zip(places, transfers, strict=True)]
+        for transfer, content in zip(transfers, contents, strict=True):
+            assert transfer.destination not in self.copies.saving() | self.copies.loading()
+            self.cache[transfer.destination] = content
+        moves = [move for move, late in zip(batch.transfers, is_late, strict=True) if late]
+        assert [move.kind for move in moves] == sorted(move.kind for move in moves), "loads come before saves"
+        self.copies.queue += [(batch.number, move) for move in moves]
+        if batch.waits_for_loads:
+            self._end_copies(self.copies.loads())
+        self.num_ready_slots = min(num_slots, self.num_ready_slots + self.copies.rng.randint(0, 4))
+        return transfers
+
+    def _end_copies(self, moves: list[BlockTransfer]) -> None:
+        for move in moves:
+            if move.kind == "load":
+                assert EMPTY not in self.host[move.source], "what is loaded must have been saved"
+                self.cache[move.destination] = list(self.host[move.source])
+            else:
+                assert EMPTY not in self.cache[move.source], "what is saved must have been computed"
+                self.host[move.destination] = list(self.cache[move.source])
+
     def synchronize(self) -> None:
-        pass
+        self._end_copies(self.copies.ending(len(self.copies.queue)))
 
     def exit(self) -> None:
         self.closed += 1
 
     def _store(self, slot: int, position: int, token: int) -> None:
-        self.cache[self.tables[slot][position // self.block_size]][position % self.block_size] = token
+        block = self.tables[slot][position // self.block_size]
+        if self.copies.queue:
+            assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
+        self.cache[block][position % self.block_size] = token
 
     def _load(self, slot: int, position: int) -> int:
-        return self.cache[self.tables[slot][position // self.block_size]][position % self.block_size]
+        block = self.tables[slot][position // self.block_size]
+        if self.copies.queue:
+            assert block not in self.copies.loading(), "the block is not there yet"
+        return self.cache[block][position % self.block_size]
 
     def _sample(self, slot: int) -> int:
         end = self.num_computed[slot]
@@ -212,6 +289,8 @@ def make_engine(
     enable_prefix_caching: bool = True,
     make_constraint: MakeConstraint = no_constraint,
     window: int | None = None,
+    num_host_slots: int = 0,
+    copy_seed: int = 0,
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -223,7 +302,9 @@ def make_engine(
     )
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
-    runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth, window)
+    runner = MockRunner(
+        num_blocks, block_size, config.max_num_running, pipeline_depth, window, num_host_slots, copy_seed
+    )
     engine = LLMEngine(
         config,
         runner,
@@ -263,7 +344,7 @@ def check_engine(engine: LLMEngine) -> None:
             # It is not looked at again yet, and would not fit.
             matched = manager._match_prefix(seq)
             num_computed = min(len(matched) * manager.block_size, seq.num_tokens - 1)
-            first, end = manager._span(num_computed, seq.num_tokens)
+            first, end = manager.held.span(num_computed, seq.num_tokens)
             num_needed = end - first - sum(block is not None and block.ref_count > 0 for block in matched[first:])
             assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]

@@ -25,6 +25,7 @@ class NullRunner:
     pipeline_depth = 1
     num_kvcache_blocks = 4096
     kv_window = None
+    host_memory = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

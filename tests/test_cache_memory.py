@@ -16,9 +16,10 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.rope_config import RopeConfig
-from nanovllm.runner import memory
+from nanovllm.runner import host_blocks, memory
+from nanovllm.runner.block_copies import BlockCopies
 from nanovllm.runner.kv_cache import KVCache
-from nanovllm.runner.messages import BlockTransfer
+from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -52,7 +53,7 @@ def test_ranks_on_the_cpu_share_what_one_would_take(monkeypatch: pytest.MonkeyPa
     assert num_blocks(Communicator(), block_bytes=100) == 30 and num_blocks(three, block_bytes=100) == 10
 
 
-def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache() -> None:
+def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     rotary = RotaryEmbedding(8, RopeConfig(1e4))
     layers = [Attention(heads, 8, 1e-6, rotary) for heads in (2, 1, 2)]
     specs = [layer.kv_cache_spec(torch.float32) for layer in layers]
@@ -68,11 +69,23 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache() -> Non
     assert cache.block_bytes == 16 * (2 * 2 * 2 * 8 * 4 + (24 + 8) * 2) and cache.most_copied_bytes == 16 * 2 * 8 * 4
     for i, layer in enumerate(layers):
         layer.pages.k_cache[1], layer.pages.v_cache[1] = 2 * i + 1, 2 * i + 2
-    cache.transfer([BlockTransfer("copy", 1, 2)])
+    cache.begin_step(ScheduledBatch(transfers=[BlockTransfer("copy", 1, 2)]))
     for i, layer in enumerate(layers):
         assert (layer.pages.k_cache[2] == 2 * i + 1).all() and (layer.pages.v_cache[2] == 2 * i + 2).all()
         assert not layer.pages.k_cache[0].any() and not layer.pages.v_cache[0].any()
     assert torch.equal(cache.groups[specs[0]].keys[1], layers[2].pages.k_cache)
+    # Out to slots of the host's memory, and back in: what a step loads is what was there before it saves.
+    monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", cache.block_bytes)
+    cache.copies = BlockCopies(list(cache.pages()), host_blocks.HostBlocks(3, cache.block_bytes, CPU))
+    out, back = BlockTransfer("save", 1, 2), BlockTransfer("load", 2, 0)
+    cache.begin_step(ScheduledBatch(transfers=[out]))
+    for page in cache.pages():
+        page[1] = 0
+    cache.begin_step(ScheduledBatch(transfers=[back, out]))
+    cache.begin_step(ScheduledBatch(transfers=[BlockTransfer("load", 2, 2)]))
+    for i, layer in enumerate(layers):
+        assert (layer.pages.k_cache[0] == 2 * i + 1).all() and (layer.pages.v_cache[0] == 2 * i + 2).all()
+        assert not layer.pages.k_cache[2].any() and not layer.pages.v_cache[2].any()
     cache.unbind()
     assert not any(hasattr(layer, "pages") for layer in layers)
 

@@ -1,4 +1,4 @@
-"""One page of the KV cache, as the host knows it."""
+"""A block of the KV cache, as the host sees it."""
 
 from __future__ import annotations
 

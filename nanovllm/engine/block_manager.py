@@ -16,12 +16,14 @@ from __future__ import annotations
 import typing
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
-from itertools import count
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from typing import Protocol
 
 from nanovllm.engine.block import ROOT_IDENTITY, Block
 from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
+from nanovllm.engine.held_blocks import HeldBlocks
+from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer
 
@@ -32,7 +34,7 @@ class BlockSource(Protocol):
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
         """Return the host slots of a sequence's blocks from `first` on, as many as there are, up to `end`.
 
-        The next step loads them from there.
+        The next step loads them from there. `seq.registered_identity` is that of the block before `first`.
         """
 
 
@@ -44,10 +46,12 @@ class BlockManager:
         enable_prefix_caching: whether blocks can be found again.
         window: tokens that each layer sees at most, the query's own included; None if a layer sees all.
         max_chunk: most tokens of a sequence in one step.
+        host: keeps evicted blocks; None if nothing does.
+        num_clean_blocks: free blocks, the next to be evicted, that `host` is to have before they are.
 
     Attributes:
-        source: is asked for the blocks of a prefix that follow those in the cache.
-        loads: what the step being planned must load.
+        held: which of its blocks a sequence holds.
+        source: is asked for the blocks of a prefix that follow those in the cache and in `host`.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class BlockManager:
         *,
         window: int | None = None,
         max_chunk: int = 1,
+        host: HostCache | None = None,
+        num_clean_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -70,17 +76,14 @@ class BlockManager:
         # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
         self._num_gained = 0
         self.source: BlockSource | None = None
-        self.loads: list[BlockTransfer] = []
+        self.host = host
+        self._num_clean_blocks = num_clean_blocks
+        # What the step being planned loads, by the block that it loads into.
+        self._loads: dict[int, BlockTransfer] = {}
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
-        # At least 2, so that the block before the next token is always held.
-        self._window = None if window is None else max(2, window)
-        self._evicted: EvictedPrefixes | None = None
-        # Most blocks that a sequence with a window holds.
-        self._most_held = num_blocks
-        if self._window is not None:
-            self._evicted = EvictedPrefixes()
-            self._most_held = min(num_blocks, self._num_spanned(self._window - 1 + max_chunk))
+        self.held = HeldBlocks(num_blocks, block_size, window, max_chunk)
+        self._evicted = EvictedPrefixes() if self.held.has_window else None
 
     @property
     def num_free_blocks(self) -> int:
@@ -92,26 +95,9 @@ class BlockManager:
         """Blocks in the table of at least one sequence."""
         return self.num_blocks - len(self._free)
 
-    @property
-    def holds_any_length(self) -> bool:
-        """Whether a sequence of any length fits into the cache: a window of it does."""
-        return self._window is not None and self._num_spanned(self._window) <= self.num_blocks
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one maybe in part."""
         return -(-num_tokens // self.block_size)
-
-    def _num_spanned(self, num_tokens: int) -> int:
-        """Most blocks in which so many consecutive tokens lie."""
-        return (num_tokens + self.block_size - 2) // self.block_size + 1
-
-    def _span(self, num_computed: int, num_tokens: int) -> tuple[int, int]:
-        """Return the first block that a sequence of so many tokens needs, and the end of those to give it."""
-        end = self.num_blocks_for(num_tokens)
-        if self._window is None:
-            return 0, end
-        first = max(0, num_computed + 1 - self._window) // self.block_size
-        return first, min(end, first + self._most_held)
 
     def allocate(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, those of its prefix from the cache where they are there.
@@ -129,16 +115,15 @@ class BlockManager:
             return False
         matched = self._match_prefix(seq)
         num_computed = min(len(matched) * self.block_size, seq.num_tokens - 1)
-        first, end = self._span(num_computed, seq.num_tokens)
+        first, end = self.held.span(num_computed, seq.num_tokens)
         found = [block for block in matched[first:] if block is not None]
         num_new = end - len(matched)
         num_revived = sum(block.ref_count == 0 for block in found) if found else 0
         num_missing = num_new + num_revived - len(self._free)
         if num_missing > 0:
             # With a window, one block more may make a whole prefix usable.
-            seq.fits_from = self._num_gained + (num_missing if self._window is None else 1)
+            seq.fits_from = self._num_gained + (num_missing if not self.held.has_window else 1)
             return False
-        slots = () if self.source is None else self._fetch(self.source, seq, len(matched))
         for block in found:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
@@ -150,19 +135,23 @@ class BlockManager:
         seq.registered_identity = found[-1].identity if found else _root(seq)
         seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
-        if slots:
-            self._load(seq, slots)
+        if self.host is not None:
+            self._fetch(self.host, seq)
+        if self.source is not None:
+            self._fetch(self.source, seq)
         return True
 
-    def _fetch(self, source: BlockSource, seq: Sequence, first: int) -> typing.Sequence[int]:
-        """Return the host slots of the blocks that follow the first ones of a sequence."""
-        end = seq.max_cached_tokens // self.block_size
-        return source.fetch(seq, first, end) if first < end else ()
+    def _fetch(self, source: BlockSource, seq: Sequence) -> None:
+        """Load what a source has of the blocks that follow a sequence's registered ones."""
+        first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
+        slots = source.fetch(seq, first, end) if first < end else ()
+        if slots:
+            self._load(seq, slots)
 
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
         """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned."""
         for i, slot in enumerate(slots, seq.num_registered_blocks):
-            self.loads.append(BlockTransfer("load", slot, seq.block_table[i]))
+            self._loads[seq.block_table[i]] = BlockTransfer("load", slot, seq.block_table[i])
         num_loaded = seq.num_registered_blocks + len(slots)
         seq.num_computed_tokens = num_loaded * self.block_size
         self.register(seq)
@@ -170,8 +159,32 @@ class BlockManager:
 
     def take_loads(self) -> list[BlockTransfer]:
         """Return, once, what the step being planned must load."""
-        loads, self.loads = self.loads, []
+        loads, self._loads = list(self._loads.values()), {}
         return loads
+
+    def is_loading(self, seq: Sequence) -> bool:
+        """Whether a sequence needs blocks that the step being planned loads, and that were not taken yet."""
+        return bool(self._loads) and not self._loads.keys().isdisjoint(seq.block_table)
+
+    def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
+        """Return what the step being planned saves; see `HostCache.plan_saves`."""
+        if self.host is None:
+            return []
+        unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
+        return self.host.plan_saves(self._next_to_evict(running), unconfirmed, num_prompt_tokens)
+
+    def _next_to_evict(self, running: list[Sequence]) -> Iterator[Block]:
+        """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted."""
+        for block_id in islice(self._free, self._num_clean_blocks):
+            yield self.blocks[block_id]
+        num_left = self._num_clean_blocks - len(self._free)
+        # The first is never preempted.
+        for seq in reversed(running[1:]):
+            if num_left <= 0:
+                return
+            num_left -= len(seq.block_table)
+            for block_id in seq.block_table[: seq.num_registered_blocks]:
+                yield self.blocks[block_id]
 
     def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
         """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not."""
@@ -187,7 +200,7 @@ class BlockManager:
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
         """Whether `source` still holds what a sequence needs of their prompt, and no more of it is registered."""
-        first, _ = self._span(seq.num_tokens - 1, seq.num_tokens)
+        first, _ = self.held.span(seq.num_tokens - 1, seq.num_tokens)
         num_released, num_full = source.num_released_blocks, seq.num_tokens // self.block_size
         return not num_released or (num_released <= first and source.num_registered_blocks <= num_full)
 
@@ -235,7 +248,7 @@ class BlockManager:
     def extend(self, seq: Sequence) -> list[int]:
         """Give a sequence with a window blocks for its next tokens, as far as they are free; returns their indices."""
         self.release_outside_window(seq)
-        _, end = self._span(seq.num_computed_tokens, seq.num_tokens)
+        _, end = self.held.span(seq.num_computed_tokens, seq.num_tokens)
         num_held = len(seq.block_table)
         indices = list(range(num_held, min(end, num_held + len(self._free))))
         seq.block_table += [self._take_free_block() for _ in indices]
@@ -243,9 +256,9 @@ class BlockManager:
 
     def release_outside_window(self, seq: Sequence) -> None:
         """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
-        if self._window is None:
+        if not self.held.has_window:
             return
-        first, _ = self._span(seq.num_computed_tokens, seq.num_tokens)
+        first, _ = self.held.span(seq.num_computed_tokens, seq.num_tokens)
         for index in range(seq.num_released_blocks, first):
             self._release(seq.block_table[index])
         seq.num_released_blocks = max(seq.num_released_blocks, first)
@@ -267,19 +280,27 @@ class BlockManager:
             # What can never be found again is reused before anything that can.
             self._free.move_to_end(block_id, last=block.key is not None)
             self._num_gained += 1
+            if self.host is not None and block.key is not None:
+                self.host.touch(block.key)
 
     def begin_step(self) -> None:
         """Begin a step: the blocks registered from now on are confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])
+        if self.host is not None:
+            self.host.begin_step()
 
     def cancel_step(self) -> None:
         """Undo `begin_step`, since the step turned out to be empty."""
         registered = self._unconfirmed.pop()
         assert not registered
+        if self.host is not None:
+            self.host.cancel_step()
 
     def confirm_step(self) -> None:
         """Confirm the blocks of the oldest step without a result: it has succeeded, and they hold what they should."""
         self._unconfirmed.popleft()
+        if self.host is not None:
+            self.host.confirm_step()
 
     def rollback(self) -> None:
         """Take every block registered by a step without a result out of the prefix cache; none is in use any more."""
@@ -287,6 +308,9 @@ class BlockManager:
             self._unregister(self.blocks[block_id])
             self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
+        self._loads.clear()
+        if self.host is not None:
+            self.host.rollback()
 
     def reset(self) -> bool:
         """Forget the prefix cache; return whether no sequence holds blocks of it.
@@ -337,15 +361,20 @@ class BlockManager:
                 parent = ROOT_IDENTITY if isinstance(block.key[0], str) else block.key[0]
                 assert block.identity > parent, f"block {block.block_id} is older than its parent"
         assert len(self._cached) == sum(block.key is not None for block in self.blocks)
+        identities = {key: block.identity for key, block in self._cached.items()}
         if self._evicted is not None:
-            self._evicted.check_integrity({key: block.identity for key, block in self._cached.items()})
+            self._evicted.check_integrity(identities)
+        if self.host is not None:
+            self.host.check_integrity(identities)
         for seq in sequences:
             held = seq.block_table[seq.num_released_blocks :]
-            assert len(held) == len(set(held)) <= self._most_held, f"{seq} holds a block twice, or too many"
-            first, _ = self._span(seq.num_computed_tokens, seq.num_tokens)
+            assert len(held) == len(set(held)) <= self.held.most, f"{seq} holds a block twice, or too many"
+            first, _ = self.held.span(seq.num_computed_tokens, seq.num_tokens)
             most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
             assert seq.num_released_blocks <= most_released, f"{seq} has released a block too early"
-            for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
+            # A chunk that begins inside a registered block does not store.
+            num_kept = seq.num_registered_blocks if seq.is_prefill else 0
+            for block_id in seq.block_table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
                 is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
                 assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
 
@@ -365,17 +394,7 @@ class BlockManager:
             else:
                 identity = evicted
             matched.append(block)
-        return matched if self._evicted is None else matched[: self._num_usable(matched, seq)]
-
-    def _num_usable(self, matched: list[Block | None], seq: Sequence) -> int:
-        """Return the length of the longest prefix whose blocks are cached as far as the window of what follows goes."""
-        num_usable = num_consecutive = 0
-        for length, block in enumerate(matched, 1):
-            num_consecutive = 0 if block is None else num_consecutive + 1
-            first, _ = self._span(min(length * self.block_size, seq.num_tokens - 1), seq.num_tokens)
-            if length - num_consecutive <= first:
-                num_usable = length
-        return num_usable
+        return matched if self._evicted is None else matched[: self.held.num_usable(matched, seq.num_tokens)]
 
     def _block_tokens(self, seq: Sequence, index: int) -> bytes:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
@@ -383,6 +402,8 @@ class BlockManager:
     def _take_free_block(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
+        if self.host is not None and block.key is not None and block.key not in self.host:
+            self.host.num_lost += 1
         self._unregister(block)
         block.ref_count = 1
         return block_id
@@ -391,7 +412,9 @@ class BlockManager:
         # A fork may share a block whose parent was evicted since it was registered.
         self._unregister(block)
         block.key = key
-        known = None if self._evicted is None else self._evicted.on_registered(key)
+        known = None if self.host is None else self.host.identity(key)
+        if self._evicted is not None:
+            known = self._evicted.on_registered(key)
         block.identity = next(self._identities) if known is None else known
         self._cached[key] = block
         self._unconfirmed[-1].append(block.block_id)

@@ -27,6 +27,7 @@ from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, exit_with_interpreter
 from nanovllm.engine.driven_engine import DrivenEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
+from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import request_output
@@ -81,12 +82,15 @@ class LLMEngine(DrivenEngine, Unpicklable):
         super().__init__()
         self.config = config
         self._runner: Runner | None = runner
+        memory = runner.host_memory
         self.block_manager = BlockManager(
             runner.num_kvcache_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
             window=runner.kv_window,
             max_chunk=config.max_num_batched_tokens,
+            host=None if memory is None else HostCache(memory, config.kvcache_block_size),
+            num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size),
         )
         num_kv_slots = runner.num_kvcache_blocks * config.kvcache_block_size
         self.scheduler = Scheduler(
@@ -100,7 +104,7 @@ class LLMEngine(DrivenEngine, Unpicklable):
             vocab_size,
             max_model_len,
             num_kv_slots=num_kv_slots,
-            max_stored_tokens=max_model_len if self.block_manager.holds_any_length else num_kv_slots,
+            max_stored_tokens=max_model_len if self.block_manager.held.fits_any_length else num_kv_slots,
             max_logprobs=config.most_logprobs(vocab_size),
         )
         self.seeds = RequestSeeds(config.seed)

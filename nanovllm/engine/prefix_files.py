@@ -38,7 +38,8 @@ class PrefixFiles:
         self._folder = folder
         self._model = model
         self._block_size = block_size
-        self._next_slot = 0
+        # The first ones are those of evicted blocks.
+        self._next_slot = 0 if runner.host_memory is None else runner.host_memory.num_slots
         self._warned: set[str] = set()
 
     def fetch(self, seq: EngineSequence, first: int, end: int) -> Sequence[int]:

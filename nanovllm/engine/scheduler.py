@@ -94,8 +94,9 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         # Tokens that the step being planned has room for.
         self._budget = 0
-        # The one sequence whose prompt is planned in part; no other is admitted before the rest is.
-        self._partial: Sequence | None = None
+        # Admitted sequences whose prompts are not all planned, the first one maybe in part, the others because they
+        # load blocks; no other is admitted before the rest is.
+        self._prefilling: list[Sequence] = []
         # Unfinished sequences that are sampled by more than a temperature.
         self._num_extra = 0
 
@@ -112,6 +113,7 @@ class Scheduler:
             "num_waiting": len(self.waiting),
             "num_used_blocks": self.block_manager.num_used_blocks,
             "num_free_blocks": self.block_manager.num_free_blocks,
+            **({} if self.block_manager.host is None else self.block_manager.host.counters()),
         }
 
     def is_finished(self) -> bool:
@@ -161,6 +163,9 @@ class Scheduler:
             self._end_by_count(seq)
         for seq in prefilled:
             self._begin_decoding(seq, batch.number + 1)
+        batch.transfers += self.block_manager.take_loads()
+        if self.block_manager.host is not None:
+            batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
         return batch
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
@@ -276,17 +281,43 @@ class Scheduler:
                 self.decoding.note_blocks(seq)
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
+        """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
+
+        What needs blocks that this step loads gets its first chunk one step later, unless there is nothing else to do
+        while they come.
+        """
+        before = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.is_prefill]
+        loading: list[Sequence] = []
+        planned = self._schedule_prompts(before, loading, batch)
+        if loading and not batch.chunks and not len(batch.decode_slots):
+            batch.waits_for_loads = True
+            batch.transfers += self.block_manager.take_loads()
+            first, loading = loading, []
+            planned = self._schedule_prompts(first, loading, batch)
+        self._prefilling += loading
+        return planned
+
+    def _schedule_prompts(
+        self, prefilling: list[Sequence], loading: list[Sequence], batch: ScheduledBatch
+    ) -> list[Sequence]:
+        """Plan chunks of admitted prompts, then of waiting ones, while there is budget; see `_schedule_chunks`.
+
+        Args:
+            prefilling: the admitted ones; what is left of them is in `_prefilling` afterwards.
+            loading: takes those that wait for blocks.
+            batch: takes the chunks.
+        """
         planned = []
-        partial, self._partial = self._partial, None
-        is_partial = partial is not None and partial.status is SequenceStatus.RUNNING and partial.is_prefill
-        seq = partial if is_partial else self._admit(batch)
-        while seq is not None:
+        while self._budget and (seq := prefilling.pop(0) if prefilling else self._admit(batch)) is not None:
+            if self.block_manager.is_loading(seq):
+                loading.append(seq)
+                continue
             self._schedule_chunk(seq, batch)
             if seq.is_prefill:
-                self._partial = seq
+                prefilling.insert(0, seq)
                 break
             planned.append(seq)
-            seq = self._admit(batch)
+        self._prefilling = prefilling
         return planned
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
@@ -295,8 +326,6 @@ class Scheduler:
         # A preempted sequence waits for its token in flight, which it will need as input.
         if seq is None or seq.num_in_flight or not self.block_manager.allocate(seq):
             return None
-        if self.block_manager.loads:
-            batch.transfers += self.block_manager.take_loads()
         self.waiting.remove(seq)
         insort(self.running, seq, key=_sort_key)
         seq.status = SequenceStatus.RUNNING

@@ -137,6 +137,7 @@ class TracedRunner:
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
         self.kv_window = runner.kv_window
+        self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:
         """See `Runner`."""

@@ -11,7 +11,8 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
-from nanovllm.runner.messages import BlockTransfer
+from nanovllm.runner.block_copies import BlockCopies
+from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class KVCache:
     Attributes:
         groups: the pages by what layers cache.
         num_clipped: [1] int64 of a cache in e4m3, else None; see `KVScales`.
-        host_blocks: blocks in the host's memory by slot, which the next step that loads may load, as `block` has them.
+        host_blocks: blocks from files by slot, which the next step that loads may load, as `block` has them.
+        copies: copy blocks to the host's memory and back; None if they are not kept there.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class KVCache:
     ) -> None:
         self._layers, self._device = layers, device
         self.host_blocks: dict[int, list[torch.Tensor]] = {}
+        self.copies: BlockCopies | None = None
         self.groups: dict[KVCacheSpec, CacheGroup] = {}
         self.num_clipped: torch.Tensor | None = None
         if any(spec.dtype == torch.float8_e4m3fn for spec in specs):
@@ -91,46 +94,63 @@ class KVCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block in all layers."""
-        return sum(layer[0].nbytes for layer in self._pages())
+        return sum(layer[0].nbytes for layer in self.pages())
 
     @property
     def most_copied_bytes(self) -> int:
         """Bytes of a block that `transfer` holds a copy of at a time."""
-        return max(layer[0].nbytes for layer in self._pages())
+        return max(layer[0].nbytes for layer in self.pages())
 
     def unbind(self) -> None:
-        """Take the pages from the layers."""
+        """Take the pages from the layers, and give up what is kept in the host's memory."""
+        if self.copies is not None:
+            self.copies.close()
         for layer in self._layers:
             layer.unbind()
 
-    def transfer(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Copy blocks, of which one may be the source of one copy and the destination of another, then load others."""
+    def begin_step(self, batch: ScheduledBatch) -> None:
+        """Copy, load and save the blocks of a step before it runs; see `ScheduledBatch.transfers`."""
+        copies = self.copies
+        if copies is not None:
+            copies.begin_step(batch)
+        if batch.transfers:
+            self._transfer(batch.transfers)
+        if copies is not None and batch.waits_for_loads:
+            copies.wait_for_loads()
+
+    def _transfer(self, transfers: Sequence[BlockTransfer]) -> None:
+        """Copy blocks, of which one may be the source of a copy and the destination of another, then load and save."""
         copies = [(transfer.source, transfer.destination) for transfer in transfers if transfer.kind == "copy"]
         if copies:
             self._copy(copies)
-        if len(copies) < len(transfers):
-            self._load([transfer for transfer in transfers if transfer.kind == "load"])
+        moves = [transfer for transfer in transfers if transfer.kind != "copy"]
+        if moves and self.copies is not None:
+            num_slots = self.copies.host.num_slots
+            self.copies.queue([move for move in moves if move.kind == "save" or move.source < num_slots])
+            moves = [move for move in moves if move.kind == "load" and move.source >= num_slots]
+        if moves:
+            self._load_files(moves)
 
     def block(self, block_id: int) -> list[torch.Tensor]:
         """Return a block's pages, views of [block_size, num_kv_heads, head size]: keys of each layer, and values."""
-        return [layer[block_id] for layer in self._pages()]
+        return [layer[block_id] for layer in self.pages()]
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         pairs = torch.tensor(copies)
         on_device = (pairs.pin_memory() if self._device.type == "cuda" else pairs).to(self._device, non_blocking=True)
         sources, destinations = on_device.unbind(1)
         # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
-        for layer in self._pages():
+        for layer in self.pages():
             pages = layer.view(torch.uint8) if self.num_clipped is not None else layer
             pages[destinations] = pages[sources]
 
-    def _load(self, loads: list[BlockTransfer]) -> None:
+    def _load_files(self, loads: list[BlockTransfer]) -> None:
         for load in loads:
             for page, content in zip(self.block(load.destination), self.host_blocks[load.source], strict=True):
                 page.copy_(content)
         self.host_blocks.clear()
 
-    def _pages(self) -> Iterator[torch.Tensor]:
+    def pages(self) -> Iterator[torch.Tensor]:
         """The keys of each layer, and the values, [num_blocks, ...]."""
         for group in self.groups.values():
             yield from (*group.keys, *group.values)

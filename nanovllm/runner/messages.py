@@ -9,6 +9,7 @@ blocks, never of sequences; the engine finds a token's sequence by `ScheduledBat
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -45,10 +46,11 @@ class NewBlock:
 class BlockTransfer:
     """Gives block `destination` the content of block `source`.
 
-    `kind` says where the two are; "copy": both on the device; "load": the source is a slot in the host's memory.
+    `kind` says where the two are; "copy": both on the device; "load": the source is a slot in the host's memory;
+    "save": the destination is one.
     """
 
-    kind: Literal["copy", "load"]
+    kind: Literal["copy", "load", "save"]
     source: int
     destination: int
 
@@ -101,8 +103,11 @@ class ScheduledBatch:
 
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
-    # Before the step writes anything. All copies' sources are read before a destination is written; loads come last.
+    # Copies are made before the step writes anything, and all their sources are read before a destination is written.
+    # Loads come next, then saves. A later step sees what was loaded, and does not overwrite what is still being saved.
     transfers: list[BlockTransfer] = field(default_factory=list)
+    # Whether this step sees what it loads, too.
+    waits_for_loads: bool = False
     # [num_decodes] int32; the same object as in the step before if no row has joined or left.
     decode_slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)
     chunks: list[PromptChunk] = field(default_factory=list)
@@ -120,6 +125,13 @@ class ScheduledBatch:
     def num_prompt_tokens(self) -> int:
         """Prompt tokens to compute in this step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def given_blocks(self) -> set[int]:
+        """All blocks that this step gives to sequences, and may therefore be written to from now on."""
+        given = {block for request in self.new_requests for block in request.block_table}
+        given.update(new.block_id for new in self.new_blocks)
+        return given
 
 
 @dataclass(frozen=True)
@@ -169,6 +181,27 @@ class StepHandle(Protocol):
         """Wait for the step and return its tokens; raises if the step failed."""
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """A runner's slots for blocks in the host's memory, and the rates by which loading is weighed against computing.
+
+    Attributes:
+        num_slots: blocks of the device that fit.
+        num_ready_slots: returns how many slots, the first ones, can be saved to; grows up to all of them.
+        block_bytes: bytes of a block, on one rank.
+        bytes_per_second: of copies between the host and one rank's device.
+        tokens_per_second: of prompts that are computed.
+        step_seconds: of a small step.
+    """
+
+    num_slots: int
+    num_ready_slots: Callable[[], int]
+    block_bytes: int
+    bytes_per_second: float
+    tokens_per_second: float
+    step_seconds: float
+
+
 class Runner(Protocol):
     """What the engine needs of a `ModelRunner` or a `ParallelRunner`.
 
@@ -180,6 +213,8 @@ class Runner(Protocol):
     num_kvcache_blocks: int
     # Tokens that each layer sees at most, the query's own included; None if a layer sees all.
     kv_window: int | None
+    # None if blocks are not kept in the host's memory.
+    host_memory: HostMemory | None
 
     def forward(self, batch: ScheduledBatch) -> Any:
         """Queue the forward pass of a step and return the step, for `sample`; raises if it cannot be queued."""
@@ -217,11 +252,13 @@ class BlockFileRunner(Protocol):
     """What the engine needs of a runner to keep blocks in files; see `runner.block_files`."""
 
     kv_window: int | None
+    host_memory: HostMemory | None
 
     def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
         """Read blocks from a folder into the host's slots `slot`, `slot + 1`, ..., for the next step to load.
 
-        What a slot held before is forgotten, and so is, after the next step that loads, what it did not load.
+        These are slots beyond those of `Runner.host_memory`. What a slot held before is forgotten, and so is, after the
+        next step that loads, what it did not load.
         """
 
     def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:

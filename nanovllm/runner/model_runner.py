@@ -31,10 +31,11 @@ from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import MissingWeights, ScheduledBatch
+from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.runner.runner_weights import WeightsHolder
+from nanovllm.runner.swap_space import check_swap_space, make_swap_space
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
@@ -72,6 +73,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
+        check_swap_space(config.swap_space)
         if uses_triton(self.device):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
@@ -96,6 +98,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             self._free()
             self._allocate(self.num_kvcache_blocks)
             self._capture()
+            self.host_memory = self._make_swap_space() if config.swap_space else None
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -161,10 +164,6 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
     def _measure_cache(self, free_before: int) -> int:
         """Return the blocks of the cache; where memory decides, run the step that takes the most."""
         config = self.config
-
-        def run_step() -> None:
-            self.sample(self.forward(profiling_batch(config, self.max_blocks, self.max_model_len))).result()
-
         return num_cache_blocks(
             config,
             self.device,
@@ -172,9 +171,15 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             free_before=free_before,
             block_bytes=self.kv_cache.block_bytes,
             most_blocks=self.max_blocks * config.max_num_running,
-            run_step=run_step,
+            run_step=lambda: self._run(profiling_batch(config, self.max_blocks, self.max_model_len)),
             extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache.most_copied_bytes),
         )
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        self.sample(self.forward(batch)).result()
+
+    def _make_swap_space(self) -> HostMemory:
+        return make_swap_space(self.config, self.communicator, self.kv_cache, self.kv_window, self._run)
 
     def _capture(self) -> None:
         """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`."""
@@ -256,8 +261,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         builder = self.batch_builder
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
-        if batch.transfers:
-            self.kv_cache.transfer(batch.transfers)
+        self.kv_cache.begin_step(batch)
         exact, plan = builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)

@@ -115,6 +115,7 @@ class ParallelRunner:
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
         self.kv_window = runner.kv_window
+        self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:
         """Queue a step's forward pass on every rank; see `Runner`."""

@@ -1,0 +1,185 @@
+"""Blocks of the prefix cache in the host's memory: which slot holds what, what is saved there, and what is loaded.
+
+A copy has its block's key and identity, so that one chain finds blocks wherever they are. It may outlive the block on
+the device, or be dropped before it. The order of transfers makes it right: a step's loads come before its saves, and a
+later step's after both.
+
+Knows nothing of the device: slots and keys are all that it deals in.
+"""
+
+from __future__ import annotations
+
+import time
+import typing
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+from nanovllm.engine.block import Block
+from nanovllm.engine.evicted_prefixes import BlockKey
+from nanovllm.engine.sequence import Sequence
+from nanovllm.runner.messages import BlockTransfer, HostMemory
+
+
+@dataclass(frozen=True)
+class HostBlock:
+    """A copy: the slot that it is in, and the identity of the block."""
+
+    slot: int
+    identity: int
+
+
+class HostCache:
+    """Copies of blocks, least recently used first; a `BlockSource`.
+
+    Args:
+        memory: has the slots.
+        block_size: tokens of a block.
+
+    Attributes:
+        num_saved, num_loaded: blocks so far.
+        num_lost: blocks that were evicted before they were saved.
+    """
+
+    def __init__(self, memory: HostMemory, block_size: int) -> None:
+        self._memory = memory
+        self._block_size = block_size
+        self._copies: OrderedDict[BlockKey, HostBlock] = OrderedDict()
+        self._num_used_slots = 0
+        self._free_slots: list[int] = []
+        # Keys saved by the steps whose results are not back yet, oldest step first.
+        self._unconfirmed: deque[list[BlockKey]] = deque()
+        # When the link will have copied what it was given, and the device computed what was not loaded.
+        self._link_free_at = self._computed_at = 0.0
+        self.num_saved = self.num_loaded = self.num_lost = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._copies
+
+    def counters(self) -> dict[str, int]:
+        """Return counts so far, the blocks held now, and the rates that were measured."""
+        return {
+            "num_saved_blocks": self.num_saved,
+            "num_loaded_blocks": self.num_loaded,
+            "num_lost_blocks": self.num_lost,
+            "num_host_blocks": len(self._copies),
+            "host_bytes_per_second": round(self._memory.bytes_per_second),
+            "prefill_tokens_per_second": round(self._memory.tokens_per_second),
+        }
+
+    def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
+        """Return the slots of a sequence's blocks if loading them pays; see `BlockSource`."""
+        parent, keys, copies = seq.registered_identity, list[BlockKey](), list[HostBlock]()
+        for i in range(first, end):
+            key = parent, seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
+            copy = self._copies.get(key)
+            if copy is None:
+                break
+            keys.append(key)
+            copies.append(copy)
+            parent = copy.identity
+        if not copies or not self._pays(len(copies)):
+            return ()
+        # The tail of a prefix is dropped before its head, without which it cannot be found.
+        for key in reversed(keys):
+            self.touch(key)
+        self.num_loaded += len(copies)
+        return [copy.slot for copy in copies]
+
+    def _pays(self, num_blocks: int) -> bool:
+        """Decide whether to load blocks: the link has them no later than the device would have computed them."""
+        now, memory = time.monotonic(), self._memory
+        loaded_at = max(now, self._link_free_at) + num_blocks * memory.block_bytes / memory.bytes_per_second
+        computed_at = max(now, self._computed_at) + num_blocks * self._block_size / memory.tokens_per_second
+        pays = loaded_at <= computed_at + memory.step_seconds
+        if pays:
+            self._link_free_at = loaded_at
+        else:
+            self._computed_at = computed_at
+        return pays
+
+    def identity(self, key: BlockKey) -> int | None:
+        """Return the identity by which others follow a block that has a copy."""
+        copy = self._copies.get(key)
+        return None if copy is None else copy.identity
+
+    def touch(self, key: BlockKey) -> None:
+        """Make a block's copy, if it has one, the most recently used."""
+        if key in self._copies:
+            self._copies.move_to_end(key)
+
+    def plan_saves(
+        self, blocks: Iterable[Block], unconfirmed: Container[int], num_prompt_tokens: int
+    ) -> list[BlockTransfer]:
+        """Give slots to blocks without a copy, so that no eviction has to wait, and return how they get there.
+
+        Args:
+            blocks: the next to be overwritten, first ones first.
+            unconfirmed: those of them, by id, whose content is not computed yet.
+            num_prompt_tokens: of the step that saves them.
+        """
+        saves: list[BlockTransfer] = []
+        most = self._most_saves(num_prompt_tokens)
+        for block in blocks if most else ():
+            if block.key is None or block.key in self._copies or block.block_id in unconfirmed:
+                continue
+            slot = self._take_slot()
+            if slot is None:
+                break
+            self._copies[block.key] = HostBlock(slot, block.identity)
+            self._unconfirmed[-1].append(block.key)
+            saves.append(BlockTransfer("save", block.block_id, slot))
+            if len(saves) == most:
+                break
+        self.num_saved += len(saves)
+        seconds = len(saves) * self._memory.block_bytes / self._memory.bytes_per_second
+        self._link_free_at = max(time.monotonic(), self._link_free_at) + seconds
+        return saves
+
+    def _most_saves(self, num_prompt_tokens: int) -> int:
+        """Return how many blocks the link can copy in a step with so many prompt tokens, besides what it was given."""
+        now, memory = time.monotonic(), self._memory
+        seconds = max(num_prompt_tokens / memory.tokens_per_second, memory.step_seconds)
+        num_bytes = max(0.0, seconds - max(0.0, self._link_free_at - now)) * memory.bytes_per_second
+        return int(min(memory.num_slots, num_bytes / memory.block_bytes))
+
+    def _take_slot(self) -> int | None:
+        """Return a slot, that of the least recently used copy if all are taken; None while others are being made."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        if self._num_used_slots < self._memory.num_ready_slots():
+            self._num_used_slots += 1
+            return self._num_used_slots - 1
+        if self._num_used_slots < self._memory.num_slots:
+            return None
+        _, oldest = self._copies.popitem(last=False)
+        return oldest.slot
+
+    def begin_step(self) -> None:
+        """Begin a step: what is saved from now on is confirmed, or rolled back, with its result."""
+        self._unconfirmed.append([])
+
+    def cancel_step(self) -> None:
+        """Undo `begin_step`, since the step turned out to be empty."""
+        saved = self._unconfirmed.pop()
+        assert not saved
+
+    def confirm_step(self) -> None:
+        """Confirm what the oldest step without a result was to save."""
+        self._unconfirmed.popleft()
+
+    def rollback(self) -> None:
+        """Drop what steps without a result were to save."""
+        for key in (key for step in self._unconfirmed for key in step):
+            # It may have been dropped since, and its slot given to another.
+            copy = self._copies.pop(key, None)
+            if copy is not None:
+                self._free_slots.append(copy.slot)
+        self._unconfirmed.clear()
+
+    def check_integrity(self, identities: dict[BlockKey, int]) -> None:
+        """Assert that each slot is free or holds one block, given the identities of cached blocks; for tests."""
+        slots = self._free_slots + [copy.slot for copy in self._copies.values()]
+        assert sorted(slots) == list(range(self._num_used_slots)), "a slot is lost, or holds two blocks"
+        for key, copy in self._copies.items():
+            assert identities.get(key, copy.identity) == copy.identity, "a block has two identities"

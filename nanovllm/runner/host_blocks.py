@@ -1,0 +1,110 @@
+"""Blocks of the KV cache in the host's memory, by slot: memory that the device copies from and to without the CPU.
+
+A block's bytes lie in one piece, page after page, as `KVCache.block` has them. Pinning takes 0.4 s a GiB, so a thread
+pins a chunk at a time, and begins another when the last one is in use.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import warnings
+
+import torch
+
+_CHUNK_BYTES = 2**30
+
+
+class HostBlocks:
+    """Memory for blocks, which is taken from the system as it fills.
+
+    Args:
+        num_slots: blocks.
+        block_bytes: bytes of each.
+        device: what they are copied from and to; memory is pinned for CUDA.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self._device = device
+        self._slots_per_chunk = min(num_slots, max(1, _CHUNK_BYTES // block_bytes))
+        self._chunks: list[torch.Tensor] = []
+        self._num_used_slots = 0
+        self._changed = threading.Condition()
+        # Whether it grows no more, although it may be asked to.
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._grow, name="pinning", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_ready_slots(self) -> int:
+        """How many slots, the first ones, have memory."""
+        return min(self.num_slots, len(self._chunks) * self._slots_per_chunk)
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """Return a slot's memory, [block_bytes] uint8; waits until it has some.
+
+        Raises:
+            RuntimeError: there is no more memory.
+        """
+        if slot >= self._num_used_slots:
+            with self._changed:
+                self._num_used_slots = slot + 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: slot < self.num_ready_slots or self._has_ended)
+            if slot >= self.num_ready_slots:
+                raise RuntimeError(f"slot {slot} of swap_space has no memory, the first {self.num_ready_slots} have")
+        chunk, index = divmod(slot, self._slots_per_chunk)
+        return self._chunks[chunk][index * self.block_bytes : (index + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be copied any more."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+        self._thread.join()
+        while self._chunks:
+            _release(self._chunks.pop(), self._device)
+
+    def _grow(self) -> None:
+        """Have memory for one chunk more than is in use, until there is enough for all slots."""
+        while (num_left := self.num_slots - self.num_ready_slots) > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due() or self._has_ended)
+                if self._has_ended:
+                    return
+            try:
+                chunk = _allocate(min(num_left, self._slots_per_chunk) * self.block_bytes, self._device)
+            except (RuntimeError, OSError) as error:
+                # What is evicted from now on may have to be computed again.
+                warnings.warn(f"swap_space ends at {self.num_ready_slots} blocks: {error}", stacklevel=1)
+                chunk = None
+            with self._changed:
+                if chunk is None:
+                    self._has_ended = True
+                else:
+                    self._chunks.append(chunk)
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return self._num_used_slots > (len(self._chunks) - 1) * self._slots_per_chunk
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory, [num_bytes] uint8, pinned for CUDA."""
+    if device.type != "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    torch.cuda.set_device(device)
+    # Not torch's pinned memory, which stays in this process when the engine has ended.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Pages of 2 MiB are pinned several times faster.
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), num_bytes, 0))
+    return chunk
+
+
+def _release(chunk: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr()))

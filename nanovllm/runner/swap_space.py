@@ -1,0 +1,140 @@
+"""How many evicted blocks fit into the host's memory, and what it costs to load one or to compute it again."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.runner.block_copies import BlockCopies, CudaBlockCopies
+from nanovllm.runner.host_blocks import HostBlocks
+from nanovllm.runner.kv_cache import KVCache
+from nanovllm.runner.messages import HostMemory, NewRequest, PromptChunk, ScheduledBatch
+
+_GIB = 2**30
+_LINK_BYTES = 32 * 2**20
+_CUDA_TOKENS = 2304, 1
+"""Prompt tokens of a large step, more than a captured one has, so that none is captured for this; of a small one."""
+_CPU_TOKENS = 8, 1
+"""A CPU computes few tokens in the time that starting may take, and loads any number faster than it computes them."""
+
+
+def check_swap_space(swap_space: float) -> None:
+    """Check that so many GiB of the host's memory are free.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if swap_space and swap_space * _GIB > (free := available_memory()):
+        raise ValueError(f"swap_space={swap_space} GiB is more than the {free / _GIB:.2f} GiB of memory that are free")
+
+
+def available_memory() -> int:
+    """Return the bytes that this process can take without swapping: the system's, or its control group's if fewer."""
+    if not hasattr(os, "sysconf"):
+        raise ValueError("swap_space needs Linux or macOS, not Windows")
+    info = Path("/proc/meminfo")
+    if info.exists():
+        lines = (line.split() for line in info.read_text().splitlines())
+        free = next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    if (limit := group / "memory.max").exists() and (most := limit.read_text().strip()) != "max":
+        # Pages of files are given up when memory is needed.
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stats["inactive_file"])
+        free = min(free, int(most) - used)
+    return free
+
+
+def make_swap_space(
+    config: Config,
+    communicator: Communicator,
+    kv_cache: KVCache,
+    kv_window: int | None,
+    run_step: Callable[[ScheduledBatch], None],
+) -> HostMemory:
+    """Have a cache's blocks kept in the host's memory, until it is unbound; takes some 0.2 s.
+
+    Args:
+        config: the engine's settings.
+        communicator: joins the ranks.
+        kv_cache: holds nothing yet.
+        kv_window: see `Runner`.
+        run_step: runs a step, and waits for it.
+
+    Raises:
+        ValueError: not one block fits, or sequences of this model do not keep all their blocks.
+    """
+    if kv_window is not None:
+        raise ValueError(
+            f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kv_window} tokens), "
+            "and such a model's blocks are not kept in the host's memory"
+        )
+    block_bytes = kv_cache.block_bytes
+    num_slots = communicator.all_reduce_min(int(config.swap_space * _GIB / communicator.size) // block_bytes)
+    if not num_slots:
+        raise ValueError(
+            f"swap_space={config.swap_space} GiB holds no block: one has {block_bytes / _GIB:.4f} GiB on each of "
+            f"{communicator.size} ranks"
+        )
+    pages = list(kv_cache.pages())
+    device, most_tokens = pages[0].device, min(config.max_num_batched_tokens, config.max_model_len)
+    is_cuda = device.type == "cuda"
+
+    def run_prompt(num_tokens: int) -> None:
+        run_step(_prompt_batch(num_tokens, -(-num_tokens // config.kvcache_block_size)))
+
+    prompt, small = _CUDA_TOKENS if is_cuda else _CPU_TOKENS
+    num_tokens = min(prompt, most_tokens)
+    prompt_seconds = _fastest(2, lambda: run_prompt(num_tokens))
+    step_seconds = _fastest(2, lambda: run_prompt(min(small, most_tokens)))
+    blocks = HostBlocks(num_slots, block_bytes, device)
+    kv_cache.copies = (CudaBlockCopies if is_cuda else BlockCopies)(pages, blocks)
+    return HostMemory(
+        num_slots,
+        lambda: blocks.num_ready_slots,
+        block_bytes,
+        bytes_per_second=_link_rate(pages[0]),
+        tokens_per_second=num_tokens / prompt_seconds,
+        step_seconds=step_seconds,
+    )
+
+
+def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
+    """Return a batch of one prompt, whose keys and values nobody keeps."""
+    chunk = PromptChunk(0, 0, array("i", [0]) * num_tokens, store=False, samples=True)
+    return ScheduledBatch(
+        new_requests=[NewRequest(0, [0] * num_blocks, 1, 1.0, 0)], chunks=[chunk], sampled_seq_ids=[0]
+    )
+
+
+def _link_rate(page: torch.Tensor) -> float:
+    """Return the bytes a second that are copied between a cache and the host's memory."""
+    on_device = page.view(-1)[: _LINK_BYTES // page.element_size()]
+    is_cuda = page.device.type == "cuda"
+    on_host = torch.empty(on_device.shape, dtype=page.dtype, pin_memory=is_cuda)
+
+    def copy() -> None:
+        on_host.copy_(on_device, non_blocking=is_cuda)
+        if is_cuda:
+            torch.cuda.synchronize(page.device)
+
+    return on_host.nbytes / _fastest(3, copy)
+
+
+def _fastest(num_runs: int, run: Callable[[], None]) -> float:
+    """Return the seconds of the fastest of some runs."""
+    seconds = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -118,6 +118,7 @@ class ModelRunner:
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             self.host_memory = self._make_swap_space() if config.swap_space else None
+        self._folders: dict[str, BlockFiles] = {}
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -270,7 +271,9 @@ class ModelRunner:
             self._block_files(folder).write(digests, block_ids)
 
     def _block_files(self, folder: str) -> BlockFiles:
-        return BlockFiles(folder, self.kv_cache, self.communicator.rank, self.communicator.size)
+        if folder not in self._folders:
+            self._folders[folder] = BlockFiles(folder, self.kv_cache, self.communicator.rank, self.communicator.size)
+        return self._folders[folder]
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
@@ -375,7 +378,7 @@ class ModelRunner:
         self._drop_graphs()
         self._free()
         self._unload()
-        del self.batch_builder, self.sampling, self._sampled, self._output_buffers
+        del self._folders, self.batch_builder, self.sampling, self._sampled, self._output_buffers
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()

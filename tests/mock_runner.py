@@ -7,6 +7,7 @@ out right therefore shows that each page was the right one, at the right time, w
 from __future__ import annotations
 
 import random
+import signal
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -140,6 +141,7 @@ class MockRunner:
         self.batches: list[ScheduledBatch] = []
         self.fail_launch = False
         self.fail_result = False
+        self.interrupt = False
         self.closed = 0
 
     def sample(self, step: MockHandle, masks: np.ndarray | None = None) -> MockHandle:
@@ -156,6 +158,9 @@ class MockRunner:
         if self.fail_launch:
             self.fail_launch = False
             raise RuntimeError("launch failed")
+        if self.interrupt:
+            self.interrupt = False
+            signal.raise_signal(signal.SIGINT)
         self.batches.append(batch)
         for request in batch.new_requests:
             self.tables[request.slot] = list(request.block_table)

@@ -6,15 +6,20 @@ import os
 import random
 import signal
 import threading
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
+from nanovllm.engine.block import ROOT_IDENTITY, Block
+from nanovllm.engine.host_cache import HostCache
 from nanovllm.runner import host_blocks
+from nanovllm.runner.messages import HostMemory
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import MockRunner, check_engine, complete, make_engine
+from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence
 from tests.rank_processes import rank_pids
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -53,8 +58,16 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
         if wanted and rng.random() < 0.03:
             engine.abort([gone := rng.choice(list(wanted))])
             del wanted[gone]
+        runner.interrupt = step < 40 and rng.random() < 0.02
         try:
             finished = engine.step().finished
+        except KeyboardInterrupt:
+            # What a call does that is interrupted; the step goes on.
+            for gone in list(wanted)[:1]:
+                engine.drop({gone})
+                del wanted[gone]
+            counts["interrupted"] += 1
+            finished = []
         except StepError as error:
             assert str(error.__cause__) in ("launch failed", "step failed"), error
             for request_id in error.request_ids:
@@ -85,11 +98,89 @@ def delayed(runner: MockRunner) -> list[bool]:
 
 @DEPTHS
 def test_no_block_is_lost_and_none_read_early(depth: int) -> None:
-    counts = dict.fromkeys(("saved", "loaded", "lost", "preempted", "failed", "waited", "late"), 0)
+    counts = dict.fromkeys(("saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late"), 0)
     rng = random.Random(depth)
     for _ in range(40):
         run_random(rng, depth, counts)
     assert min(counts.values()) > 20, counts
+
+
+def test_the_next_to_be_preempted_is_saved_and_loaded_again() -> None:
+    # Four need a block each in the same step, and there is none: the last one's six go at once, or in the next steps.
+    engine, runner = make_engine(pipeline_depth=1, block_size=4, num_blocks=24, num_host_slots=60, max_model_len=64)
+    runner.num_ready_slots = 60
+    prompts = [[i] * 8 for i in range(4)]
+    wanted = {engine.add_request(prompt, greedy(24)): complete(prompt, 24, frozenset(), 64) for prompt in prompts}
+    outputs: dict[int, Any] = {}
+    while not engine.is_finished():
+        outputs.update(engine.step().finished)
+        check_engine(engine)
+    assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
+    stats = engine.stats()
+    # All but the newest, which was not computed yet when it could have been saved.
+    assert (stats["num_preemptions"], stats["num_loaded_blocks"]) == (1, 5), stats
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("nanovllm.engine.host_cache.time.monotonic", clock)
+    return clock
+
+
+def cached_blocks(token_ids: list[int]) -> list[Block]:
+    """Blocks of four tokens, as they are cached."""
+    blocks, parent = list[Block](), ROOT_IDENTITY
+    for start in range(0, len(token_ids) - 3, 4):
+        block = Block(start)
+        block.key, block.identity = (parent, array("i", token_ids[start : start + 4]).tobytes()), 1000 + start
+        parent = block.identity
+        blocks.append(block)
+    return blocks
+
+
+def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_time(clock: Clock) -> None:
+    # A block takes a second on the link, and two to compute; a step half a second.
+    cache = HostCache(HostMemory(8, lambda: 8, 100, 100.0, 2.0, 0.5), 4)
+    seq, tokens = make_sequence(0, list(range(20))), list(range(20))
+    cache.begin_step()
+    # A step with six prompt tokens takes three seconds, in one of which the link is busy from now on.
+    assert len(cache.plan_saves(cached_blocks(tokens)[:1], set(), 0)) == 0
+    assert len(cache.plan_saves(cached_blocks(tokens), {0}, 6)) == 3
+    assert len(cache.plan_saves(cached_blocks(tokens), set(), 8)) == 1
+    cache.confirm_step()
+    # The link is busy for four seconds; four blocks take four more, and eight to compute.
+    assert len(cache.fetch(seq, 0, 5)) == 4
+    # Four more after eight; they would be computed in eight, and a step.
+    assert not cache.fetch(seq, 0, 4)
+    # What is computed before counts, too.
+    assert len(cache.fetch(seq, 0, 4)) == 4
+    clock.now += 100
+    assert len(cache.fetch(seq, 0, 1)) == len(cache.fetch(seq, 0, 1)) == 1
+    # Half a step later than computed.
+    clock.now += 0.75
+    assert len(cache.fetch(seq, 0, 1)) == 1
+
+
+def test_the_tail_of_a_prefix_is_dropped_before_its_head(clock: Clock) -> None:
+    cache = HostCache(HostMemory(5, lambda: 5, 1, 1e9, 1.0, 1.0), 4)
+    tokens = list(range(20))
+    cache.begin_step()
+    saves = cache.plan_saves(cached_blocks(tokens), set(), 0)
+    assert [save.source for save in saves] == [0, 4, 8, 12, 16] and sorted(save.destination for save in saves) == [
+        *range(5)
+    ]
+    assert len(cache.fetch(make_sequence(0, tokens), 0, 5)) == 5
+    cache.plan_saves(cached_blocks([7] * 8), set(), 0)
+    assert len(cache.fetch(make_sequence(0, tokens), 0, 5)) == 3
 
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 20}

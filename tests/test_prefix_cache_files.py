@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -176,8 +177,11 @@ def test_files_that_are_not_right_are_refused_by_name(
         "or another block's": files[3].read_bytes(),
         "foreign": next(model.glob("*.safetensors")).read_bytes(),
     }
-    # What a kill in mid-write leaves.
-    (tmp_path / f".{file.name}.0123").write_bytes(good[:100])
+    # What a kill in mid-write leaves: one long ago, another just now.
+    abandoned, recent = (tmp_path / f".block-{number}" for number in (1, 2))
+    for temporary in (abandoned, recent):
+        temporary.write_bytes(good[:100])
+    os.utime(abandoned, (0, time.time() - 4000))
     with LLM(model, prefix_cache=str(tmp_path), **SETTINGS) as llm:
         for cause, content in wrong.items():
             file.write_bytes(content)
@@ -191,7 +195,7 @@ def test_files_that_are_not_right_are_refused_by_name(
             warnings.simplefilter("error")
             assert answer(llm) == (expected, 32)
         llm.save_prefix_cache(tmp_path, [PROMPT[:48]], use_tqdm=False)
-        assert file.read_bytes() == good
+        assert file.read_bytes() == good and recent.exists() and not abandoned.exists()
         fill(llm)
         assert answer(llm) == (expected, 96)
 

@@ -52,6 +52,7 @@ class BlockManager:
     Attributes:
         held: which of its blocks a sequence holds.
         source: is asked for the blocks of a prefix that follow those in the cache and in `host`.
+        loads: what the step being planned must load, by the block that it loads into.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class BlockManager:
         self.source: BlockSource | None = None
         self.host = host
         self._num_clean_blocks = num_clean_blocks
-        # What the step being planned loads, by the block that it loads into.
-        self._loads: dict[int, BlockTransfer] = {}
+        self.loads: dict[int, BlockTransfer] = {}
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
         self.held = HeldBlocks(num_blocks, block_size, window, max_chunk)
@@ -151,7 +151,7 @@ class BlockManager:
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
         """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned."""
         for i, slot in enumerate(slots, seq.num_registered_blocks):
-            self._loads[seq.block_table[i]] = BlockTransfer("load", slot, seq.block_table[i])
+            self.loads[seq.block_table[i]] = BlockTransfer("load", slot, seq.block_table[i])
         num_loaded = seq.num_registered_blocks + len(slots)
         seq.num_computed_tokens = num_loaded * self.block_size
         self.register(seq)
@@ -159,12 +159,12 @@ class BlockManager:
 
     def take_loads(self) -> list[BlockTransfer]:
         """Return, once, what the step being planned must load."""
-        loads, self._loads = list(self._loads.values()), {}
+        loads, self.loads = list(self.loads.values()), {}
         return loads
 
     def is_loading(self, seq: Sequence) -> bool:
         """Whether a sequence needs blocks that the step being planned loads, and that were not taken yet."""
-        return bool(self._loads) and not self._loads.keys().isdisjoint(seq.block_table)
+        return bool(self.loads) and not self.loads.keys().isdisjoint(seq.block_table)
 
     def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
         """Return what the step being planned saves; see `HostCache.plan_saves`."""
@@ -308,7 +308,7 @@ class BlockManager:
             self._unregister(self.blocks[block_id])
             self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
-        self._loads.clear()
+        self.loads.clear()
         if self.host is not None:
             self.host.rollback()
 

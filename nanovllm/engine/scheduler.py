@@ -163,7 +163,8 @@ class Scheduler:
             self._end_by_count(seq)
         for seq in prefilled:
             self._begin_decoding(seq, batch.number + 1)
-        batch.transfers += self.block_manager.take_loads()
+        if self.block_manager.loads:
+            batch.transfers += self.block_manager.take_loads()
         if self.block_manager.host is not None:
             batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
         return batch

@@ -1,12 +1,14 @@
 """Blocks of the KV cache in files: one safetensors file for each block and rank.
 
 A file's name is a hash of all that its bytes depend on, so writers that race write the same. It is written under
-another name and renamed, and what is read is trusted only if its checksum, of name and bytes, is right.
+another name and renamed, and what is read is trusted only if its checksum, of name and bytes, is right. What a killed
+writer has left half written is removed by a later one, which knows it by its age.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,6 +26,9 @@ from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.messages import BlocksRead
 
 _CHECKSUM = "checksum"
+_TEMPORARY = ".block-"
+_ABANDONED_SECONDS = 3600.0
+"""A block takes seconds to write."""
 
 
 class RefusedFileError(Exception):
@@ -43,6 +48,7 @@ class BlockFiles:
         self._folder = Path(folder)
         self._kv_cache = kv_cache
         self._layout = [(page.shape, page.dtype) for page in kv_cache.block(0)]
+        self._is_clean = False
         self._rank = f"rank {rank} of {size}, {self._layout}".encode()
 
     def path(self, digest: bytes) -> Path:
@@ -62,6 +68,9 @@ class BlockFiles:
 
     def write(self, digests: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Write blocks whose files are not there, or not right; see `BlockFileRunner.write_blocks`."""
+        if not self._is_clean:
+            self._remove_abandoned()
+            self._is_clean = True
         for digest, block_id in zip(digests, block_ids, strict=True):
             path = self.path(digest)
             try:
@@ -93,7 +102,7 @@ class BlockFiles:
         pages = [page.to("cpu", copy=True) for page in block]
         tensors = {f"{number:05}": page for number, page in enumerate(pages)}
         data = save(tensors | {_CHECKSUM: torch.tensor(_checksum(path, pages), dtype=torch.uint8)})
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
         try:
             temporary.write_bytes(data)
             os.replace(temporary, path)
@@ -101,6 +110,14 @@ class BlockFiles:
             temporary.unlink(missing_ok=True)
             cause = f"a block of the prefix cache was not saved: {error.strerror}"
             raise OSError(error.errno, cause, str(path)) from error
+
+    def _remove_abandoned(self) -> None:
+        """Remove what writers that were killed have left; another one may do so at the same time."""
+        for temporary in self._folder.glob(f"{_TEMPORARY}*"):
+            # Files' times are on the system's clock.
+            with suppress(FileNotFoundError):
+                if time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS:
+                    temporary.unlink()
 
 
 def _checksum(path: Path, pages: Sequence[torch.Tensor]) -> list[int]:

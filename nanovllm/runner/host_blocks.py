@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 import warnings
+from contextlib import suppress
 
 import torch
 
@@ -98,8 +99,9 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     torch.cuda.set_device(device)
     # Not torch's pinned memory, which stays in this process when the engine has ended.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Pages of 2 MiB are pinned several times faster.
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    # Pages of 2 MiB are pinned several times faster; a kernel may have none.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     chunk = torch.frombuffer(memory, dtype=torch.uint8)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), num_bytes, 0))
     return chunk

@@ -99,6 +99,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             self.host_memory = self._make_swap_space() if config.swap_space else None
+        self._folders: dict[str, BlockFiles] = {}
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -369,7 +370,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self._drop_graphs()
         self._free()
         self._unload()
-        del self.batch_builder, self.sampling, self._sampled, self._output_buffers
+        del self._folders, self.batch_builder, self.sampling, self._sampled, self._output_buffers
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()

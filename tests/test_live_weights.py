@@ -51,14 +51,15 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("untied", {}),
         ("untied", {"quantization": "fp8"}),
-        ("tied", {"tensor_parallel_size": 3}),
+        ("tied", {}),
         ("stacked", {}),
         ("mixture", {}),
         ("norms of 1 + weight", {"model_impl": "transformers"}),
-        # Each starts processes.
+        # Each starts processes; `tests/test_tensor_parallel.py` has some anyway.
         *(
-            pytest.param(model, settings | {"tensor_parallel_size": 2}, marks=pytest.mark.all_devices)
+            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.all_devices)
             for model, settings in (
+                ("tied", {"tensor_parallel_size": 3}),
                 ("untied", {"quantization": "fp8"}),
                 ("mixture", {"enable_expert_parallel": True}),
                 ("biases", {"model_impl": "transformers"}),
@@ -266,7 +267,7 @@ def test_requests_that_were_paused_are_computed_again_after_a_sleep(live: LLM) -
 
 def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
     params = SamplingParams(0, 2, ignore_eos=True)
-    with LLM(pair[0], prefix_cache=tmp_path, **SETTINGS) as llm:
+    with LLM(pair[0], prefix_cache=str(tmp_path), **SETTINGS) as llm:
         assert llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False) == 3
         llm.reset_prefix_cache()
         assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48

@@ -129,7 +129,7 @@ def do(engine: Engine, model: Model, name: str, argument: Any) -> None:
         assert engine.generate() == engine.answers[choice]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=st.lists(st.sampled_from(CALLS), max_size=25))
 def test_any_calls_in_any_order(engine: Engine, calls: list[tuple[str, Any]]) -> None:
     engine.restart()

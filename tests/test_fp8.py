@@ -188,6 +188,16 @@ def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -
         assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
+def test_what_is_quantised_can_be_dropped_and_loaded_again(written: tuple[Path, Path]) -> None:
+    params = SamplingParams(0, 6, ignore_eos=True)
+    with LLM(written[0], device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20) as llm:
+        want = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights(load_file(written[0] / "model.safetensors"), strict=True)
+        assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"] == want
+
+
 def dequantised(model: CausalLM) -> dict[str, tuple[torch.Tensor, tuple[slice, slice]]]:
     """What a rank's linear layers mean, and which part of each of the checkpoint's tensors that is."""
     found = {}

@@ -51,14 +51,15 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("untied", {}),
         ("untied", {"quantization": "fp8"}),
-        ("tied", {"tensor_parallel_size": 3}),
+        ("tied", {}),
         ("stacked", {}),
         ("mixture", {}),
         ("norms of 1 + weight", {"model_impl": "transformers"}),
-        # Each starts processes.
+        # Each starts processes; `tests/test_tensor_parallel.py` has some anyway.
         *(
-            pytest.param(model, settings | {"tensor_parallel_size": 2}, marks=pytest.mark.all_devices)
+            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.all_devices)
             for model, settings in (
+                ("tied", {"tensor_parallel_size": 3}),
                 ("untied", {"quantization": "fp8"}),
                 ("mixture", {"enable_expert_parallel": True}),
                 ("biases", {"model_impl": "transformers"}),
@@ -234,7 +235,7 @@ def test_a_pause_ends_requests(live: LLM, mode: Any) -> None:
     live.pause(mode)
     # It comes first, and waits all the same.
     late = live.add_request([3, 5], params)
-    done = dict(live.step().finished)
+    done = {request_id: output for _ in range(12) for request_id, output in live.step().finished}
     lengths, reason = ({9}, "length") if mode == "wait" else ({2}, "abort")
     assert {len(done[i].outputs[0].token_ids) for i in ids} == lengths
     assert {done[i].outputs[0].finish_reason for i in ids} == {reason} and late not in done
@@ -245,6 +246,37 @@ def test_a_pause_ends_requests(live: LLM, mode: Any) -> None:
     while not live.is_finished():
         done.update(live.step().finished)
     assert set(done) == {*ids, late} and len(done[late].outputs[0].token_ids) == 9
+
+
+def test_requests_that_were_paused_are_computed_again_after_a_sleep(live: LLM) -> None:
+    params = SamplingParams(0, 20, ignore_eos=True)
+    prompts = [[*PREFIX, number] for number in range(3)]
+    want = [o.outputs[0].token_ids for o in live.generate(prompts, params, use_tqdm=False)]
+    ids = [live.add_request(prompt, params) for prompt in prompts]
+    for _ in range(8):
+        live.step()
+    live.pause()
+    live.sleep()
+    live.wake_up()
+    live.resume()
+    done: dict[int, Any] = {}
+    while not live.is_finished():
+        done.update(live.step().finished)
+    assert [done[i].outputs[0].token_ids for i in ids] == want
+
+
+def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    params = SamplingParams(0, 2, ignore_eos=True)
+    with LLM(pair[0], prefix_cache=str(tmp_path), **SETTINGS) as llm:
+        assert llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False) == 3
+        llm.reset_prefix_cache()
+        assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48
+        with pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"):
+            llm.load_weights(pair[1])
+        llm.reset_prefix_cache()
+        assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 0
+        with pytest.raises(RuntimeError, match="the model has other weights than its folder"):
+            llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
 
 
 def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:

@@ -25,7 +25,7 @@ from nanovllm.serve.settings import ServeSettings  # noqa: E402
 from tests.server_process import ServerProcess, unexpected_lines  # noqa: E402
 
 KEY = "secret"
-NUM_CLIENTS, NUM_TOKENS = 20, 60
+NUM_CLIENTS, NUM_TOKENS = 20, 40
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
@@ -63,14 +64,25 @@ def everything(llm: LLM) -> list[list[tuple[list[int], int]]]:
 
 @pytest.mark.parametrize(("model", "size"), [("qwen3", 2), ("qwen2-tied", 3)])
 def test_any_number_of_ranks_says_the_same(make_checkpoint: MakeCheckpoint, model: str, size: int) -> None:
-    folder = make_checkpoint(**MODELS[model])
+    folder, other = (make_checkpoint(seed=seed, **MODELS[model]) for seed in (0, 1))
+    # New weights, too, in the engine that lives: from tensors, and from a folder.
+    weights, prompts = load_file(other / "model.safetensors"), random_prompts((3, 40), seed=3)
+
+    def with_others(llm: LLM) -> list[list[tuple[list[int], int]]]:
+        runs = []
+        for source in (weights, folder, other):
+            assert llm.load_weights(source, strict=True) == len(weights) and llm.reset_prefix_cache()
+            runs.append(generate(llm, prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)))
+        assert runs[0] == runs[2] != runs[1]
+        return runs
+
     with LLM(folder, **TIGHT) as llm:
-        want = everything(llm)
+        want, others = everything(llm), with_others(llm)
     with LLM(folder, tensor_parallel_size=size, **TIGHT) as llm:
         assert len(rank_pids()) == size - 1 and llm.llm_engine._runner is not None
         # As on GPUs, a step is launched before the one before it has been taken in.
         llm.llm_engine._runner.pipeline_depth = size - 2
-        assert everything(llm) == want
+        assert everything(llm) == want and with_others(llm) == others
     assert not rank_pids()
 
 

@@ -357,6 +357,8 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
             is_slow: whether that takes long.
             request_id: of a single one; None: numbers.
         """
+        # The thread knows why the engine is closed.
+        self._thread.require_running()
         self.llm.require_awake()
         if len(self._pending) + num_requests > self.max_pending_requests:
             most = self.max_pending_requests

@@ -81,11 +81,11 @@ class LiveWeights:
         dtype = _STORED_DTYPES.get(dtype, dtype)
         for target, rows in rows_of(tensor, parts):
             part = self._slices[target]
-            try:
-                part.check_shape(name, rows.get_shape())
-            except ValueError as error:
+            if len(parts) > 1 and shape not in ([], [1]):
                 expected = [sum(part.shape[0] for _, part in parts), *part.shape[1:]]
-                raise error if len(parts) == 1 else _misfit(name, shape, expected) from error
+                if shape != expected:
+                    raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
+            part.check_shape(name, rows.get_shape())
             part.check_dtype(name, dtype)
         return bool(parts)
 
@@ -282,10 +282,6 @@ def _pair(item: Any) -> tuple[str, torch.Tensor]:
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise ValueError(f"tensor {name!r} has no values: {tensor.device}, {tensor.layout}")
     return name, tensor.detach()
-
-
-def _misfit(name: str, shape: list[int], expected: list[int]) -> ValueError:
-    return ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,9 @@ class RunnerWeights:
         callers = torch.cuda.current_stream(self._device)
         with self._device_guard():
             own = torch.cuda.current_stream(self._device)
+            if own == callers:
+                yield
+                return
             own.wait_stream(callers)
             yield
             callers.wait_stream(own)

@@ -139,7 +139,7 @@ class ParallelRunner:
             RuntimeError: the call failed on some rank; all ranks go on. Or the ranks have ended.
         """
         runner = self._require_open()
-        return self._call_others(method, args, partial(attrgetter(method)(runner), *args))
+        return self._call_others(method, args, lambda: attrgetter(method)(runner)(*args))
 
     def _call_others(self, method: str, args: tuple[Any, ...], own: Callable[[], Any]) -> list[Any]:
         """Call a method of every other rank's `ModelRunner`, and `own` here; see `call`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.attention.online_softmax import attend_tile, beside_keys, scale_keys
+from nanovllm.kernels.attention.online_softmax import attend_tile, beside_keys, by_head
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import log2
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -85,7 +85,8 @@ def _cascade_kernel(
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     wait_for_previous(PDL)
     head, item = tl.program_id(0), tl.program_id(1)
-    scale, cap_scale = scale_keys(scale, cap_scale, k_scale_ptr, head)
+    scale = by_head(scale, k_scale_ptr, head) if cap_scale is None else scale
+    cap_scale = None if cap_scale is None else by_head(cap_scale, k_scale_ptr, head)
     count = tl.load(items_ptr + item * 4 + 1)
     if count > 0:
         first_member = tl.load(items_ptr + item * 4)

@@ -17,9 +17,8 @@ from nanovllm.kernels.attention.online_softmax import (
     LOG2E_IN_KERNEL,
     attend_tile,
     beside_keys,
+    by_head,
     load_heads,
-    scale_keys,
-    scale_values,
 )
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.fast_math import exp2, log2
@@ -102,7 +101,8 @@ def _decode_kernel(
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
-    scale, cap_scale = scale_keys(scale, cap_scale, k_scale_ptr, head)
+    scale = by_head(scale, k_scale_ptr, head) if cap_scale is None else scale
+    cap_scale = None if cap_scale is None else by_head(cap_scale, k_scale_ptr, head)
     split_ptr = splits_ptr + 4 * split
     seq = tl.load(split_ptr).to(tl.int64)
     if seq >= 0:
@@ -120,8 +120,7 @@ def _decode_kernel(
         # Some program has a split, so the kernel cannot end before the previous one, although others do not wait.
         wait_for_previous(PDL)
         group = tl.arange(0, GROUP_PADDED)
-        mask = group < GROUP
-        heads = head * GROUP + group
+        mask, heads = group < GROUP, head * GROUP + group
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
         query = beside_keys(load_heads(query_ptrs, mask[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED), k_ptr)
@@ -149,7 +148,7 @@ def _decode_kernel(
                 seen[None, :], scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
                 BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale, NATIVE,
             )  # fmt: skip
-        out = scale_values(acc / row_sum[:, None], v_scale_ptr, head)
+        out = by_head(acc / row_sum[:, None], v_scale_ptr, head)
         places = heads[:, None] * VALUE_DIM + dims[None, :]
         out_mask = mask[:, None]
         if VALUE_DIM != VALUE_PADDED:

@@ -33,7 +33,7 @@ from nanovllm.kernels.attention.warp_attention import (
     store_heads,
     value_order,
 )
-from nanovllm.kernels.fast_math import rsqrt
+from nanovllm.kernels.fast_math import rsqrt, to_float16
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 
@@ -105,9 +105,10 @@ def _scaled(x, scale_ptr, head):
 @gluon.jit
 def _to_e4m3(x, scale_ptr, head, clipped_ptr, counts):
     """Return the bytes of e4m3 that mean x if multiplied by the KV head's scale; counts what is clipped if `counts`."""
+    LAYOUT: gl.constexpr = x.type.layout
     scaled = x.to(gl.float32) / gl.load(scale_ptr + head)
     gl.atomic_add(
-        clipped_ptr + gl.zeros(x.shape, gl.int32, x.type.layout), gl.full(x.shape, 1, gl.int64, x.type.layout),
+        clipped_ptr + gl.zeros(x.shape, gl.int32, LAYOUT), gl.full(x.shape, 1, gl.int64, LAYOUT),
         mask=(gl.abs(scaled) > 448.0) & counts, sem="relaxed",
     )  # fmt: skip
     # The instruction saturates.
@@ -119,7 +120,7 @@ def _from_e4m3(token):
     """Return a token whose key and value are bytes of e4m3 in float16, without their scales, and any other as it is."""
     query, key, value = token
     if value.dtype == gl.uint8:
-        query = (query[0].to(gl.float16), query[1].to(gl.float16))
+        query = (to_float16(query[0].to(gl.float32)), to_float16(query[1].to(gl.float32)))
         key = (as_float16(key[0]), as_float16(key[1]))
         value = as_float16(value)
     return query, key, value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nanovllm.kernels._triton import jit, tl
 from nanovllm.kernels.e4m3 import from_e4m3
-from nanovllm.kernels.fast_math import exp2, tanh
+from nanovllm.kernels.fast_math import exp2, tanh, to_float16
 
 LOG2E = 1.4426950408889634
 """Factor of the scores, so that the softmax can use base 2."""
@@ -27,7 +27,7 @@ def attend_tile(
     score_mask: broadcast to [M, TILE], which keys each row sees; both None for all. acc: [M, VALUE_DIM], row_max,
     row_sum: [M] float32. cap_scale: factor of the scores in front of their tanh; None for no tanh. Sizes of heads that
     are no powers of two are padded to one, with zeros. Caches of bytes have e4m3; the
-    query is `beside_keys`, the scale from `scale_keys`; NATIVE: see `from_e4m3`.
+    query is `beside_keys`, and scores' first factor `by_head`; NATIVE: see `from_e4m3`.
     """
     key_dims = tl.arange(0, query.shape[1])
     value_dims = tl.arange(0, acc.shape[1])
@@ -74,29 +74,18 @@ def attend_tile(
 
 
 @jit
-def scale_keys(scale, cap_scale, k_scale_ptr, kv_head):
-    """Return scale and cap_scale of `attend_tile` for keys in e4m3, of which k_scale_ptr has the scales, else None."""
-    if k_scale_ptr is not None:
-        if cap_scale is None:
-            scale *= tl.load(k_scale_ptr + kv_head)
-        else:
-            cap_scale *= tl.load(k_scale_ptr + kv_head)
-    return scale, cap_scale
-
-
-@jit
-def scale_values(out, v_scale_ptr, kv_head):
-    """Return weighted values of e4m3, of which v_scale_ptr has the scales, else None, as what they mean."""
-    if v_scale_ptr is not None:
-        out *= tl.load(v_scale_ptr + kv_head)
-    return out
+def by_head(x, scale_ptr, kv_head):
+    """Return x times the scale of a KV head in pages of e4m3; of others scale_ptr is None, and x stays as it is."""
+    if scale_ptr is not None:
+        x *= tl.load(scale_ptr + kv_head)
+    return x
 
 
 @jit
 def beside_keys(query, k_ptr):
     """Return the query of `attend_tile`: in float16 beside keys of e4m3, which GPUs convert fast to that only."""
     if k_ptr.dtype.element_ty == tl.uint8 and query.dtype != tl.float32:
-        query = query.to(tl.float16)
+        query = to_float16(query.to(tl.float32))
     return query
 
 

@@ -14,9 +14,8 @@ from nanovllm.kernels.attention.online_softmax import (
     LOG2E_IN_KERNEL,
     attend_tile,
     beside_keys,
+    by_head,
     load_heads,
-    scale_keys,
-    scale_values,
 )
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -70,7 +69,8 @@ def _prefill_kernel(
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     head = tl.program_id(0)
-    scale, cap_scale = scale_keys(scale, cap_scale, k_scale_ptr, head // GROUP)
+    scale = by_head(scale, k_scale_ptr, head // GROUP) if cap_scale is None else scale
+    cap_scale = None if cap_scale is None else by_head(cap_scale, k_scale_ptr, head // GROUP)
     seq = tl.load(tiles_ptr + tl.program_id(1) // PARTS)
     tile = _own_tile(tiles_ptr, num_tiles, PARTS)
     known_seq = tl.maximum(seq, 0)
@@ -81,8 +81,7 @@ def _prefill_kernel(
     # Parts of a sequence's last tile may have no rows.
     if seq >= 0 and tile * BLOCK_M < q_len:
         q_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        first_position = seq_len - q_len
-        key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
+        first_position, key_dims, dims = seq_len - q_len, tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         q_rows = (q_start + q_index).to(tl.int64)
         q_ptrs = q_ptr + q_rows[:, None] * q_stride + head * KEY_DIM + key_dims[None, :]
         query = beside_keys(
@@ -134,7 +133,7 @@ def _prefill_kernel(
                 KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
                 BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
             )  # fmt: skip
-        out = scale_values(acc / row_sum[:, None], v_scale_ptr, kv_head)
+        out = by_head(acc / row_sum[:, None], v_scale_ptr, kv_head)
         # Computed again instead of kept, because the products above need all registers.
         q_index = _own_tile(tiles_ptr, num_tiles, PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_rows = (q_start + q_index).to(tl.int64)

@@ -229,50 +229,37 @@ def check_answers(llm: LLM, expected: list[list[int]]) -> None:
     counts = llm.stats()
     for depth in (1, 0):
         runner.pipeline_depth = depth
-        assert answers(llm) == expected
+        assert answers(llm) == expected, depth
         before, counts = counts, llm.stats()
         for name in ("num_preemptions", "num_saved_blocks", "num_loaded_blocks"):
             assert counts[name] > before[name], name
     assert counts["num_loaded_blocks"] > 50 > counts["num_lost_blocks"]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_tokens_are_those_of_an_engine_without(
-    model: Path, expected: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(model, swap_space=SWAP, tensor_parallel_size=size, max_num_batched_tokens=64, **SETTINGS) as llm:
-        saves_every_step(llm, monkeypatch)
-        check_answers(llm, expected)
-
-
 def pinning_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pinning"]
 
 
-def test_an_exit_or_a_killed_rank_leaves_nothing_behind(
-    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothing(
+    model: Path, expected: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The thread has more to do for as long as the engine lives.
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 2**20)
-    settings: dict[str, Any] = {"swap_space": SWAP, "tensor_parallel_size": 2, **SETTINGS}
-    with LLM(model, **settings) as llm:
+    with LLM(model, swap_space=SWAP, tensor_parallel_size=size, max_num_batched_tokens=64, **SETTINGS) as llm:
         saves_every_step(llm, monkeypatch)
-        assert pinning_threads()
         check_answers(llm, expected)
-        # It ends in the middle of a step.
-        llm.add_request(documents()[0], GREEDY)
-        llm.step()
-    assert not pinning_threads()
-    with LLM(model, **settings) as llm:
-        saves_every_step(llm, monkeypatch)
+        assert pinning_threads()
         for document in documents():
             llm.add_request(document, GREEDY)
-        while not llm.stats()["num_loaded_blocks"]:
+        num_loaded = llm.stats()["num_loaded_blocks"]
+        while llm.stats()["num_loaded_blocks"] == num_loaded:
             llm.step()
-        os.kill(rank_pids()[1], signal.SIGKILL)
-        with pytest.raises(StepError, match="rank 1"):
-            for _ in range(1000):
-                llm.step()
+        if size == 3:
+            os.kill(rank_pids()[1], signal.SIGKILL)
+            with pytest.raises(StepError, match="rank 1"):
+                for _ in range(1000):
+                    llm.step()
     assert not pinning_threads()
 
 

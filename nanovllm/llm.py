@@ -32,6 +32,7 @@ from nanovllm.outputs import (
     TokenIds,
     TokensPrompt,
 )
+from nanovllm.runner.block_files import remove_abandoned
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
@@ -465,6 +466,7 @@ class LLM(EngineControl, Unpicklable):
         given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
         os.makedirs(folder, exist_ok=True)
+        remove_abandoned(os.fspath(folder))
         return save_prefixes(self.engine_client, self.llm_engine, files, requests, use_tqdm)
 
     def _prefix_files(self, folder: str, max_model_len: int) -> PrefixFiles:

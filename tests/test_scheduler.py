@@ -394,6 +394,7 @@ def test_stats_count_what_happened() -> None:
         "num_waiting": 0,
         "num_used_blocks": 0,
         "num_free_blocks": 16,
+        "num_clipped_kv": 0,
     }
 
 

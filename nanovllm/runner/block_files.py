@@ -12,7 +12,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class BlockFiles:
         self._folder = Path(folder)
         self._kv_cache = kv_cache
         self._layout = [(page.shape, page.dtype) for page in kv_cache.block(0)]
-        self._is_clean = False
         self._rank = f"rank {rank} of {size}, {self._layout}".encode()
 
     def path(self, digest: bytes) -> Path:
@@ -68,9 +67,6 @@ class BlockFiles:
 
     def write(self, digests: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Write blocks whose files are not there, or not right; see `BlockFileRunner.write_blocks`."""
-        if not self._is_clean:
-            self._remove_abandoned()
-            self._is_clean = True
         for digest, block_id in zip(digests, block_ids, strict=True):
             path = self.path(digest)
             try:
@@ -111,20 +107,21 @@ class BlockFiles:
             cause = f"a block of the prefix cache was not saved: {error.strerror}"
             raise OSError(error.errno, cause, str(path)) from error
 
-    def _remove_abandoned(self) -> None:
-        """Remove what writers that were killed have left; another one may do so at the same time."""
-        for temporary in self._folder.glob(f"{_TEMPORARY}*"):
-            # Files' times are on the system's clock.
-            with suppress(FileNotFoundError):
-                if time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS:
-                    temporary.unlink()
-
 
 def _checksum(path: Path, pages: Sequence[torch.Tensor]) -> list[int]:
     digest = xxh3_128(path.name.encode())
     for page in pages:
         digest.update(page.contiguous().view(torch.uint8).numpy().data)
     return list(digest.digest())
+
+
+def remove_abandoned(folder: str) -> None:
+    """Remove the temporary files of writers that have been killed."""
+    for temporary in Path(folder).glob(f"{_TEMPORARY}*"):
+        # Files' times are on the system's clock.
+        with suppress(FileNotFoundError):
+            if time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS:
+                temporary.unlink()
 
 
 class RunnerBlockFiles(ABC):

@@ -99,7 +99,6 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             self.host_memory = self._make_swap_space() if config.swap_space else None
-        self._folders: dict[str, BlockFiles] = {}
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -370,7 +369,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self._drop_graphs()
         self._free()
         self._unload()
-        del self._folders, self.batch_builder, self.sampling, self._sampled, self._output_buffers
+        del self.batch_builder, self.sampling, self._sampled, self._output_buffers
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()
@@ -380,8 +379,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         if not self.capture_sizes.shapes:
             return
         # Kernels for many rows take the longest, and so come first.
-        variant = self.capture_sizes.shapes[0].variant
-        largest = StepShape(0, self.config.max_num_batched_tokens, 1, variant)
+        largest = StepShape(0, self.config.max_num_batched_tokens, 1, self.capture_sizes.shapes[0].variant)
         shapes = [largest, *reversed(self.capture_sizes.representatives())]
         runs = [partial(self._run_without_kernels, shape) for shape in shapes]
         with torch.inference_mode(), self.model.one_layer_of_each_kind():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.choose import FP8_INS, MAX_SPLITK_ROWS
@@ -179,6 +179,10 @@ def scaled_gemm_triton(
     can_share = has_blocks and weight.block_outs == FP8_INS and (not gated or out_features % FP8_INS == 0)
     out = torch.empty(shape, dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
     outs, rows, num_warps, num_stages = _tile(num_rows)
+    shared_bytes = device_limits(x.values.device)[1]
+    if shared_bytes:
+        stage_bytes = FP8_INS * (rows + outs * (2 if gated else 1))
+        num_stages = min(num_stages, shared_bytes // stage_bytes - 1)
     _scaled_gemm_kernel[(triton.cdiv(out_features, outs) * triton.cdiv(num_rows, rows), parts)](
         x.values, x.scales, weight.values, weight.scales, bias, out, num_rows, in_features, out_features,
         num_steps // parts, EVEN=in_features % FP8_INS == 0, OUTS=outs, ROWS=rows, INS=FP8_INS, GROUP=_GROUP,

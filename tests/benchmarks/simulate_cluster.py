@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an engine meets: seconds until it is ready, spread of speeds, hours between deaths, seconds until it is back."""
+    """What engines meet: seconds until they are ready, their speeds, hours between deaths, seconds until one is back."""
 
     engines: int = 64
     start: tuple[float, float] = (20.0, 40.0)
@@ -140,7 +140,8 @@ def _engines(setting: Setting, seed: int) -> list[Engine]:
     rng, engines = Random(seed), []
     for _ in range(setting.engines):
         speed = max(0.8, rng.gauss(1, setting.spread)) * (2 if rng.random() < setting.stragglers else 1)
-        dies = rng.expovariate(1 / (setting.mtbf_hours * 3600)) if setting.mtbf_hours else float("inf")
+        # Drawn in any case, so that all else is the same.
+        dies = rng.expovariate(1) * (setting.mtbf_hours or float("inf")) * 3600
         engines.append(Engine(rng.uniform(*setting.start), speed, dies))
     return engines
 
@@ -206,7 +207,7 @@ def main() -> None:
     cases = {
         "start after 20-40 s": (plain, 0),
         "every tenth engine half as fast": (replace(plain, stragglers=0.1), 0),
-        "an engine dies every 4 hours, back after 2 minutes": (replace(plain, mtbf_hours=4), 0),
+        "an engine dies every hour, back after 2 minutes": (replace(plain, mtbf_hours=1), 0),
         "2,000 prefixes of 2,000 tokens": (replace(plain, prefix=2000), 2000),
     }
     policies: tuple[Policy, ...] = ("every nth", "contiguous", "batches")

@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What engines meet: seconds until they are ready, their speeds, hours between deaths, seconds until one is back."""
+    """What engines meet: seconds until ready, their speeds, hours between deaths, seconds until one is there."""
 
     engines: int = 64
     start: tuple[float, float] = (20.0, 40.0)

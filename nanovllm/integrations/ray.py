@@ -60,8 +60,7 @@ class ProcessorConfig:
     sort_by_prefix: bool = False
 
     def __post_init__(self) -> None:
-        if _params(self.sampling_params).n != 1:
-            raise ValueError("a row has one answer: n must be 1")
+        _params(self.sampling_params)
         most = int(1.25 * self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs))
         if self.max_concurrent_batches is None:
             self.max_concurrent_batches = max(1, most // max(1, self.batch_size))
@@ -114,9 +113,8 @@ class EngineActor:
         if (row.get("prompt") is None) == (row.get("messages") is None):
             raise ValueError("a row has either a prompt or messages")
         is_chat = row.get("prompt") is None
-        output = await (
-            self._llm.chat(row["messages"], params) if is_chat else self._llm.generate(row["prompt"], params)
-        )
+        answer = self._llm.chat(row["messages"], params) if is_chat else self._llm.generate(row["prompt"], params)
+        output = await answer
         tokens = list(output.outputs[0].token_ids)
         counts = {"num_input_tokens": len(output.prompt_token_ids), "num_generated_tokens": len(tokens)}
         return {"generated_text": output.outputs[0].text, "generated_tokens": tokens, **counts}
@@ -161,14 +159,18 @@ def build_processor(
 
 def _params(values: Row) -> SamplingParams:
     try:
-        return SamplingParams(**values)
+        params = SamplingParams(**values)
     except TypeError as error:
         raise ValueError(f"sampling_params: {error}") from error
+    if params.n != 1:
+        raise ValueError(f"a row has one answer: n must be 1, not {params.n}")
+    return params
 
 
 def _check_cluster(config: ProcessorConfig, num_actors: int) -> None:
     """Raise where Ray would wait without a word."""
-    ray.init(ignore_reinit_error=True)
+    if not ray.is_initialized():
+        ray.init()
     total = ray.cluster_resources()
     gpus, cpus = num_actors * (config.num_gpus or 0), num_actors * config.num_cpus
     if gpus > total.get("GPU", 0):

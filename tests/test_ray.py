@@ -29,7 +29,7 @@ def cluster() -> Iterator[None]:
         for name, value in inherited_environment().items():
             patch.setenv(name, value)
         # Of 3 CPUs the actors have two; the third reads.
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield
         ray.shutdown()

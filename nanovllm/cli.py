@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `run`, `serve`, `bench`, `convert` and `eval`."""
+"""The command line: `nanovllm generate`, `chat`, `run`, `merge`, `serve`, `bench`, `convert` and `eval`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _WITH_OWN_PARSER = {
     "bench": "nanovllm.bench.main",
     "convert": "nanovllm.commands.convert",
     "eval": "nanovllm.integrations.lm_eval",
+    "merge": "nanovllm.commands.merge",
 }
 _COMMANDS = {
     "generate": "nanovllm.commands.generate",
@@ -136,6 +137,7 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         "--overwrite", action="store_true",
         help="remove what the output holds, instead of going on with it; needed for another model or other parameters",
     )  # fmt: skip
+    _add_shard_flags(run)
     serve = commands.add_parser(
         "serve",
         help="answer requests in OpenAI's form over HTTP",
@@ -154,5 +156,25 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     # They have parsers of their own, which need torch; these entries are for the help.
     commands.add_parser("bench", help="measure throughput", add_help=False)
     commands.add_parser("convert", help="write a GGUF file's model as a folder", add_help=False)
+    commands.add_parser("merge", help="join the results of `run --shard` or `--part-lines`", add_help=False)
     commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
     return named, parser
+
+
+def _add_shard_flags(run: CommandParser) -> None:
+    shards = run.add_argument_group(
+        "shards and object stores", "FILE may be anything that fsspec opens, such as s3://bucket/name."
+    )
+    shards.add_argument(
+        "--shard", metavar="I/N",
+        help="answer one of N shards of the lines, counted from 0; `nanovllm merge` joins the outputs",
+    )  # fmt: skip
+    shards.add_argument(
+        "--contiguous", action="store_true", help="a shard is a stretch of the input, instead of every Nth line"
+    )
+    shards.add_argument(
+        "--part-lines", type=int, metavar="N",
+        help="the output is a folder, which gets files of N results each, every one written once and in whole; an "
+        "object store always gets such parts, of 10000 unless this says otherwise",
+    )  # fmt: skip
+    shards.add_argument("--gzip", action="store_true", help="compress these parts")

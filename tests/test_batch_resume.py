@@ -113,7 +113,7 @@ def test_one_result_of_each_line_is_left(tmp_path: Path) -> None:
     new = [b'{"line": 5, "error": 6}\n', answered_line(4, 4)]
     with results:
         results.write(new)
-        results.remove_replaced()
+        results.finish()
     assert path.read_bytes() == b"".join([old[1], old[2], old[4], *new])
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640 and len(list(tmp_path.iterdir())) == 2
 

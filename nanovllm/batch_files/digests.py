@@ -79,6 +79,10 @@ class AnsweredRequests:
         if number < len(self._digests):
             self._digests[number] = digest
 
+    def has(self, number: int) -> bool:
+        """Return whether a line has an answer, whatever its request is."""
+        return self._get(number) != 0
+
     def holds(self, number: int, digest: int) -> bool:
         """Return whether a line is blank, or its answer holds."""
         return digest == 0 or self._get(number) == digest

@@ -13,9 +13,11 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import Any, BinaryIO
+from typing import Any
 
 from nanovllm.batch_files.digests import AnsweredRequests, request_digest
+from nanovllm.batch_files.shards import WHOLE, Shard
+from nanovllm.utils.remote import filesystem, is_url
 
 # First bytes, and the module that reads what follows; Python has `compression.zstd` from 3.14 on.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x28\xb5\x2f\xfd": "compression.zstd"}
@@ -42,66 +44,112 @@ class UnansweredLines:
     Args:
         source: gives lines.
         answered: requests that are not wanted.
+        shard: of the lines.
 
     Attributes:
         num_lines: lines of the source so far.
     """
 
-    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests) -> None:
+    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: Shard = WHOLE) -> None:
         self._source = source
         self._answered = answered
+        self._shard = shard
         self.num_lines = 0
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         """Iterate over the lines, each with its number, from 1, and its digest."""
         for number, line in enumerate(self._source, 1):
             self.num_lines = number
+            if not self._shard.takes(number):
+                continue
             digest = request_digest(line)
             if not self._answered.check(number, digest):
                 yield number, digest, line
 
 
 class InputFile:
-    """A file, or the standard input for "-".
+    """A file, local or one that fsspec opens, or the standard input for "-".
 
     Args:
         path: of the file.
 
     Attributes:
+        path: the same.
         is_stream: whether it is no regular file: it may be slow, and may end because its writer was killed.
         lines: its lines. The first bytes of a file are read at once, those of a stream with the first line.
 
     Raises:
         OSError: the file cannot be read.
         UnreadableInputError: it is of a kind that is not read.
+        ValueError: see `filesystem`.
     """
 
     def __init__(self, path: str) -> None:
-        # Not `sys.stdin`, whose lock the interpreter wants at its end, while a thread may hold it.
-        self._file = open(0 if path == "-" else path, "rb", closefd=path != "-")  # noqa: SIM115 (stays open)
-        self.is_stream = path == "-" or not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
-        self._path = path
+        self.path = path
+        self._file = _open(path)
+        descriptor = self.fileno()
+        self.is_stream = path == "-" or (descriptor is not None and not stat.S_ISREG(os.fstat(descriptor).st_mode))
         name = "the standard input" if path == "-" else path
         self.lines = _read_later(self._file, name) if self.is_stream else _read_lines(self._file, name)
+        if is_url(path):
+            # Some file systems give one file, with one position, to all who open it.
+            self.lines = self._lines_again()
 
-    def fileno(self) -> int:
-        """Return the descriptor of the open file."""
-        return self._file.fileno()
+    def fileno(self) -> int | None:
+        """Return the descriptor of the open file; None of one that fsspec has opened."""
+        return None if is_url(self.path) else int(self._file.fileno())
 
-    def count_unanswered(self, answered: AnsweredRequests) -> int | None:
+    def count_lines(self) -> int:
+        """Return how many lines there are.
+
+        Raises:
+            ValueError: this is a stream, which cannot be read twice.
+        """
+        return sum(1 for _ in self._lines_again())
+
+    def count_unanswered(self, answered: AnsweredRequests, shard: Shard) -> int | None:
         """Return how many lines are to be answered; None of a stream, which cannot be read twice."""
         if self.is_stream:
             return None
-        with open(self._path, "rb") as file:
-            lines = enumerate(_read_lines(file, self._path), 1)
-            return sum(not answered.holds(number, request_digest(line)) for number, line in lines)
+        lines = enumerate(self._lines_again(), 1)
+        return sum(shard.takes(number) and not answered.holds(number, request_digest(line)) for number, line in lines)
+
+    def require_unchanged(self, answered: AnsweredRequests, shard: Shard) -> None:
+        """Raise ValueError if there is an answer to another request than a line's, or to a line of another shard."""
+        left = len(answered)
+        for number, line in enumerate(self._lines_again(), 1):
+            if not answered.has(number):
+                continue
+            if not (shard.takes(number) and answered.holds(number, request_digest(line))):
+                raise ValueError(
+                    f"{self.path} is not the input that the output has answers to: line {number} is another one, or "
+                    "one of another shard; give another output, or start anew with --overwrite"
+                )
+            left -= 1
+        if left:
+            raise ValueError(f"{self.path} is not the input that the output has answers to: {left} lines are gone")
+
+    def _lines_again(self) -> Iterator[bytes]:
+        if self.is_stream:
+            raise ValueError(f"{self.path} is a stream, which cannot be read twice: give a file")
+        with _open(self.path) as file:
+            yield from _read_lines(file, self.path)
+
+
+def _open(path: str) -> Any:
+    if is_url(path):
+        files, found = filesystem(path)
+        return files.open(found, "rb")
+    # Not `sys.stdin`, whose lock the interpreter wants at its end, while a thread may hold it.
+    return open(0 if path == "-" else path, "rb", closefd=path != "-")
 
 
 class _Sniffed(io.RawIOBase):
     """A source whose first bytes can be looked at before they are read; all its errors are an OSError."""
 
     def __init__(self, source: Any, name: str) -> None:
-        self._source, self._name = source, name
+        # Files of fsspec have no `read1`; their `read` gives what there is of a block.
+        self._read, self._name = getattr(source, "read1", None) or source.read, name
         self._pending = b""
 
     def sniff(self) -> bytes:
@@ -125,7 +173,7 @@ class _Sniffed(io.RawIOBase):
 
     def _read1(self, size: int) -> bytes:
         try:
-            chunk: bytes = self._source.read1(size)
+            chunk: bytes = self._read(size)
         # Each kind of compression has errors of its own.
         except Exception as error:
             raise OSError(f"{self._name} cannot be read: {error}") from error
@@ -148,7 +196,7 @@ class _Transcoder:
                 return text.encode()
 
 
-def _read_later(file: BinaryIO, name: str) -> Iterator[bytes]:
+def _read_later(file: Any, name: str) -> Iterator[bytes]:
     """Read a stream's lines, and look at none of its bytes before: they may come late."""
     yield from _read_lines(file, name)
 

@@ -6,7 +6,6 @@ above its newest one; the end leaves one result of each line.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -18,8 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from nanovllm.batch_files.digests import AnsweredRequests, parse_header
-
-_START = b'{"line": '
+from nanovllm.batch_files.stored_results import check_run, stored_results
 
 
 class ResultFile:
@@ -56,9 +54,9 @@ class ResultFile:
     ) -> None:
         self._file.close()
 
-    def fileno(self) -> int:
-        """Return the descriptor of the open file."""
-        return int(self._file.fileno())
+    def is_file(self, descriptor: int | None) -> bool:
+        """Return whether a descriptor (None: that of no local file) is one of this file."""
+        return descriptor is not None and not self.is_stream and os.path.sameopenfile(descriptor, self._file.fileno())
 
     def load(self, run: str) -> None:
         """Find the requests that have an answer, and cut off what a kill left of the last line.
@@ -72,21 +70,11 @@ class ResultFile:
         if self.is_stream:
             return
         self._file.seek(0)
-        for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n") and _START.startswith(line[: len(_START)]):
-                break
-            header = parse_header(line)
-            if header is None:
-                self.answered.add(self._failed_line(line, number), 0)
-            elif header[1] != run:
-                raise ValueError(
-                    f"{self._path} has answers of another model or with other parameters: repeat those, give another "
-                    "output, or start anew with --overwrite"
-                )
-            else:
-                self.answered.add(header[0], header[2])
+        for result in stored_results(self._file, self._path):
+            check_run(result, run, self._path)
+            self.answered.add(result.number, result.request)
             self._num_old += 1
-            self._old_size += len(line)
+            self._old_size += len(result.text)
         self._file.truncate(self._old_size)
 
     def clear(self) -> None:
@@ -100,7 +88,7 @@ class ResultFile:
         # A line that is not in the file when the process is killed is answered again.
         self._file.flush()
 
-    def remove_replaced(self) -> None:
+    def finish(self) -> None:
         """Keep of the older results the answers that hold, and all of this run's; nothing can be written then."""
         if len(self.answered) == self._num_old:
             return
@@ -120,22 +108,6 @@ class ResultFile:
         except BaseException:
             rewritten.unlink(missing_ok=True)
             raise
-
-    def _failed_line(self, line: bytes, number: int) -> int:
-        """Return the number of the line that a result without digests is the error of."""
-        try:
-            result = json.loads(line) if line.startswith(_START) else {}
-        except ValueError:
-            result = {}
-        failed = result.get("line")
-        if result.get("error") is not None and isinstance(failed, int) and failed > 0:
-            return failed
-        if "outputs" in result or "response" in result:
-            raise ValueError(
-                f"{self._path} has answers that do not say to which request, as earlier versions wrote them: give "
-                "another output, or start anew with --overwrite"
-            )
-        raise ValueError(f"{self._path} holds something else than results, in line {number}: give another output")
 
     def _kept_lines(self) -> Iterator[bytes]:
         self._file.seek(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from random import Random
@@ -15,9 +14,11 @@ from typing import Any, NamedTuple
 
 from nanovllm.batch_files.digests import AnsweredRequests, answer_header, run_digest
 from nanovllm.batch_files.inputs import InputFile, UnansweredLines, UnreadableInputError
+from nanovllm.batch_files.part_files import PART_LINES, PartFiles
 from nanovllm.batch_files.requests import BatchRequest, RequestParser, line_ids, load_line
 from nanovllm.batch_files.result_file import ResultFile
 from nanovllm.batch_files.results import encode_line, error_line, result_line
+from nanovllm.batch_files.shards import WHOLE, Shard
 from nanovllm.commands.start import check_flags
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
@@ -27,6 +28,7 @@ from nanovllm.text.jobs import CHUNK_SIZE, FinishedPrompt, JobRun, PreparedPromp
 from nanovllm.text.read_ahead import ReadAhead
 from nanovllm.text.run_requests import Progress
 from nanovllm.utils.flags import user_errors
+from nanovllm.utils.remote import is_url
 
 
 class Line(NamedTuple):
@@ -170,13 +172,16 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command and return its exit code: 1 if a line failed."""
     with user_errors(parser):
         config, defaults = check_flags(options)
+        shard = _shard(options)
         source = InputFile(options.input)
-        results = ResultFile(options.output)
+        if options.contiguous:
+            shard = shard.contiguous(source.count_lines())
+        results = _open_results(options, shard)
     # The source stays open: closing it would wait for the thread that reads it.
     with results:
         with user_errors(parser):
             digest = run_digest(config, defaults)
-            _load_results(results, source, options, digest)
+            _load_results(results, source, options, digest, shard)
             llm = LLM(**vars(config))
         with llm:
             with user_errors(parser):
@@ -185,8 +190,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if options.overwrite:
                 results.clear()
             # For the bar; a large file takes seconds.
-            num_lines = source.count_unanswered(results.answered) if sys.stderr.isatty() else None
-            lines = UnansweredLines(source.lines, results.answered)
+            num_lines = source.count_unanswered(results.answered, shard) if sys.stderr.isatty() else None
+            lines = UnansweredLines(source.lines, results.answered, shard)
             # What is loaded stays: to look through it for garbage takes as long as thousands of lines.
             gc.collect()
             gc.freeze()
@@ -202,21 +207,42 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 1 if batch.num_failed else 0
 
 
-def _load_results(results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str) -> None:
-    if not results.is_stream and os.path.sameopenfile(source.fileno(), results.fileno()):
+def _shard(options: argparse.Namespace) -> Shard:
+    if options.contiguous and options.shard is None:
+        raise ValueError("--contiguous says how an input is cut into shards: give --shard too")
+    return WHOLE if options.shard is None else Shard.parse(options.shard)
+
+
+def _open_results(options: argparse.Namespace, shard: Shard) -> ResultFile | PartFiles:
+    if is_url(options.output) or options.part_lines is not None:
+        part_lines = PART_LINES if options.part_lines is None else options.part_lines
+        return PartFiles(options.output, shard, part_lines, options.gzip)
+    if options.gzip:
+        raise ValueError("--gzip compresses parts: give --part-lines too")
+    return ResultFile(options.output)
+
+
+def _load_results(
+    results: ResultFile | PartFiles, source: InputFile, options: argparse.Namespace, digest: str, shard: Shard
+) -> None:
+    if results.is_file(source.fileno()):
         raise ValueError(f"{options.output} is the input: give another output")
-    if not options.overwrite:
-        results.load(digest)
+    if options.overwrite:
+        return
+    results.load(digest)
+    # What others have answered, or what is written for good, cannot be answered again.
+    if len(results.answered) and (options.shard is not None or isinstance(results, PartFiles)):
+        source.require_unchanged(results.answered, shard)
 
 
-def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:
+def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile | PartFiles) -> None:
     try:
         batch.run()
         if not source.is_stream:
             # A stream may have ended early, with the process that wrote it.
             results.answered.forget_after(lines.num_lines)
     finally:
-        results.remove_replaced()
+        results.finish()
 
 
 def _summary(batch: BatchRun, answered: AnsweredRequests, output: str) -> str:

@@ -1,7 +1,7 @@
 """Blocks of the KV cache in the host's memory, by slot: memory that the device copies from and to without the CPU.
 
-A block's bytes lie in one piece, page after page, as `KVCache.block` has them. Pinning takes 0.4 s a GiB, so a thread
-pins a chunk at a time, and begins another when the last one is in use.
+A block's bytes lie in one piece, page after page, as `KVCache.block` has them. Pinning takes 0.4 s a GiB, longer
+than prompts of 8B take to fill it: a thread begins at the start, and pins a chunk at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 2**30
 
 
 class HostBlocks:
-    """Memory for blocks, which is taken from the system as it fills.
+    """Memory for blocks, which is taken from the system while the engine runs.
 
     Args:
         num_slots: blocks.
@@ -31,7 +31,6 @@ class HostBlocks:
         self._device = device
         self._slots_per_chunk = min(num_slots, max(1, _CHUNK_BYTES // block_bytes))
         self._chunks: list[torch.Tensor] = []
-        self._num_used_slots = 0
         self._changed = threading.Condition()
         # Whether it grows no more, although it may be asked to.
         self._has_ended = False
@@ -49,10 +48,8 @@ class HostBlocks:
         Raises:
             RuntimeError: there is no more memory.
         """
-        if slot >= self._num_used_slots:
+        if slot >= self.num_ready_slots:
             with self._changed:
-                self._num_used_slots = slot + 1
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: slot < self.num_ready_slots or self._has_ended)
             if slot >= self.num_ready_slots:
                 raise RuntimeError(f"slot {slot} of swap_space has no memory, the first {self.num_ready_slots} have")
@@ -69,12 +66,8 @@ class HostBlocks:
             _release(self._chunks.pop(), self._device)
 
     def _grow(self) -> None:
-        """Have memory for one chunk more than is in use, until there is enough for all slots."""
-        while (num_left := self.num_slots - self.num_ready_slots) > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_due() or self._has_ended)
-                if self._has_ended:
-                    return
+        """Take memory for all slots, a chunk at a time."""
+        while (num_left := self.num_slots - self.num_ready_slots) > 0 and not self._has_ended:
             try:
                 chunk = _allocate(min(num_left, self._slots_per_chunk) * self.block_bytes, self._device)
             except (RuntimeError, OSError) as error:
@@ -87,9 +80,6 @@ class HostBlocks:
                 else:
                     self._chunks.append(chunk)
                 self._changed.notify_all()
-
-    def _is_due(self) -> bool:
-        return self._num_used_slots > (len(self._chunks) - 1) * self._slots_per_chunk
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:

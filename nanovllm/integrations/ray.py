@@ -1,0 +1,179 @@
+"""Batch inference with Ray Data: engines in an actor pool, by its public names alone.
+
+A row that runs again, in whichever actor, gives the same tokens in float32: its seed is a hash of the config's seed and
+of the row. Importing this needs no torch, so a driver may be without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.extras import install_hint
+
+try:
+    import ray.data
+except ImportError as error:
+    raise ImportError(f"nanovllm.integrations.ray needs Ray Data: {install_hint('ray')}") from error
+
+Row = dict[str, Any]
+Map = Callable[[Row], Row]
+
+
+@dataclass
+class ProcessorConfig:
+    """How a dataset is answered. A bad value is a ValueError.
+
+    Attributes:
+        model_source: a folder that every node has, or a Hub id.
+        engine_kwargs: settings of `LLM`.
+        sampling_params: of rows that do not say.
+        batch_size: rows that run again together when their actor dies.
+        concurrency: number of actors, or a pair of the least and the most.
+        max_concurrent_batches: of an actor; None: as fit into 1.25 * `max_num_seqs` rows. With more, the first actor
+            that is ready would take what others could do.
+        should_continue_on_error: whether a row that cannot be answered has an `__inference_error__`, or ends the job.
+        num_gpus: of an actor; None: one for each rank, none with `device="cpu"`.
+        num_cpus: of an actor.
+        seed: what rows' seeds follow from.
+        sort_by_prefix: run rows that begin alike one after the other; the dataset is read to its end first.
+    """
+
+    model_source: str
+    engine_kwargs: Row = field(default_factory=dict)
+    sampling_params: Row = field(default_factory=dict)
+    batch_size: int = 32
+    concurrency: int | tuple[int, int] = 1
+    max_concurrent_batches: int | None = None
+    should_continue_on_error: bool = False
+    num_gpus: float | None = None
+    num_cpus: float = 1
+    seed: int = 0
+    sort_by_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        _params(self.sampling_params)
+        most = int(1.25 * self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs))
+        if self.max_concurrent_batches is None:
+            self.max_concurrent_batches = max(1, most // max(1, self.batch_size))
+        if not 0 < (rows := self.batch_size * self.max_concurrent_batches) <= most:
+            raise ValueError(f"batch_size * max_concurrent_batches must be 1 to {most}, 1.25 max_num_seqs, not {rows}")
+        if self.num_gpus is None:
+            ranks = self.engine_kwargs.get("tensor_parallel_size", 1)
+            self.num_gpus = 0 if self.engine_kwargs.get("device") == "cpu" else ranks
+
+
+def row_seed(seed: int, row: Row) -> int:
+    """Return the seed of a row's sampling: 63 bits of a hash of the job's seed and the row, as `preprocess` made it."""
+    text = json.dumps([seed, row], sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class EngineActor:
+    """An engine in an actor; the batches that it has at a time share its steps."""
+
+    def __init__(self, config: ProcessorConfig) -> None:
+        from nanovllm.async_llm import AsyncLLM  # noqa: PLC0415 (imports torch)
+
+        self._config = config
+        self._llm = AsyncLLM(config.model_source, **config.engine_kwargs)
+        self._running = set[Any]()
+
+    async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Answer a batch."""
+        # Held here: asyncio and Ray hold what waits for these rows weakly, and the garbage collector would end it.
+        answers = asyncio.gather(*map(self._answer, map(pickle.loads, batch["row"])))
+        self._running.add(answers)
+        answers.add_done_callback(self._running.discard)
+        yield {"row": list(map(pickle.dumps, await answers))}
+
+    async def _answer(self, row: Row) -> Row:
+        try:
+            return {**row, **await self._generate(row), "__inference_error__": ""}
+        except (ValueError, RuntimeError) as error:
+            if self._llm.errored:
+                # Ray starts an actor again whose process has died, and would send more to one that raises.
+                os._exit(1)
+            if not self._config.should_continue_on_error:
+                raise
+            empty = {"generated_text": "", "generated_tokens": [], "num_input_tokens": 0, "num_generated_tokens": 0}
+            return {**row, **empty, "__inference_error__": str(error)}
+
+    async def _generate(self, row: Row) -> Row:
+        own = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
+        params = _params({"seed": row_seed(self._config.seed, row), **self._config.sampling_params, **own})
+        if (row.get("prompt") is None) == (row.get("messages") is None):
+            raise ValueError("a row has either a prompt or messages")
+        is_chat = row.get("prompt") is None
+        answer = self._llm.chat(row["messages"], params) if is_chat else self._llm.generate(row["prompt"], params)
+        output = await answer
+        tokens = list(output.outputs[0].token_ids)
+        counts = {"num_input_tokens": len(output.prompt_token_ids), "num_generated_tokens": len(tokens)}
+        return {"generated_text": output.outputs[0].text, "generated_tokens": tokens, **counts}
+
+
+def build_processor(
+    config: ProcessorConfig, preprocess: Map | None = None, postprocess: Map | None = None
+) -> Callable[[ray.data.Dataset], ray.data.Dataset]:
+    """Return a function that answers a dataset; ValueError if the cluster has no GPU for it, or no CPU to read with.
+
+    Args:
+        config: how.
+        preprocess: returns columns to add to a row: `prompt` or `messages`, its own `sampling_params`.
+        postprocess: makes the result of a row that was answered; None: the row and `generated_text`,
+            `generated_tokens`, `num_input_tokens`, `num_generated_tokens`, `__inference_error__`.
+    """
+    least, most = config.concurrency if isinstance(config.concurrency, tuple) else (config.concurrency,) * 2
+
+    def pack(row: Row) -> Row:
+        row = {**row, **(preprocess(row) if preprocess else {})}
+        # As bytes: Arrow would give all rows the keys of each.
+        packed = {"row": pickle.dumps(row)}
+        return {**packed, "prefix": str(row.get("prompt") or row.get("messages"))} if config.sort_by_prefix else packed
+
+    def unpack(packed: Row) -> Row:
+        row: Row = pickle.loads(packed["row"])
+        return row if postprocess is None or row["__inference_error__"] else postprocess(row)
+
+    def process(dataset: ray.data.Dataset) -> ray.data.Dataset:
+        _check_cluster(config, least)
+        packed, in_flight = dataset.map(pack), config.max_concurrent_batches
+        packed = packed.sort("prefix") if config.sort_by_prefix else packed
+        pool = ray.data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=in_flight)
+        answered = packed.map_batches(
+            EngineActor, fn_constructor_args=(config,), batch_size=config.batch_size, compute=pool,
+            max_concurrency=in_flight, num_gpus=config.num_gpus, num_cpus=config.num_cpus,
+        )  # fmt: skip
+        return answered.map(unpack)
+
+    return process
+
+
+def _params(values: Row) -> SamplingParams:
+    try:
+        params = SamplingParams(**values)
+    except TypeError as error:
+        raise ValueError(f"sampling_params: {error}") from error
+    if params.n != 1:
+        raise ValueError(f"a row has one answer: n must be 1, not {params.n}")
+    return params
+
+
+def _check_cluster(config: ProcessorConfig, num_actors: int) -> None:
+    """Raise where Ray would wait without a word."""
+    if not ray.is_initialized():
+        ray.init()
+    total = ray.cluster_resources()
+    gpus, cpus = num_actors * (config.num_gpus or 0), num_actors * config.num_cpus
+    if gpus > total.get("GPU", 0):
+        raise ValueError(f"{num_actors} actors need {gpus} GPUs, and the cluster has {total.get('GPU', 0)}")
+    if cpus >= total.get("CPU", 0):
+        raise ValueError(f"{num_actors} actors of {config.num_cpus} CPUs leave none of {total['CPU']} to read with")

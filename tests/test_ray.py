@@ -1,0 +1,101 @@
+"""Ray Data over the bundled model: an actor is killed in mid-batch, and no row is lost, doubled or different."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+
+pytest.importorskip("ray.data")
+import ray
+
+from nanovllm.integrations.ray import ProcessorConfig, build_processor, row_seed
+from tests.ray_actors import actor_times, inherited_environment
+
+ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in inherited_environment().items():
+            patch.setenv(name, value)
+        # Of 3 CPUs the actors have two; the third reads.
+        ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
+        ray.shutdown()
+
+
+def config(**changes: Any) -> ProcessorConfig:
+    settings: dict[str, Any] = {"batch_size": 8, "should_continue_on_error": True, **changes}
+    params = {"temperature": 0.8, "max_tokens": 24}
+    return ProcessorConfig(str(BUNDLED_MODEL), ENGINE, params, **settings)
+
+
+def test_no_row_is_lost_when_an_actor_is_killed() -> None:
+    rows = [{"id": i, "prompt": f"{i} + {i * 7 % 90} ="} for i in range(600)]
+    dataset = ray.data.from_items(rows, override_num_blocks=20)
+    answers, killed = [], 0
+    for row in build_processor(config(concurrency=2, seed=3))(dataset).iter_rows():
+        answers.append(row)
+        times = actor_times() if not killed and len(answers) >= 100 else {}
+        if len(times) == 2:
+            killed = max(times, key=times.__getitem__)
+            os.kill(killed, signal.SIGKILL)
+    assert killed and killed not in actor_times()
+    assert sorted(row["id"] for row in answers) == list(range(600))
+    with LLM(BUNDLED_MODEL, **ENGINE) as llm:
+        params = [SamplingParams(temperature=0.8, max_tokens=24, seed=row_seed(3, row)) for row in rows]
+        expected = llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
+    for row in answers:
+        output = expected[row["id"]]
+        assert list(row["generated_tokens"]) == list(output.outputs[0].token_ids)
+        assert row["num_input_tokens"] == len(output.prompt_token_ids) and row["__inference_error__"] == ""
+
+
+def test_a_bad_row_has_an_error_or_ends_the_job() -> None:
+    questions = ["2 + 3", "x " * 1000, "", "4 + 4"]
+    dataset = ray.data.from_items([{"id": i, "question": text} for i, text in enumerate(questions)])
+
+    def ask(row: dict[str, Any]) -> dict[str, Any]:
+        content = [{"role": "user", "content": row["question"]}] if row["question"] else None
+        return {"messages": content, "sampling_params": {"temperature": 0, "max_tokens": 4 + row["id"]}}
+
+    def answer(row: dict[str, Any]) -> dict[str, Any]:
+        return {"id": row["id"], "answer": row["generated_text"], "__inference_error__": ""}
+
+    rows = sorted(
+        build_processor(config(sort_by_prefix=True), ask, answer)(dataset).take_all(), key=lambda row: row["id"]
+    )
+    assert [row.get("answer") for row in rows] == ["5", None, None, "8"]
+    assert "max_model_len=256" in rows[1]["__inference_error__"]
+    assert "either a prompt or messages" in rows[2]["__inference_error__"]
+    with pytest.raises(Exception, match=r"either a prompt or messages|max_model_len=256"):
+        build_processor(config(should_continue_on_error=False), ask)(dataset).take_all()
+
+
+def test_what_would_wait_for_ever_or_is_no_parameter_is_refused() -> None:
+    dataset = ray.data.from_items([{"prompt": "1"}])
+    with pytest.raises(ValueError, match="3 actors of 1 CPUs leave none of 3"):
+        build_processor(config(concurrency=3))(dataset)
+    with pytest.raises(ValueError, match="need 1 GPUs, and the cluster has 0"):
+        build_processor(ProcessorConfig(str(BUNDLED_MODEL)))(dataset)
+    with pytest.raises(ValueError, match=r"must be 1 to 40, 1\.25 max_num_seqs, not 48"):
+        config(max_concurrent_batches=6)
+    for params in ({"temprature": 1}, {"n": 2}, {"temperature": -1}):
+        with pytest.raises(ValueError, match=r"temprature|n must be 1|temperature"):
+            ProcessorConfig("model", sampling_params=params)
+
+
+def test_a_driver_needs_no_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import nanovllm.integrations.ray"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -1,0 +1,185 @@
+"""Runs that share an input, outputs in parts, and what joins them."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import re
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.batch_files.digests import AnsweredRequests, request_digest
+from nanovllm.batch_files.inputs import InputFile, UnansweredLines
+from nanovllm.batch_files.part_files import PartFiles, PartFolder
+from nanovllm.batch_files.shards import WHOLE, Shard
+from nanovllm.cli import main
+from tests.batch_lines import ENGINE
+
+memory = pytest.importorskip("fsspec.implementations.memory")
+RUN = "0123456789abcdef"
+PROMPTS = ["1 2", "a b", "", "sort 3 1", "x " * 500, "5 + 5", "7 8 9"]
+LINES = [json.dumps({"prompt": text, "max_tokens": 3}) * bool(text) + "\n" for text in PROMPTS]
+
+
+def answered_line(number: int, text: str, run: str = RUN) -> bytes:
+    request = request_digest(text.encode())
+    return b'{"line": %d, "run": "%s", "request": "%016x", "outputs": []}\n' % (number, run.encode(), request)
+
+
+def run(source: Path | str, output: Path | str, *flags: str) -> int:
+    return main(["run", "-i", str(source), "-o", str(output), *ENGINE, "--seed", "1", "--max-model-len", "64", *flags])
+
+
+def results_of(path: Path) -> dict[int, Any]:
+    results = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert len({result["line"] for result in results}) == len(results)
+    return {result["line"]: result for result in results}
+
+
+def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, whole, merged = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "merged.jsonl"
+    source.write_text("".join(LINES))
+    assert run(source, whole) == 1
+    files = [tmp_path / f"shard-{index}.jsonl" for index in range(2)]
+    codes = [run(source, file, "--shard", f"{index}/2") for index, file in enumerate(files)]
+    assert sorted(codes) == [0, 1] and [sorted(results_of(file)) for file in files] == [[1, 5, 7], [2, 4, 6]]
+    merge = ["merge", "-i", str(source), "-o", str(merged)]
+    assert main([*merge, *map(str, files)]) == 1
+    assert results_of(merged) == results_of(whole)
+    # The same in an object store, which fails once: what is there then stays, and is not answered again.
+    memory.MemoryFileSystem.store.clear()
+    with memory.MemoryFileSystem().open("/in.jsonl.gz", "wb") as file:
+        file.write(gzip.compress(source.read_bytes()))
+    create, names = PartFolder.create, list[str]()
+
+    def create_twice(folder: PartFolder, name: str, content: bytes) -> None:
+        if len(names) == 2:
+            names.append("failed")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        names.append(name)
+        create(folder, name, content)
+
+    monkeypatch.setattr(PartFolder, "create", create_twice)
+    flags = ["--contiguous", "--part-lines", "1", "--gzip"]
+    for shard in ("0/2", "0/2", "1/2"):
+        run("memory://in.jsonl.gz", "memory://answers", "--shard", shard, *flags)
+    written = sorted(name for name in names if name != "failed")
+    assert written == PartFolder("memory://answers").names() and len(set(written)) == len(written)
+    with pytest.raises(SystemExit):
+        main([*merge, "memory://answers"])
+    assert main(["merge", "-i", str(source), "-o", "memory://merged.jsonl", "memory://answers"]) == 1
+    merged.write_bytes(memory.MemoryFileSystem().cat_file("/merged.jsonl"))
+    assert results_of(merged) == results_of(whole)
+
+
+@pytest.mark.parametrize("num_lines", [None, 10, 3, 1])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_each_line_is_in_one_shard(count: int, num_lines: int | None) -> None:
+    shards = [Shard(index, count, num_lines) for index in range(count)]
+    for number in range(1, (num_lines or 20) + 1):
+        assert sum(shard.takes(number) for shard in shards) == 1
+    sizes = [sum(shard.takes(number) for number in range(1, (num_lines or 21) + 1)) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--shard", "4/4"], "4/4 is out of range: the first of 4 is 0, and the last 3"),
+        (["--shard", "0/0"], "out of range"),
+        (["--shard", "1"], "such as 0/4, not '1'"),
+        (["--contiguous"], "give --shard too"),
+        (["--gzip"], "give --part-lines too"),
+        (["--part-lines", "0"], "at least 1, not 0"),
+        (["-o", "s4://bucket/answers"], "s4://bucket/answers cannot be opened"),
+        (["-i", "-", "--shard", "0/2", "--contiguous"], "a stream, which cannot be read twice"),
+    ],
+)
+def test_wrong_flags(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text(LINES[0])
+    with pytest.raises(SystemExit):
+        main(["run", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *flags])
+    assert message in capsys.readouterr().err
+
+
+Change = Callable[[list[bytes]], list[bytes]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [*lines, lines[0]], "line 1 is answered twice"),
+        (lambda lines: lines[1:], "line 1 of .* has no result"),
+        (lambda lines: [answered_line(1, "other"), *lines[1:]], "line 1 of .* has changed"),
+        (lambda lines: [*lines, answered_line(9, "9")], "results of 1 lines after the last"),
+        (lambda lines: [*lines[:3], answered_line(4, "d", "f" * 16)], "another model"),
+        (lambda lines: [*lines, b"my only copy\n"], "something else than results"),
+    ],
+)
+def test_what_is_not_joined(change: Change, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text("a\nb\nc\nd\n")
+    whole = [answered_line(number, text) for number, text in enumerate("abcd", 1)]
+    for output, lines in (("good", whole), ("bad", change(whole))):
+        (tmp_path / output).write_bytes(b"".join(lines))
+    with pytest.raises(SystemExit):
+        main(["merge", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), str(tmp_path / "bad")])
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
+    assert main(["merge", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), str(tmp_path / "good")]) == 0
+    assert (tmp_path / "out").read_bytes() == b"".join(whole)
+
+
+def test_an_input_that_has_changed_is_refused(tmp_path: Path) -> None:
+    answered = AnsweredRequests()
+    answered.add(2, request_digest(b"b"))
+    for text, shard, message in [
+        ("a\nb\nc\n", WHOLE, ""), ("a\nx\nc\n", WHOLE, "line 2 is another one"), ("a\n", WHOLE, "1 lines are gone"),
+        ("a\nb\n", Shard(0, 2), "of another shard"),
+    ]:  # fmt: skip
+        (tmp_path / "in").write_text(text)
+        source = InputFile(str(tmp_path / "in"))
+        if message:
+            with pytest.raises(ValueError, match=message):
+                source.require_unchanged(answered, shard)
+        else:
+            source.require_unchanged(answered, shard)
+
+
+def test_parts_are_whole_and_written_once(tmp_path: Path) -> None:
+    lines = [answered_line(number, "a") for number in range(1, 6)]
+    with PartFiles(str(tmp_path / "out"), Shard(1, 2), 2) as parts:
+        parts.load(RUN)
+        parts.write(lines[:1])
+        # Nothing of a part is there before it is full.
+        assert PartFolder(str(tmp_path / "out")).names() == []
+        parts.write(lines[1:])
+        parts.finish()
+    names = ["00001-of-00002-000000.jsonl", "00001-of-00002-000001.jsonl", "00001-of-00002-000002.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    again = PartFiles(str(tmp_path / "out"), Shard(1, 2), 2)
+    # A run that began at the same time.
+    again.write(lines[:1])
+    with pytest.raises(FileExistsError):
+        again.finish()
+    again.finish()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    again.load(RUN)
+    assert len(again.answered) == 5
+    with pytest.raises(ValueError, match="of 2 shards"):
+        PartFiles(str(tmp_path / "out"), WHOLE).load(RUN)
+
+
+def test_reading_takes_no_more_memory_for_a_longer_input() -> None:
+    with memory.MemoryFileSystem().open("/long.gz", "wb") as file:
+        file.write(gzip.compress(b'{"prompt": "%s"}\n' % (b"x" * 1000) * 20_000, 1))
+    lines = UnansweredLines(InputFile("memory://long.gz").lines, AnsweredRequests())
+    tracemalloc.start()
+    assert sum(1 for _ in lines) == 20_000
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.block_usage import BlockUsage
+from nanovllm.engine.block_usage import BlockUsage, joined_usage
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_files import PrefixFiles
+from nanovllm.engine.protocol import Engine
 from nanovllm.engine.request import Request
+from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.stats_history import StatsSample
-from nanovllm.kernels.compilers import Compilers
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
-from nanovllm.models.model_digest import model_digest
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompt,
@@ -32,7 +28,10 @@ from nanovllm.outputs import (
     TokenIds,
     TokensPrompt,
 )
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
+from nanovllm.replicas.model_files import ModelFiles
+from nanovllm.replicas.replicated_engine import ReplicatedEngine
+from nanovllm.replicas.start import start_replicas
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
@@ -55,15 +54,10 @@ from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, t
 from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
 from nanovllm.text.save_prefixes import save_prefixes
 from nanovllm.text.scoring import score_output, score_params, split_pairs
-from nanovllm.text.structured_output import ConstraintFactory
-from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.text.tool_calls import add_tool_calls
-from nanovllm.utils.device import resolve_device, resolve_dtype
-from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.units import format_count
 from nanovllm.utils.unpicklable import Unpicklable
-from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 if TYPE_CHECKING:
     # Of Python 3.11.
@@ -71,14 +65,17 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="LLM")
 
+_MOST_QUEUED = 4000
+"""Requests that a job holds ready for several replicas."""
+
 
 class LLM(Unpicklable):
-    """A language model, ready to generate: an `LLMEngine` with a tokenizer.
+    """A language model, ready to generate: an engine, or several replicas of it, with a tokenizer.
 
     Args:
         model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
         kwargs: settings, which `nanovllm.config.Config` describes: `dtype`, `device`, `max_model_len`,
-            `gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs`, `seed`, and more.
+            `gpu_memory_utilization`, `tensor_parallel_size`, `data_parallel_size`, `max_num_seqs`, `seed`, and more.
 
     Attributes:
         device: where the model runs; of several ranks, the first one's.
@@ -98,48 +95,53 @@ class LLM(Unpicklable):
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
         self.config = config = Config(os.fspath(model), **kwargs)
-        # The compilers come first: what follows begins CUDA, and threads.
-        with Compilers(config.device) as compilers, start_ranks(config) as ranks:
-            folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
-            self.model_config = model_config = ModelConfig.from_folder(
-                folder, config.trust_remote_code, config.model_impl
-            )
-            if config.enable_expert_parallel:
-                self.model_config = model_config = model_config.with_expert_parallel()
-            if config.quantization is not None:
-                self.model_config = model_config = model_config.with_quantization(config.quantization)
-            max_model_len = min(config.max_model_len, model_config.max_position)
-            if max_model_len < config.max_model_len:
-                warnings.warn(
-                    f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
-                )
-            self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
-            make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
-            runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
-            self.device = resolve_device(config.device, size=config.tensor_parallel_size)
-            self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device.type == "cuda")
-            self._runner, self._folder = runner, folder
-            prefix_files = None
-            if config.prefix_cache is not None:
-                prefix_files = self._prefix_files(config.prefix_cache, max_model_len)
-        self.num_parameters = count_parameters(model_config)
-        tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
-        self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
-        constraints = ConstraintFactory(self.tokenizer, model_config.vocab_size, self.eos_token_ids)
-        self.llm_engine = LLMEngine(
-            config,
-            runner,
-            vocab_size=model_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            make_constraint=constraints,
-        )
-        self.llm_engine.block_manager.source = prefix_files
-        self.input_processor = InputProcessor(
-            self.tokenizer, self.llm_engine.limits, constraints, self.llm_engine.seeds
-        )
+        engine: Engine
+        if config.data_parallel_size == 1:
+            self._local: LocalEngine | None = make_local_engine(config)
+            engine, files = self._local.engine, self._local.files
+            self.device, self.dtype = self._local.device, self._local.dtype
+        else:
+            engine, files = self._connect(start_replicas(config))
+        self._set_up(engine, files)
+
+    @classmethod
+    def over(cls: type[Self], config: Config, engine: ReplicatedEngine, files: ModelFiles) -> Self:
+        """Return a front end of engines that somebody else has started."""
+        llm = cls.__new__(cls)
+        llm.config = config
+        llm._set_up(*llm._connect((engine, files)))
+        return llm
+
+    def _connect(self, replicas: tuple[ReplicatedEngine, ModelFiles]) -> tuple[ReplicatedEngine, ModelFiles]:
+        engine, files = replicas
+        self._local = None
+        self.device, self.dtype = torch.device(engine.info.device), getattr(torch, engine.info.dtype)
+        return engine, files
+
+    def _set_up(self, engine: Engine, files: ModelFiles) -> None:
+        self.model_config, self.tokenizer, self._folder = files.model_config, files.tokenizer, files.folder
+        self.eos_token_ids = files.eos_token_ids
+        self.num_parameters = count_parameters(files.model_config)
+        self.input_processor = InputProcessor(self.tokenizer, engine.limits, files.constraints, engine.seeds)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.engine_client = EngineClient(self.llm_engine, self.output_processor)
+        self.engine_client = EngineClient(engine, self.output_processor)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, if it is in this process.
+
+        Raises:
+            ValueError: it is in others.
+        """
+        if self._local is None:
+            size = self.config.data_parallel_size
+            raise ValueError(f"this needs an engine in this process, and data_parallel_size={size} has it in others")
+        return self._local.engine
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request must keep to."""
+        return self.engine_client.engine.limits
 
     def generate(
         self,
@@ -410,7 +412,7 @@ class LLM(Unpicklable):
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
         requests = list(as_prompts(prompts))
-        limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
+        limits, width = self.limits, SamplingParams(0, params.max_tokens)
         with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
             searches = [
@@ -456,31 +458,31 @@ class LLM(Unpicklable):
         """
         if not self.config.enable_prefix_caching:
             raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
-        files = self._prefix_files(os.path.abspath(folder), self.max_model_len)
+        engine = self.llm_engine
+        assert self._local is not None
+        files = self._local.prefix_files(os.path.abspath(folder))
         given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
         os.makedirs(folder, exist_ok=True)
-        return save_prefixes(self.engine_client, self.llm_engine, files, requests, use_tqdm)
-
-    def _prefix_files(self, folder: str, max_model_len: int) -> PrefixFiles:
-        """Return the files of a folder that are this model's."""
-        digest = model_digest(self.config, self.model_config, self._folder, str(self.dtype), max_model_len)
-        return PrefixFiles(self._runner, folder, digest, self.config.kvcache_block_size)
+        return save_prefixes(self.engine_client, engine, files, requests, use_tqdm)
 
     @property
     def most_pending(self) -> int:
         """Requests that a job has in the engine at a time: those that run, and as many that wait.
 
+        Several engines get them from the front end's own queue, which is longer, so that stretches of it are long.
+
         Example:
             >>> llm.most_pending == 2 * llm.config.max_num_running
             True
         """
-        return 2 * self.config.max_num_running
+        count = 2 * self.config.max_num_running
+        return count if self._local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of one request, prompt and output together: the setting, capped by the model's own limit."""
-        return self.llm_engine.limits.max_model_len
+        return self.limits.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's `generation_config.json` recommends.
@@ -536,11 +538,15 @@ class LLM(Unpicklable):
             >>> llm.stats()["num_used_blocks"]
             0
         """
-        return self.engine_client.engine.stats()
+        return self.engine_client.engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`."""
-        return self.llm_engine.block_usage(most_cells)
+        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`.
+
+        Those of several replicas follow each other.
+        """
+        share = max(1, most_cells // self.config.data_parallel_size)
+        return joined_usage(self.engine_client.engine.call("block_usage", share))
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
@@ -548,7 +554,7 @@ class LLM(Unpicklable):
         Example:
             >>> most_running = max(sample.num_running for sample in llm.stats_history())
         """
-        return self.llm_engine.stats_history()
+        return self.engine_client.engine.stats_history()
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
         """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`.
@@ -584,13 +590,14 @@ class LLM(Unpicklable):
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
-        self.llm_engine.exit()
+        self.engine_client.engine.exit()
 
     def __repr__(self) -> str:
-        config, limits = self.config, self.llm_engine.limits
+        config, limits = self.config, self.limits
         return (
             f"LLM(model={config.model!r}, num_parameters={format_count(self.num_parameters)}, device={self.device}, "
             f"dtype={self.dtype}, tensor_parallel_size={config.tensor_parallel_size}, "
+            f"{f'data_parallel_size={config.data_parallel_size}, ' if config.data_parallel_size > 1 else ''}"
             f"max_model_len={limits.max_model_len}, max_num_seqs={config.max_num_seqs}, "
             f"num_kv_slots={limits.num_kv_slots})"
         )

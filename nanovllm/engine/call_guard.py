@@ -16,11 +16,17 @@ _POLL_SECONDS = 0.002
 
 
 class Call:
-    """One call that drives an engine. Others wait for a `brief` one, which does no step."""
+    """One call that drives an engine. Others wait for a `brief` one, which does no step.
 
-    def __init__(self, brief: bool = False) -> None:
+    Args:
+        brief: whether it is one.
+        wants_tokens: whether it reads the tokens that a step returns.
+    """
+
+    def __init__(self, brief: bool = False, wants_tokens: bool = False) -> None:
         self.thread = get_ident()
         self.brief = brief
+        self.wants_tokens = wants_tokens
 
 
 class CallGuard:

@@ -17,8 +17,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from nanovllm.engine.block_manager import BlockManager, BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
-from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
+from nanovllm.engine.request import Abort, MakeConstraint, Request, TokenConstraint, check_request_ids, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.request_seeds import RequestSeeds
@@ -43,14 +43,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.unpicklable import Unpicklable
-
-
-@dataclass(frozen=True)
-class Abort:
-    """A message of `LLMEngine.abort` to the thread that drives the engine."""
-
-    request_ids: list[int]
-    keep_outputs: bool
 
 
 class LLMEngine(Unpicklable):
@@ -142,6 +134,20 @@ class LLMEngine(Unpicklable):
         self._inbox.extend(group)
         return seq_ids[0]
 
+    def enqueue_all(self, requests: Iterable[Request]) -> list[int]:
+        """Queue requests that come together, all or none; see `enqueue`."""
+        request_ids: list[int] = []
+        try:
+            for request in requests:
+                request_ids.append(self.enqueue(request))
+        except BaseException:
+            self.abort(request_ids)
+            raise
+        return request_ids
+
+    def wake(self) -> None:
+        """Do nothing: no step waits for requests."""
+
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
 
@@ -172,10 +178,7 @@ class LLMEngine(Unpicklable):
         Raises:
             ValueError: what is given is no id.
         """
-        if not isinstance(request_ids, Iterable):
-            raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
-        checked = [check_int("request id", request_id, 0) for request_id in request_ids]
-        self._inbox.append(Abort(checked, keep_outputs))
+        self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
         call = Call(brief=True)
         try:
             with deferred_signals():
@@ -203,9 +206,17 @@ class LLMEngine(Unpicklable):
         """Whether no request is left, no step is under way, and every result has been returned."""
         return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._results)
 
-    def stats(self) -> dict[str, int]:
-        """Counters since the engine began, and the blocks in use now."""
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine, which are this one; see `Engine`."""
+        return [getattr(self, method)(*args)]
+
+    def stats(self, *, now: bool = False) -> dict[str, int]:
+        """Counters since the engine began, and the blocks in use now, which are always known."""
         return self.scheduler.counters()
+
+    def histograms(self) -> StepHistograms:
+        """Return what steps have shown."""
+        return self.step_histograms
 
     def block_usage(self, most_cells: int) -> BlockUsage:
         """Return the state of the cache's blocks; see `block_usage`."""

@@ -68,7 +68,7 @@ class Service:
     def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.llm_engine.limits, llm.llm.tokenizer
+        self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.limits, llm.llm.tokenizer
         self.hidden_size = llm.llm.model_config.hidden_size
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]

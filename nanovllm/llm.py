@@ -12,10 +12,9 @@ import torch
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.block_usage import BlockUsage, joined_usage
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.protocol import Engine
 from nanovllm.engine.request import Request
-from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.stats_history import StatsSample
+from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
 from nanovllm.models import count_parameters
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -28,10 +27,7 @@ from nanovllm.outputs import (
     TokenIds,
     TokensPrompt,
 )
-from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
-from nanovllm.replicas.model_files import ModelFiles
-from nanovllm.replicas.replicated_engine import ReplicatedEngine
-from nanovllm.replicas.start import start_replicas
+from nanovllm.replicas.loaded_model import LoadedModel, load_model
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
@@ -80,7 +76,9 @@ class LLM(Unpicklable):
     Attributes:
         device: where the model runs; of several ranks, the first one's.
         dtype: of weights and KV cache.
+        device_name: what people call the device, or devices.
         num_parameters: of the whole model, embeddings included.
+        limits: what a request must keep to.
 
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
@@ -94,54 +92,30 @@ class LLM(Unpicklable):
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
-        self.config = config = Config(os.fspath(model), **kwargs)
-        engine: Engine
-        if config.data_parallel_size == 1:
-            self._local: LocalEngine | None = make_local_engine(config)
-            engine, files = self._local.engine, self._local.files
-            self.device, self.dtype = self._local.device, self._local.dtype
-        else:
-            engine, files = self._connect(start_replicas(config))
-        self._set_up(engine, files)
+        config = Config(os.fspath(model), **kwargs)
+        self._set_up(config, load_model(config))
 
     @classmethod
-    def over(cls: type[Self], config: Config, engine: ReplicatedEngine, files: ModelFiles) -> Self:
-        """Return a front end of engines that somebody else has started."""
+    def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
+        """Return a front end of a model that somebody has loaded."""
         llm = cls.__new__(cls)
-        llm.config = config
-        llm._set_up(*llm._connect((engine, files)))
+        llm._set_up(config, loaded)
         return llm
 
-    def _connect(self, replicas: tuple[ReplicatedEngine, ModelFiles]) -> tuple[ReplicatedEngine, ModelFiles]:
-        engine, files = replicas
-        self._local = None
-        self.device, self.dtype = torch.device(engine.info.device), getattr(torch, engine.info.dtype)
-        return engine, files
-
-    def _set_up(self, engine: Engine, files: ModelFiles) -> None:
-        self.model_config, self.tokenizer, self._folder = files.model_config, files.tokenizer, files.folder
-        self.eos_token_ids = files.eos_token_ids
-        self.num_parameters = count_parameters(files.model_config)
-        self.input_processor = InputProcessor(self.tokenizer, engine.limits, files.constraints, engine.seeds)
+    def _set_up(self, config: Config, loaded: LoadedModel) -> None:
+        files = loaded.files
+        self.config, self._loaded, self._folder = config, loaded, files.folder
+        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
+        self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
+        self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
+        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.engine.seeds)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.engine_client = EngineClient(engine, self.output_processor)
+        self.engine_client = EngineClient(loaded.engine, self.output_processor)
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine, if it is in this process.
-
-        Raises:
-            ValueError: it is in others.
-        """
-        if self._local is None:
-            size = self.config.data_parallel_size
-            raise ValueError(f"this needs an engine in this process, and data_parallel_size={size} has it in others")
-        return self._local.engine
-
-    @property
-    def limits(self) -> RequestLimits:
-        """What a request must keep to."""
-        return self.engine_client.engine.limits
+        """The engine, if it is in this process; a ValueError if it is in others."""
+        return self._loaded.require_local().engine
 
     def generate(
         self,
@@ -458,13 +432,12 @@ class LLM(Unpicklable):
         """
         if not self.config.enable_prefix_caching:
             raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
-        engine = self.llm_engine
-        assert self._local is not None
-        files = self._local.prefix_files(os.path.abspath(folder))
+        local = self._loaded.require_local()
+        files = local.prefix_files(os.path.abspath(folder))
         given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
         os.makedirs(folder, exist_ok=True)
-        return save_prefixes(self.engine_client, engine, files, requests, use_tqdm)
+        return save_prefixes(self.engine_client, local.engine, files, requests, use_tqdm)
 
     @property
     def most_pending(self) -> int:
@@ -477,7 +450,7 @@ class LLM(Unpicklable):
             True
         """
         count = 2 * self.config.max_num_running
-        return count if self._local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
+        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
 
     @property
     def max_model_len(self) -> int:
@@ -555,6 +528,10 @@ class LLM(Unpicklable):
             >>> most_running = max(sample.num_running for sample in llm.stats_history())
         """
         return self.engine_client.engine.stats_history()
+
+    def step_histograms(self) -> StepHistograms:
+        """Return how large steps were, and how long outputs waited for their next tokens."""
+        return merged_histograms(self.engine_client.engine.call("histograms"))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
         """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`.

@@ -44,6 +44,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--triton", action="append", metavar="FOLDER", help="a Triton to compile with in tests/test_portability.py"
     )
 
+    parser.addoption("--front-ends", type=int, metavar="K", help="front ends of the servers that tests start")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    front_ends = config.getoption("--front-ends")
+    if front_ends is not None:
+        # Those of other processes of pytest as well; see `ServerProcess`.
+        os.environ["NANOVLLM_TEST_FRONT_ENDS"] = str(front_ends)
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "triton" in metafunc.fixturenames:

@@ -16,6 +16,11 @@ def engine_pids(starter: int | None = None) -> dict[int, int]:
     return _pids("engine", starter)
 
 
+def front_end_pids(starter: int) -> dict[int, int]:
+    """Those of a server's front ends."""
+    return _pids("front end", starter)
+
+
 def _pids(kind: str, starter: int | None) -> dict[int, int]:
     pids = {}
     for folder in Path("/proc").iterdir():

@@ -69,7 +69,7 @@ def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
-    metrics = Metrics(llm.stats, "m", {}, llm.llm_engine.step_histograms)
+    metrics = Metrics(llm.stats, "m", {}, llm.step_histograms)
     (result,) = llm.generate([[5, 6, 7]], use_tqdm=False)
     num_tokens = len(result.outputs[0].token_ids)
     # A step each token, the first with the prompt.

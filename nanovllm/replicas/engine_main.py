@@ -12,48 +12,21 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
 import torch
 
-from nanovllm.config import Config
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.replicas.engine_server import MOST_CHARACTERS, EngineServer
 from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
-from nanovllm.replicas.messages import EngineInfo, portable
+from nanovllm.replicas.messages import CONNECT, EngineInfo, EnginePlan, StartFailure, portable
 from nanovllm.utils.device import device_name
 from nanovllm.utils.parent import end_with_parent
 
 _SWITCH_SECONDS = 0.0005
 """How long a thread that talks to a front end may wait for the interpreter; see `nanovllm.serve.process`."""
 _EXIT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """The first message to an engine's process.
-
-    Attributes:
-        config: of one engine.
-        num_replicas: engines that share the CPU.
-    """
-
-    config: Config
-    num_replicas: int
-
-
-@dataclass(frozen=True)
-class StartFailure:
-    """Why an engine could not be started: the error if it can be sent, and its traceback."""
-
-    error: BaseException | None
-    traceback: str
-
-
-CONNECT, SHUTDOWN = "connect", "shutdown"
-"""What the starter says later: a front end's connection follows; or end."""
 
 
 def run_engine(descriptor: int, parent: int) -> None:

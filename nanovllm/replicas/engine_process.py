@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
 from nanovllm.config import Config
-from nanovllm.replicas.engine_main import CONNECT, SHUTDOWN, EnginePlan, StartFailure
-from nanovllm.replicas.messages import EngineInfo
+from nanovllm.replicas.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
 from nanovllm.replicas.replica_devices import replica_devices
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.python_process import describe_exit, start_python

@@ -10,6 +10,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.engine.engine_outputs import NewTokens, TokenFields
 from nanovllm.engine.request import Abort, Request
 from nanovllm.engine.request_limits import RequestLimits
@@ -113,6 +114,31 @@ class Ended:
     """
 
     cause: str
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The first message to an engine's process.
+
+    Attributes:
+        config: of one engine.
+        num_replicas: engines that share the CPU.
+    """
+
+    config: Config
+    num_replicas: int
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    """Why an engine could not be started: the error if it can be sent, and its traceback."""
+
+    error: BaseException | None
+    traceback: str
+
+
+CONNECT, SHUTDOWN = "connect", "shutdown"
+"""What the starter says later: a front end's connection follows; or end."""
 
 
 def portable(error: BaseException | None) -> BaseException | None:

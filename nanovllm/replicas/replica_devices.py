@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from nanovllm.config import Config
 
 
@@ -17,8 +15,13 @@ def replica_devices(config: Config) -> list[str]:
         ValueError: there are too few GPUs.
     """
     size, num_ranks, name = config.data_parallel_size, config.tensor_parallel_size, config.device
-    if size == 1 or name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return ["cpu" if size > 1 else name] * size
+    if size == 1 or name == "cpu":
+        return [name] * size
+    # Whoever starts engines may need it for nothing else.
+    import torch  # noqa: PLC0415
+
+    if name == "auto" and not torch.cuda.is_available():
+        return ["cpu"] * size
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     first = int(name.partition(":")[2] or 0)
     num_free = count - first

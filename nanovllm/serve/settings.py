@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,6 +19,9 @@ class ServeSettings:
     Attributes:
         host: address to listen on; the default is this machine alone.
         port: TCP port; 0 takes a free one.
+        front_ends: processes that answer on the port, for engines in processes of their own; 1: the engine's process
+            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds` or
+            `batch_dir`, which need 1.
         uds: path of a Unix domain socket to listen on, instead of host and port.
         root_path: the path under which a proxy shows the server to clients.
         ssl_keyfile: private key for TLS, a PEM file.
@@ -63,6 +67,7 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    front_ends: int | None = None
     uds: str | None = None
     root_path: str = ""
     ssl_keyfile: str | None = None
@@ -110,6 +115,11 @@ class ServeSettings:
             "max_connections",
         ):
             check_int(name, getattr(self, name), 1)
+        if self.front_ends is not None:
+            check_int("front_ends", self.front_ends, 1)
+        if (self.front_ends or 1) > 1 and (self.uds is not None or self.batch_dir is not None):
+            given = "uds" if self.uds is not None else "batch_dir"
+            raise ValueError(f"front_ends={self.front_ends}: a server with {given} has one")
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
         for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
@@ -144,6 +154,14 @@ class ServeSettings:
             raise ValueError(f"chat_template={given!r:.200} is neither a file nor a Jinja template")
         return Path(given).read_text(encoding="utf-8")
 
+    def num_front_ends(self, is_on_gpu: bool, num_cores: int) -> int:
+        """Return how many processes answer; see `front_ends`."""
+        if self.front_ends is not None:
+            return self.front_ends
+        if not is_on_gpu or self.uds is not None or self.batch_dir is not None or sys.platform == "win32":
+            return 1
+        return max(1, min(_MOST_FRONT_ENDS, num_cores // _CORES_PER_FRONT_END))
+
     @property
     def trusted_hosts(self) -> list[str]:
         """The host names that requests may be for."""
@@ -152,6 +170,8 @@ class ServeSettings:
         return [*_LOOPBACK_HOSTS, self.host] if self.api_key is None and _is_loopback(self.host) else ["*"]
 
 
+_MOST_FRONT_ENDS = 4
+_CORES_PER_FRONT_END = 4
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 

@@ -237,6 +237,8 @@ class EngineServer:
         self._engine.abort(found, keep_outputs=order.keep_outputs)
 
     def _call(self, order: CallEngine) -> CallResult:
+        # What was asked for before it is done: aborts, which otherwise wait for a step.
+        self._engine.stop([])
         try:
             result, error = getattr(self._engine, order.method)(*order.args), None
         except Exception as raised:

@@ -6,6 +6,7 @@ It ends when the process that has started it says so or ends, and ignores Ctrl-C
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -56,11 +57,16 @@ def run_engine(descriptor: int, parent: int) -> None:
     threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
     control.send(info)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    # What is loaded stays: looking through it for garbage would hold steps up.
+    gc.collect()
+    gc.freeze()
     cause = server.run()
     if cause is not None:
         # Without clean-up, which could wait for a device that is lost.
         os._exit(1)
     local.engine.exit()
+    # What stays frozen is taken for leaked by libraries that look when the interpreter ends.
+    gc.unfreeze()
 
 
 def _info(local: LocalEngine) -> EngineInfo:

@@ -31,8 +31,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "all_devices" in item.keywords and "all_devices" not in config.option.markexpr:
-            item.add_marker(pytest.mark.skip(reason="takes long: pytest -m all_devices"))
+        for name in ("all_devices", "deaths"):
+            if name in item.keywords and name not in config.option.markexpr:
+                item.add_marker(pytest.mark.skip(reason=f"takes long: pytest -m {name}"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

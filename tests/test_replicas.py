@@ -194,6 +194,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.deaths
 def test_ctrl_c_and_a_caller_that_is_killed() -> None:
     shared = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
     # A group of its own, to which a terminal sends Ctrl-C: the engines get it as well.

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -33,13 +34,18 @@ MOST_REQUESTS = 12
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
+    folders = set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*"))
     with ExitStack() as stack:
         server = ServerProcess("--front-ends", "3", "--max-requests", str(MOST_REQUESTS))
         stack.callback(server.process.wait)
         stack.callback(server.process.kill)
         yield server
-        assert server.stop()[0] == -signal.SIGTERM
-        assert not engine_pids(server.process.pid) and not front_end_pids(server.process.pid)
+        # Whatever is killed, nothing is left.
+        pids = [*engine_pids(server.process.pid).values(), *front_end_pids(server.process.pid).values()]
+        server.process.kill()
+        assert len(pids) >= 3
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert not set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*")) - folders
 
 
 def send(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
@@ -112,6 +118,7 @@ def test_the_limit_of_requests_is_the_servers_and_who_goes_away_aborts(server: S
     wait_until(lambda: server.get("/load")["server_load"] == 0)
 
 
+@pytest.mark.deaths
 def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(server: ServerProcess) -> None:
     server.check_idle()
     num_counted = metric(server, "nanovllm_request_n_count")
@@ -152,6 +159,7 @@ def _listens(pid: int) -> bool:
     return any(row[3] == "0A" and f"socket:[{row[9]}]" in inodes for row in rows)
 
 
+@pytest.mark.deaths
 def test_the_death_of_the_engine_is_told_with_its_cause(server: ServerProcess) -> None:
     server.check_idle()
     with send(server, ENDLESS) as stream:

@@ -190,4 +190,4 @@ def test_the_rule_for_their_number() -> None:
     assert ServeSettings(front_ends=2).num_front_ends(False, 1) == 2
     for name in ("uds", "batch_dir"):
         with pytest.raises(ValueError, match=f"front_ends=2: a server with {name} has one"):
-            ServeSettings(front_ends=2, **{name: "a"})  # type: ignore[arg-type]
+            ServeSettings(front_ends=2, **{name: "a"}).num_front_ends(True, 16)  # type: ignore[arg-type]

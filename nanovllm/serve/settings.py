@@ -117,9 +117,6 @@ class ServeSettings:
             check_int(name, getattr(self, name), 1)
         if self.front_ends is not None:
             check_int("front_ends", self.front_ends, 1)
-        if (self.front_ends or 1) > 1 and (self.uds is not None or self.batch_dir is not None):
-            given = "uds" if self.uds is not None else "batch_dir"
-            raise ValueError(f"front_ends={self.front_ends}: a server with {given} has one")
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
         for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
@@ -155,10 +152,17 @@ class ServeSettings:
         return Path(given).read_text(encoding="utf-8")
 
     def num_front_ends(self, is_on_gpu: bool, num_cores: int) -> int:
-        """Return how many processes answer; see `front_ends`."""
+        """Return how many processes answer; see `front_ends`.
+
+        Raises:
+            ValueError: several, where there can be one alone.
+        """
+        single = "uds" if self.uds is not None else "batch_dir" if self.batch_dir is not None else None
         if self.front_ends is not None:
+            if self.front_ends > 1 and single is not None:
+                raise ValueError(f"front_ends={self.front_ends}: a server with {single} has one")
             return self.front_ends
-        if not is_on_gpu or self.uds is not None or self.batch_dir is not None or sys.platform == "win32":
+        if not is_on_gpu or single is not None or sys.platform == "win32":
             return 1
         return max(1, min(_MOST_FRONT_ENDS, num_cores // _CORES_PER_FRONT_END))
 

@@ -26,6 +26,7 @@ _CHOICES = {
 }
 _LEAST = {
     "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
     "max_model_len": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
@@ -46,6 +47,8 @@ class Config:
         dtype: of what is computed, and of weights and KV cache unless they are quantised; "auto" is the checkpoint's on
             CUDA and float32 on the CPU.
         tensor_parallel_size: number of ranks, each with its own GPU, or all on the CPU; at most the number of KV heads.
+        data_parallel_size: number of engines with the same model, in processes of their own, which share the requests;
+            each has `tensor_parallel_size` GPUs of its own, or all are on the CPU.
         enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every one.
         max_model_len: maximum tokens of one request, prompt and output together; capped by the model's maximum.
         max_num_seqs: maximum sequences that run at once.
@@ -81,6 +84,7 @@ class Config:
     device: str = "auto"
     dtype: Dtype = "auto"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     max_model_len: int = 4096
     max_num_seqs: int = 512
@@ -153,6 +157,7 @@ class EngineSettings(TypedDict, total=False):
     device: str
     dtype: Dtype
     tensor_parallel_size: int
+    data_parallel_size: int
     enable_expert_parallel: bool
     max_model_len: int
     max_num_seqs: int

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.block_usage import BlockUsage
+from nanovllm.engine.block_usage import BlockUsage, joined_usage
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_files import PrefixFiles
 from nanovllm.engine.request import Request
 from nanovllm.engine.stats_history import StatsSample
+from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
 from nanovllm.engine.trace import trace_engine
-from nanovllm.kernels.compilers import Compilers
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
-from nanovllm.models.model_digest import model_digest
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompt,
@@ -32,8 +27,8 @@ from nanovllm.outputs import (
     TokenIds,
     TokensPrompt,
 )
+from nanovllm.replicas.loaded_model import LoadedModel, load_model
 from nanovllm.runner.block_files import remove_abandoned
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
@@ -57,15 +52,10 @@ from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, t
 from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
 from nanovllm.text.save_prefixes import save_prefixes
 from nanovllm.text.scoring import score_output, score_params, split_pairs
-from nanovllm.text.structured_output import ConstraintFactory
-from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.text.tool_calls import add_tool_calls
-from nanovllm.utils.device import resolve_device, resolve_dtype
-from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.units import format_count
 from nanovllm.utils.unpicklable import Unpicklable
-from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 if TYPE_CHECKING:
     # Of Python 3.11.
@@ -73,19 +63,24 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="LLM")
 
+_MOST_QUEUED = 4000
+"""Requests that a job holds ready for several replicas."""
+
 
 class LLM(EngineControl, Unpicklable):
-    """A language model, ready to generate: an `LLMEngine` with a tokenizer.
+    """A language model, ready to generate: an engine, or several replicas of it, with a tokenizer.
 
     Args:
         model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
         kwargs: settings, which `nanovllm.config.Config` describes: `dtype`, `device`, `max_model_len`,
-            `gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs`, `seed`, and more.
+            `gpu_memory_utilization`, `tensor_parallel_size`, `data_parallel_size`, `max_num_seqs`, `seed`, and more.
 
     Attributes:
         device: where the model runs; of several ranks, the first one's.
         dtype: of weights and KV cache.
+        device_name: what people call the device, or devices.
         num_parameters: of the whole model, embeddings included.
+        limits: what a request must keep to.
 
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
@@ -98,52 +93,31 @@ class LLM(EngineControl, Unpicklable):
         5
     """
 
-    _runner: ModelRunner | ParallelRunner
-
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
-        self.config = config = Config(os.fspath(model), **kwargs)
-        # The compilers come first: what follows begins CUDA, and threads.
-        with Compilers(config.device) as compilers, start_ranks(config) as ranks:
-            folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
-            self.model_config = model_config = ModelConfig.from_folder(
-                folder, config.trust_remote_code, config.model_impl
-            )
-            if config.enable_expert_parallel:
-                self.model_config = model_config = model_config.with_expert_parallel()
-            if config.quantization is not None:
-                self.model_config = model_config = model_config.with_quantization(config.quantization)
-            max_model_len = min(config.max_model_len, model_config.max_position)
-            if max_model_len < config.max_model_len:
-                warnings.warn(
-                    f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}", stacklevel=2
-                )
-            self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
-            make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
-            runner = make_runner(config, model_config, folder, max_model_len=max_model_len, compilers=compilers)
-            self.device = resolve_device(config.device, size=config.tensor_parallel_size)
-            self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device.type == "cuda")
-            self._runner, self._folder = runner, folder
-            prefix_files = None
-            if config.prefix_cache is not None:
-                prefix_files = self._prefix_files(config.prefix_cache, max_model_len)
-        self.num_parameters = count_parameters(model_config)
-        tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
-        self.eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
-        constraints = ConstraintFactory(self.tokenizer, model_config.vocab_size, self.eos_token_ids)
-        self.llm_engine = LLMEngine(
-            config,
-            runner,
-            vocab_size=model_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            make_constraint=constraints,
-        )
-        self.llm_engine.block_manager.source = prefix_files
-        self.input_processor = InputProcessor(
-            self.tokenizer, self.llm_engine.limits, constraints, self.llm_engine.seeds
-        )
+        config = Config(os.fspath(model), **kwargs)
+        self._set_up(config, load_model(config))
+
+    @classmethod
+    def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
+        """Return a front end of a model that somebody has loaded."""
+        llm = cls.__new__(cls)
+        llm._set_up(config, loaded)
+        return llm
+
+    def _set_up(self, config: Config, loaded: LoadedModel) -> None:
+        files = loaded.files
+        self.config, self._loaded, self._folder = config, loaded, files.folder
+        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
+        self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
+        self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
+        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.engine.seeds)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.engine_client = EngineClient(self.llm_engine, self.output_processor)
+        self.engine_client = EngineClient(loaded.engine, self.output_processor)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, if it is in this process; a ValueError if it is in others."""
+        return self._loaded.require_local().engine
 
     def generate(
         self,
@@ -415,7 +389,7 @@ class LLM(EngineControl, Unpicklable):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
         requests = list(as_prompts(prompts))
         self.require_ready()
-        limits, width = self.llm_engine.limits, SamplingParams(0, params.max_tokens)
+        limits, width = self.limits, SamplingParams(0, params.max_tokens)
         with self.engine_client.driving():
             processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
             searches = [
@@ -462,34 +436,31 @@ class LLM(EngineControl, Unpicklable):
         if not self.config.enable_prefix_caching:
             raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
         self.require_ready()
-        files = self._prefix_files(os.path.abspath(folder), self.max_model_len)
+        local = self._loaded.require_local()
+        files = local.prefix_files(os.path.abspath(folder))
         given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
         os.makedirs(folder, exist_ok=True)
         remove_abandoned(os.fspath(folder))
-        return save_prefixes(self.engine_client, self.llm_engine, files, requests, use_tqdm)
-
-    def _prefix_files(self, folder: str, max_model_len: int) -> PrefixFiles:
-        """Return the files of a folder that are this model's."""
-        if not self._has_own_weights:
-            raise RuntimeError("the model has other weights than its folder, which files of prefixes belong to")
-        digest = model_digest(self.config, self.model_config, self._folder, str(self.dtype), max_model_len)
-        return PrefixFiles(self._runner, folder, digest, self.config.kvcache_block_size)
+        return save_prefixes(self.engine_client, local.engine, files, requests, use_tqdm)
 
     @property
     def most_pending(self) -> int:
         """Requests that a job has in the engine at a time: those that run, and as many that wait.
 
+        Several engines get them from the front end's own queue, which is longer, so that stretches of it are long.
+
         Example:
             >>> llm.most_pending == 2 * llm.config.max_num_running
             True
         """
-        return 2 * self.config.max_num_running
+        count = 2 * self.config.max_num_running
+        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of one request, prompt and output together: the setting, capped by the model's own limit."""
-        return self.llm_engine.limits.max_model_len
+        return self.limits.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's `generation_config.json` recommends.
@@ -529,11 +500,15 @@ class LLM(EngineControl, Unpicklable):
             >>> llm.stats()["num_used_blocks"]
             0
         """
-        return self.engine_client.engine.stats()
+        return self.engine_client.engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`."""
-        return self.llm_engine.block_usage(most_cells)
+        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`.
+
+        Those of several replicas follow each other.
+        """
+        share = max(1, most_cells // self.config.data_parallel_size)
+        return joined_usage(self.engine_client.engine.call("block_usage", share))
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
@@ -541,7 +516,11 @@ class LLM(EngineControl, Unpicklable):
         Example:
             >>> most_running = max(sample.num_running for sample in llm.stats_history())
         """
-        return self.llm_engine.stats_history()
+        return self.engine_client.engine.stats_history()
+
+    def step_histograms(self) -> StepHistograms:
+        """Return how large steps were, and how long outputs waited for their next tokens."""
+        return merged_histograms(self.engine_client.engine.call("histograms"))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
         """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`.
@@ -577,13 +556,14 @@ class LLM(EngineControl, Unpicklable):
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
-        self.llm_engine.exit()
+        self.engine_client.engine.exit()
 
     def __repr__(self) -> str:
-        config, limits = self.config, self.llm_engine.limits
+        config, limits = self.config, self.limits
         return (
             f"LLM(model={config.model!r}, num_parameters={format_count(self.num_parameters)}, device={self.device}, "
             f"dtype={self.dtype}, tensor_parallel_size={config.tensor_parallel_size}, "
+            f"{f'data_parallel_size={config.data_parallel_size}, ' if config.data_parallel_size > 1 else ''}"
             f"max_model_len={limits.max_model_len}, max_num_seqs={config.max_num_seqs}, "
             f"num_kv_slots={limits.num_kv_slots})"
         )

@@ -31,8 +31,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "all_devices" in item.keywords and "all_devices" not in config.option.markexpr:
-            item.add_marker(pytest.mark.skip(reason="takes long: pytest -m all_devices"))
+        for name in ("all_devices", "deaths"):
+            if name in item.keywords and name not in config.option.markexpr:
+                item.add_marker(pytest.mark.skip(reason=f"takes long: pytest -m {name}"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -43,6 +44,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--triton", action="append", metavar="FOLDER", help="a Triton to compile with in tests/test_portability.py"
     )
+
+    parser.addoption("--front-ends", type=int, metavar="K", help="front ends of the servers that tests start")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    front_ends = config.getoption("--front-ends")
+    if front_ends is not None:
+        # Those of other processes of pytest as well; see `ServerProcess`.
+        os.environ["NANOVLLM_TEST_FRONT_ENDS"] = str(front_ends)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

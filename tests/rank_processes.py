@@ -1,4 +1,4 @@
-"""Which ranks of engines a process has started and are alive, as the system knows them."""
+"""Which ranks and engines a process has started and are alive, as the system knows them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from pathlib import Path
 
 def rank_pids(starter: int | None = None) -> dict[int, int]:
     """Process ids of the living ranks that a process, this one by default, has started, by rank."""
+    return _pids("rank", starter)
+
+
+def engine_pids(starter: int | None = None) -> dict[int, int]:
+    """Those of engines, by replica."""
+    return _pids("engine", starter)
+
+
+def front_end_pids(starter: int) -> dict[int, int]:
+    """Those of a server's front ends."""
+    return _pids("front end", starter)
+
+
+def _pids(kind: str, starter: int | None) -> dict[int, int]:
     pids = {}
     for folder in Path("/proc").iterdir():
         try:
@@ -16,6 +30,6 @@ def rank_pids(starter: int | None = None) -> dict[int, int]:
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, UnicodeDecodeError):
             continue
-        if arguments[-1].startswith("nanovllm rank ") and parent == (starter or os.getpid()):
+        if arguments[-1].startswith(f"nanovllm {kind} ") and parent == (starter or os.getpid()):
             pids[int(arguments[-1].split()[-1])] = int(folder.name)
     return pids

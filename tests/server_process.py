@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.rank_processes import engine_pids
+
 PATIENCE_SECONDS = 240
 """Longer than a busy machine takes, and shorter than pytest's limit, so that a failure says what was waited for."""
 
@@ -23,6 +25,9 @@ class ServerProcess:
     """The server's process, its address, and what it says of itself."""
 
     def __init__(self, *flags: str, key: str | None = None, num_files: int | None = None, **environment: str) -> None:
+        front_ends = os.environ.get("NANOVLLM_TEST_FRONT_ENDS")
+        if front_ends is not None and not {"--uds", "--batch-dir", "--front-ends"} & set(flags):
+            flags = (*flags, "--front-ends", front_ends)
         settings = ("--device", "cpu", "--max-model-len", "512", "--kvcache-block-size", "16", "--seed", "0")
         command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *settings, *flags]
         if num_files is not None:
@@ -43,6 +48,11 @@ class ServerProcess:
             raise RuntimeError(self.log()[-3000:])
         self.url = line.split()[-1]
         self.port = int(port) if (port := self.url.rsplit(":", 1)[1]).isdecimal() else -1
+
+    @property
+    def engine_pid(self) -> int:
+        """The process whose children the engine's ranks are."""
+        return engine_pids(self.process.pid).get(0, self.process.pid)
 
     def log(self) -> str:
         """What the server has written to stderr."""

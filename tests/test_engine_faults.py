@@ -173,10 +173,10 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int, stop: str | None)
     prompts = [[1, 2], [3, 4], [5, 6]]
     want = [complete(prompt, 4, frozenset(), 128) for prompt in prompts]
     llm = LLM.__new__(LLM)
-    llm.llm_engine, _ = make_engine(pipeline_depth=depth)
+    engine, _ = make_engine(pipeline_depth=depth)
     # With a stop string it is decoded as the tokens come.
     bad = want[1] if stop is None else want[1][:2]
-    llm.engine_client = EngineClient(llm.llm_engine, OutputProcessor(Tokenizer(bad)))
+    llm.engine_client = EngineClient(engine, OutputProcessor(Tokenizer(bad)))
     params = replace(greedy(4), stop=stop)
     ids = [llm.engine_client.enqueue(make_request(prompt, params)).request_id for prompt in prompts]
     outputs: dict[int, RequestOutput] = {}

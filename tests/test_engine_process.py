@@ -1,21 +1,21 @@
-"""An engine in another process, behind the protocol `Engine`: the same outputs through the same front ends."""
+"""Engines in other processes, behind the protocol `Engine`: the same outputs through the same front ends."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.async_llm.engine_thread import EngineThread
 from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.engine_client import EngineClient
-from tests.pipe_engine import PipeEngine
+from tests.rank_processes import engine_pids
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 100, "seed": 0,
@@ -33,12 +33,12 @@ PROMPTS, PARAMS = [prompt for prompt, _ in CASES], [params for _, params in CASE
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[PipeEngine]:
+def remote() -> Iterator[LLM]:
+    """A front end of three engines."""
     pytest.importorskip("llguidance")
-    engine = PipeEngine(BUNDLED_MODEL, SETTINGS)
-    yield engine
-    assert engine.is_finished() and engine.stats()["num_used_blocks"] == 0
-    engine.exit()
+    with LLM(BUNDLED_MODEL, data_parallel_size=3, **SETTINGS) as remote:
+        yield remote
+    assert not engine_pids()
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ def whole(llm: LLM) -> list[RequestOutput]:
     return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
-@pytest.fixture
-def remote(llm: LLM, engine: PipeEngine, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The same front end with the other engine."""
-    monkeypatch.setattr(llm, "engine_client", EngineClient(engine, llm.output_processor))
-    return llm
+@pytest.fixture(autouse=True)
+def nothing_is_left(remote: LLM) -> Iterator[None]:
+    yield
+    stats = remote.stats()
+    assert remote.is_finished() and stats["num_used_blocks"] == stats["num_running"] == stats["num_waiting"] == 0
 
 
 def plain(item: CompletionOutput) -> tuple[Any, ...]:
@@ -96,19 +96,24 @@ def test_requests_pickle_small_and_whole(llm: LLM) -> None:
     assert factory(pickle.loads(data)[0]) is not None
 
 
-def test_generate(remote: LLM, engine: PipeEngine, whole: list[RequestOutput]) -> None:
-    before = engine.num_new_tokens
+def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
+    before = remote.stats()["num_output_tokens"]
     outputs = remote.generate(PROMPTS, PARAMS, use_tqdm=False)
     check(outputs, whole)
     stopped = [item for output in outputs[1:3] for item in output.outputs]
     assert all(isinstance(item.stop_reason, str) for item in stopped)
-    # The engine went on past each of the stop strings, and nobody sees it.
-    assert engine.num_new_tokens >= before + sum(len(item.token_ids) for item in stopped) + len(stopped)
+    # The engines went on past stop strings, and nobody sees it.
+    num_returned = sum(len(item.token_ids) for output in outputs for item in output.outputs)
+    assert remote.stats()["num_output_tokens"] >= before + num_returned + len(stopped)
 
 
 def test_stream(remote: LLM, whole: list[RequestOutput]) -> None:
+    check_stream(remote.stream(PROMPTS, PARAMS), whole)
+
+
+def check_stream(parts: Iterable[RequestOutput], whole: list[RequestOutput]) -> None:
     joined: dict[tuple[int | str, int], CompletionOutput] = {}
-    for part in remote.stream(PROMPTS, PARAMS):
+    for part in parts:
         for item in part.outputs:
             before = joined.get((part.request_id, item.index))
             if before is not None:
@@ -119,38 +124,112 @@ def test_stream(remote: LLM, whole: list[RequestOutput]) -> None:
     assert [plain(joined[key]) for key in sorted(joined)] == want
 
 
+def test_other_calls(remote: LLM, llm: LLM) -> None:
+    message = [{"role": "user", "content": "2 + 3"}]
+    assert remote.chat(message, use_tqdm=False)[0]["text"] == llm.chat(message, use_tqdm=False)[0]["text"] == "5"
+    scores = [each.score(["two plus two is"] * 2, [" four", " five"], use_tqdm=False) for each in (remote, llm)]
+    assert [s.logprob for s in scores[0]] == pytest.approx([s.logprob for s in scores[1]], abs=1e-3)
+    texts = ["Monday", "Tuesday", "prime"]
+    embedded = [each.embed(texts, "mean", use_tqdm=False) for each in (remote, llm)]
+    assert embedded[0].allclose(embedded[1], atol=1e-4)
+    usage = remote.block_usage(6)
+    assert usage.num_blocks == 300 and len(usage.used) == 6 and sum(usage.cached) > 0
+    assert remote.stats_history()[-1].num_output_tokens == remote.stats()["num_output_tokens"] > 0
+    assert remote.engine_client.engine.call("is_finished") == [True] * 3
+    with pytest.raises(ValueError, match="data_parallel_size=1"):
+        remote.save_prefix_cache("nowhere", "a")
+    with pytest.raises(ValueError, match="300 tokens, over max_model_len=256"):
+        remote.generate([[1], [1] * 300], use_tqdm=False)
+    with pytest.raises(AttributeError, match="no_method"):
+        remote.engine_client.engine.call("no_method")
+
+
+def test_steps_say_their_tokens(remote: LLM) -> None:
+    ids = [remote.add_request([1, 2, 3], SamplingParams(1.0, 6, seed=i, n=2, ignore_eos=True)) for i in range(3)]
+    tokens: dict[int, list[int]] = {}
+    finished: dict[int, RequestOutput] = {}
+    while not remote.is_finished():
+        result = remote.step()
+        finished.update(result.finished)
+        for request_id, new in result.new_token_ids.items():
+            tokens.setdefault(request_id, []).extend(new)
+    items = [(i + item.index, item.token_ids) for i in ids for item in finished[i].outputs]
+    assert sorted(tokens.items()) == items
+
+
 def test_a_stream_that_is_closed_aborts(remote: LLM) -> None:
     stream = remote.stream([[1, 2, 3]] * 3, SamplingParams(0, 200, ignore_eos=True))
     next(stream)
     stream.close()
-    # The engine goes on, with nothing of it.
+    # The engines go on, with nothing of it.
     request = remote.add_request("a", SamplingParams(0, 3, ignore_eos=True))
     finished: list[tuple[int, RequestOutput]] = []
     while not remote.is_finished():
         finished += remote.step().finished
     assert [(i, len(output["token_ids"])) for i, output in finished] == [(request, 3)]
+    waiting = [remote.add_request("a", SamplingParams(n=2)) for _ in range(2)]
+    # By the id of any output.
+    remote.abort([waiting[0] + 1, waiting[1]])
+    assert remote.is_finished()
 
 
-def test_the_engine_behind_asyncio(engine: PipeEngine, whole: list[RequestOutput]) -> None:
+def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = remote.engine_client.engine
+    # Its end would close the engines.
+    monkeypatch.setattr(AsyncLLM, "__del__", lambda llm: None)
+
     async def run() -> None:
-        async with AsyncLLM(BUNDLED_MODEL, **SETTINGS) as llm:
-            llm._thread.close()
-            llm._thread = EngineThread(EngineClient(engine, llm.llm.output_processor))
-            outputs = await asyncio.gather(*(llm.generate(*case) for case in CASES))
-            check(outputs, whole)
-            endless = SamplingParams(1.0, 200, seed=4, ignore_eos=True)
-            stream = await llm.begin_stream("a", endless, request_id="x")
-            await anext(stream)
-            await llm.abort("x")
-            parts = [output async for output in stream]
-            assert parts[-1].outputs[0].finish_reason == "abort"
-            # A task that is cancelled, and a stream that nobody holds.
-            task = asyncio.ensure_future(llm.generate("a", endless))
-            await anext(stream := await llm.begin_stream("a", endless))
-            task.cancel()
-            del stream
-            assert len((await llm.generate("a", SamplingParams(0, 3, ignore_eos=True))).outputs[0].token_ids) == 3
-            while not engine.is_finished():
-                await asyncio.sleep(0.01)
+        llm = AsyncLLM.over(remote)
+        outputs = await asyncio.gather(*(llm.generate(*case) for case in CASES))
+        check(outputs, whole)
+        endless = SamplingParams(1.0, 200, seed=4, ignore_eos=True)
+        stream = await llm.begin_stream("a", endless, request_id="x")
+        await anext(stream)
+        await llm.abort("x")
+        parts = [output async for output in stream]
+        assert parts[-1].outputs[0].finish_reason == "abort"
+        # A task that is cancelled, and a stream that nobody holds.
+        task = asyncio.ensure_future(llm.generate("a", endless))
+        await anext(stream := await llm.begin_stream("a", endless))
+        task.cancel()
+        del stream
+        assert len((await llm.generate("a", SamplingParams(0, 3, ignore_eos=True))).outputs[0].token_ids) == 3
+        while not engine.is_finished():
+            await asyncio.sleep(0.01)
+        llm._thread.close()
 
     asyncio.run(run())
+
+
+def test_what_a_dead_replica_had_runs_again(remote: LLM, llm: LLM, whole: list[RequestOutput]) -> None:
+    prompts = [[i, 5, 6] for i in range(24)]
+    # One is done long before the others.
+    params = [SamplingParams(1.0, 40 if i else 2, seed=i, ignore_eos=True) for i in range(24)]
+    want = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    victim = engine_pids()[0]
+
+    def kill(output: RequestOutput) -> None:
+        if len(output["token_ids"]) == 2:
+            os.kill(victim, signal.SIGKILL)
+
+    with pytest.warns(UserWarning, match=r"replica 0 of 3 was killed by SIGKILL; its \d+ requests run again"):
+        outputs = remote.generate(prompts, params, use_tqdm=False, on_output=kill)
+    assert [output["token_ids"] for output in outputs] == want
+    # Streams go on where they were.
+    stream = remote.stream(PROMPTS, PARAMS)
+    first = [next(stream) for _ in range(6)]
+    os.kill(engine_pids()[1], signal.SIGKILL)
+    with pytest.warns(UserWarning, match=r"replica 1 of 3 was killed by SIGKILL"):
+        check_stream([*first, *stream], whole)
+    assert remote.stats()["num_free_blocks"] == 100
+
+
+def test_the_death_of_the_last_ends_the_call_with_its_cause(remote: LLM) -> None:
+    stream = remote.stream(["a"] * 3, SamplingParams(1.0, 200, ignore_eos=True))
+    next(stream)
+    os.kill(engine_pids()[2], signal.SIGTERM)
+    with pytest.raises(StepError, match="replica 2 of 3 was killed by SIGTERM"):
+        list(stream)
+    for call in (remote.generate, remote.add_request):
+        with pytest.raises(RuntimeError, match="the engine is closed: replica 2 of 3 was killed by SIGTERM"):
+            call("a")

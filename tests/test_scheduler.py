@@ -408,7 +408,7 @@ def test_times_are_those_of_the_first_token_and_of_the_last_outputs_end(monkeypa
     while any(num_left):
         now[0] += 1
         engine.run_step()
-        new = [token.output_index for token in engine.take_results().new_tokens]
+        new = [index for _, index, *_ in engine.take_results().new_tokens]
         assert new == [index for index in range(3) if num_left[index]]
         num_left = [max(0, left - 1) for left in num_left]
         engine.stop([(request, index) for index in new if not num_left[index]])

@@ -364,7 +364,7 @@ def test_logs_say_what_happened() -> None:
         lines = server.log().splitlines()
     for expected_line in (
         r"INFO nanovllm\.serve\.main \[-\] loading .*qwen3-tiny",
-        r"INFO nanovllm\.serve\.process \[-\] serving qwen3-tiny at http://127.*",
+        r"INFO nanovllm\.serve\.(process|front_ends) \[-\] serving qwen3-tiny at http://127.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompts, at most 1 tokens: SamplingParams\(.*max_tokens=2.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompt tokens, ended: \['length'\], .*",
         r'INFO uvicorn\.access \[a-1\] 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1.1" 200',

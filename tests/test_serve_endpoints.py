@@ -151,7 +151,10 @@ def test_state(client: Any) -> None:
     assert client.get("/load").json() == {"server_load": 0}
     metrics = client.get("/metrics").text
     assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"}' in metrics
-    assert 'vllm:cache_config_info{block_size="16"' in metrics and "process_resident_memory_bytes" in metrics
+    assert 'vllm:cache_config_info{block_size="16"' in metrics
+    # Those of a process are left out where there are several.
+    is_alone = "NANOVLLM_TEST_FRONT_ENDS" not in os.environ
+    assert ("process_resident_memory_bytes" in metrics) == is_alone
 
 
 def test_a_unix_socket_and_tls(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_a_unix_socket_and_tls(tmp_path: Path) -> None:
 def test_the_process_ends_with_its_engine() -> None:
     server = ServerProcess("--tensor-parallel-size", "2", "--exit-when-engine-fails")
     try:
-        os.kill(rank_pids(server.process.pid)[1], signal.SIGKILL)
+        os.kill(rank_pids(server.engine_pid)[1], signal.SIGKILL)
         with suppress(httpx.TransportError):
             httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 5}, timeout=60)
         assert server.process.wait(60) == 1 and "the engine is lost" in server.log()

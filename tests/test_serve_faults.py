@@ -394,7 +394,7 @@ def test_a_killed_rank_ends_requests_and_health_says_so() -> None:
         for thread in threads:
             thread.start()
         wait_for(server, "num_running", 2)
-        os.kill(rank_pids(server.process.pid)[1], signal.SIGKILL)
+        os.kill(rank_pids(server.engine_pid)[1], signal.SIGKILL)
         for thread in threads:
             thread.join(20)
         assert sorted(status for status, _ in answers) == [200, 503]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.metrics import Metrics
+from tests.load.report import RateResult
 
 STATS = {
     "num_steps": 9,
@@ -69,7 +72,7 @@ def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
-    metrics = Metrics(llm.stats, "m", {}, llm.llm_engine.step_histograms)
+    metrics = Metrics(llm.stats, "m", {}, llm.step_histograms)
     (result,) = llm.generate([[5, 6, 7]], use_tqdm=False)
     num_tokens = len(result.outputs[0].token_ids)
     # A step each token, the first with the prompt.
@@ -198,3 +201,29 @@ def test_the_dashboards_panels_are_apart_and_ask_the_chosen_source() -> None:
     boxes = [panel["gridPos"] for panel in panels]
     cells = [(x, y) for b in boxes for x in range(b["x"], b["x"] + b["w"]) for y in range(b["y"], b["y"] + b["h"])]
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+
+
+GATEWAY = {
+    "TotalQueuedRequests": ("nanovllm_requests_waiting", "vllm:num_requests_waiting"),
+    "TotalRunningRequests": ("nanovllm_requests_running", "vllm:num_requests_running"),
+    "KVCacheUtilization": ("nanovllm_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
+}
+
+
+def test_what_a_gateway_asks_for_is_there_and_in_the_readme() -> None:
+    readme = (Path(__file__).parents[1] / "nanovllm" / "serve" / "README.md").read_text(encoding="utf-8")
+    rows = readme.split("**Behind a gateway.**")[1].split("**")[0].splitlines()
+    config = {"block_size": 16, "num_gpu_blocks": 40}
+    text = Metrics(lambda: {**STATS, "num_waiting": 3, "num_running": 2}, "m", config).render()[0].decode()
+    values = {"TotalQueuedRequests": 3.0, "TotalRunningRequests": 2.0}
+    for asked, names in GATEWAY.items():
+        (row,) = (row for row in rows if row.startswith(f"| {asked}, a gauge"))
+        assert re.findall(r"`([^`]+)`", row) == list(names)
+        for name in names:
+            assert f"# TYPE {name} gauge\n" in text
+            (sample,) = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+            assert float(sample) == values.get(asked, float(sample)) and 0 <= float(sample) <= 3
+    assert re.search(r'^vllm:cache_config_info{.*block_size="16".*num_gpu_blocks="40".*} 1.0$', text, re.MULTILINE)
+    figures = RateResult(1.0, 2.0, 1, 1, 3, 4, Counter(), {}, {"ttft": [], "tpot": [], "e2e": []}, 0.0).to_json()
+    for name in ("ttft_ms", "tpot_ms", "e2e_ms", "requests_per_second", "output_tokens_per_second"):
+        assert name in figures and f"`{name}`" in readme

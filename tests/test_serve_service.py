@@ -81,7 +81,9 @@ class PlayedLLM:
             stats=dict,
             tokenizer=PlayedTokenizer(),
             model_config=SimpleNamespace(hidden_size=8),
-            llm_engine=SimpleNamespace(limits=RequestLimits(1000, 512, 512, 512, 20), step_histograms=StepHistograms()),
+            limits=RequestLimits(1000, 512, 512, 512, 20),
+            step_histograms=StepHistograms,
+            device_name="CPU",
         )
         self.asked: list[SamplingParams] = []
         self.messages: list[dict[str, Any]] = []

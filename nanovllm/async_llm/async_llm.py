@@ -69,7 +69,17 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     def __init__(
         self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Unpack[EngineSettings]
     ) -> None:
-        self.llm = LLM(model, **kwargs)
+        self._set_up(LLM(model, **kwargs), max_pending_requests)
+
+    @classmethod
+    def over(cls: type[Self], llm: LLM, *, max_pending_requests: int = 4096) -> Self:
+        """Return the same for an `LLM` that nobody else uses."""
+        async_llm = cls.__new__(cls)
+        async_llm._set_up(llm, max_pending_requests)
+        return async_llm
+
+    def _set_up(self, llm: LLM, max_pending_requests: int) -> None:
+        self.llm = llm
         self.max_pending_requests = max_pending_requests
         self._thread = EngineThread(self.llm.engine_client)
         # Grammars and long texts can take seconds, and must not hold other requests up.

@@ -76,12 +76,12 @@ class EngineThread:
         with self._lock:
             self.require_running()
             self._messages.append(stream)
-        self._has_messages.set()
+        self._notify()
 
     def abort(self, stream: RequestStream) -> None:
         """Drop a request; its reader gets what it has so far. Nothing happens if it is done."""
         self._messages.append(Abort(stream if stream.state is None else stream.state.request_id))
-        self._has_messages.set()
+        self._notify()
 
     def wake(self) -> None:
         """Have an idle thread look whether somebody waits for it."""
@@ -91,10 +91,15 @@ class EngineThread:
         """End the thread; requests that are left fail. Waits up to ten seconds for the end of a step."""
         with self._lock:
             self._is_closing = True
-        self._has_messages.set()
+        self._notify()
         # The garbage collector may run, and close an engine, in any thread.
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
+
+    def _notify(self) -> None:
+        """Have the thread look at its messages."""
+        self._has_messages.set()
+        self._client.engine.wake()
 
     def _run(self) -> None:
         client, call = self._client, Call()

@@ -147,7 +147,7 @@ class BatchRun:
         """Write what has finished."""
         if any(output.error is not None for _, output in done):
             # Lines that failed with the device have no result, so that a later run answers them.
-            self._llm.llm_engine.require_open()
+            self._llm.engine_client.engine.require_open()
         self._write([self._result(item.prompt, item.request, output) for item, output in done])
 
     def _result(self, line: Line, request: Request | ValueError, output: RequestOutput) -> bytes:
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with llm:
             with user_errors(parser):
                 defaults = {**llm.recommended_values(), **defaults}
-                llm.llm_engine.limits.check_params(SamplingParams(**defaults))
+                llm.limits.check_params(SamplingParams(**defaults))
             if options.overwrite:
                 results.clear()
             # For the bar; a large file takes seconds.

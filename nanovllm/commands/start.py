@@ -36,4 +36,4 @@ def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
         ValueError: a value is out of range.
     """
     params = SamplingParams(**{"max_tokens": None, **llm.recommended_values(), **values})
-    return llm.llm_engine.limits.check_params(params)
+    return llm.limits.check_params(params)

@@ -18,24 +18,14 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
-from typing import Protocol
 
 from nanovllm.engine.block import ROOT_IDENTITY, Block
+from nanovllm.engine.block_source import BlockLoads, BlockSource
 from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
 from nanovllm.engine.held_blocks import HeldBlocks
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer
-
-
-class BlockSource(Protocol):
-    """Has blocks that the device's cache does not have, and can bring them into the host's memory."""
-
-    def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
-        """Return the host slots of a sequence's blocks from `first` on, as many as there are, up to `end`.
-
-        The next step loads them from there. `seq.registered_identity` is that of the block before `first`.
-        """
 
 
 class BlockManager:
@@ -52,7 +42,7 @@ class BlockManager:
     Attributes:
         held: which of its blocks a sequence holds.
         source: is asked for the blocks of a prefix that follow those in the cache and in `host`.
-        loads: what the step being planned must load, by the block that it loads into.
+        loads: what the step being planned must load.
     """
 
     def __init__(
@@ -79,7 +69,7 @@ class BlockManager:
         self.source: BlockSource | None = None
         self.host = host
         self._num_clean_blocks = num_clean_blocks
-        self.loads: dict[int, BlockTransfer] = {}
+        self.loads = BlockLoads()
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
         self.held = HeldBlocks(num_blocks, block_size, window, max_chunk)
@@ -150,21 +140,11 @@ class BlockManager:
 
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
         """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned."""
-        for i, slot in enumerate(slots, seq.num_registered_blocks):
-            self.loads[seq.block_table[i]] = BlockTransfer("load", slot, seq.block_table[i])
         num_loaded = seq.num_registered_blocks + len(slots)
+        self.loads.add(slots, seq.block_table[seq.num_registered_blocks : num_loaded])
         seq.num_computed_tokens = num_loaded * self.block_size
         self.register(seq)
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-
-    def take_loads(self) -> list[BlockTransfer]:
-        """Return, once, what the step being planned must load."""
-        loads, self.loads = list(self.loads.values()), {}
-        return loads
-
-    def is_loading(self, seq: Sequence) -> bool:
-        """Whether a sequence needs blocks that the step being planned loads, and that were not taken yet."""
-        return bool(self.loads) and not self.loads.keys().isdisjoint(seq.block_table)
 
     def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
         """Return what the step being planned saves; see `HostCache.plan_saves`."""

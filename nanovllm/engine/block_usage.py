@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,3 +53,12 @@ def block_usage(manager: BlockManager, most_cells: int) -> BlockUsage:
         users=cells((block.ref_count for block in blocks), np.maximum.reduceat),
         hits=cells(block.num_hits for block in blocks),
     )
+
+
+def joined_usage(usages: Sequence[BlockUsage]) -> BlockUsage:
+    """Return the blocks of several engines' caches of about one size, one after the other."""
+    first = usages[0]
+    cells = {
+        name: [n for usage in usages for n in getattr(usage, name)] for name in ("used", "cached", "users", "hits")
+    }
+    return BlockUsage(first.block_size, sum(usage.num_blocks for usage in usages), first.blocks_per_cell, **cells)

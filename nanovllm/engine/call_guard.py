@@ -17,11 +17,19 @@ _POLL_SECONDS = 0.002
 
 
 class Call:
-    """One call that drives an engine. Others wait for a `brief` one, which does no step."""
+    """One call that drives an engine. Others wait for a `brief` one, which does no step.
 
-    def __init__(self, brief: bool = False) -> None:
+    Args:
+        brief: whether it is one.
+        wants_tokens: whether it reads the tokens that a step returns.
+        lends: whether its own thread may borrow the engine, since it never does within a step.
+    """
+
+    def __init__(self, brief: bool = False, wants_tokens: bool = False, lends: bool = False) -> None:
         self.thread = get_ident()
         self.brief = brief
+        self.wants_tokens = wants_tokens
+        self.lends = lends
 
 
 class Loan:
@@ -69,7 +77,10 @@ class CallGuard:
             if not self.begin(call):
                 current = self._current
                 if current is not None and current.thread == call.thread:
-                    raise RuntimeError("a generate or step of this thread has not ended")
+                    if not current.lends:
+                        raise RuntimeError("a generate or step of this thread has not ended")
+                    yield
+                    return
                 self.borrowers.append(loan)
                 while not (loan.granted.wait(_POLL_SECONDS) or self.begin(call)):
                     pass

@@ -28,6 +28,10 @@ class StreamedToken(NamedTuple):
     logprobs: bytes
 
 
+TokenFields = tuple[int, int, int, bool, bytes]
+"""The fields of a `StreamedToken`, which is one."""
+
+
 @dataclass
 class NewTokens:
     """The tokens of one step, or of two if the one before it had failed to be launched.
@@ -52,7 +56,7 @@ class EngineOutputs:
         dropped: ids of requests that were aborted, and have no output.
     """
 
-    new_tokens: list[StreamedToken] = field(default_factory=list)
+    new_tokens: list[TokenFields] = field(default_factory=list)
     finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
     failures: list[StepError] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,3 +42,8 @@ class EngineState:
             cause = "were dropped by sleep(level=2), or left undone by a load that failed"
             return f"{count} weights such as {example!r} {cause}: call load_weights with them"
         return None
+
+    def require_no_requests(self, name: str, pending: Sized) -> None:
+        """Raise a RuntimeError if there are requests, which what is called `name` would change in their middle."""
+        if self.pause_mode is None and len(pending):
+            raise RuntimeError(f"{name}: {len(pending)} requests are pending: let them end, or pause() first")

@@ -16,19 +16,19 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager, BlockSource
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_source import BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, exit_with_interpreter
-from nanovllm.engine.driven_engine import DrivenEngine
+from nanovllm.engine.engine_control import ControlledEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.host_cache import HostCache
-from nanovllm.engine.request import MakeConstraint, Request, TokenConstraint, no_constraint
+from nanovllm.engine.request import Abort, MakeConstraint, Request, TokenConstraint, check_request_ids, no_constraint
 from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_output import request_output
 from nanovllm.engine.request_seeds import RequestSeeds
@@ -38,7 +38,7 @@ from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.engine.token_masks import token_masks
 from nanovllm.outputs import StepError, StepResult
-from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
+from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle, WeightsRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -48,15 +48,7 @@ _REST_SECONDS = 0.002
 """How long a step of a paused engine takes, which does nothing."""
 
 
-@dataclass(frozen=True)
-class Abort:
-    """A message of `LLMEngine.abort` to the thread that drives the engine."""
-
-    request_ids: list[int]
-    keep_outputs: bool
-
-
-class LLMEngine(DrivenEngine, Unpicklable):
+class LLMEngine(ControlledEngine, Unpicklable):
     """Requests, their scheduling, and the runner that computes them.
 
     Args:
@@ -64,6 +56,7 @@ class LLMEngine(DrivenEngine, Unpicklable):
         vocab_size, max_model_len: token ids of prompts are below it; most tokens of one request.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
+        weights: see `ControlledEngine`.
 
     Attributes:
         step_histograms: sizes of steps, and times between tokens.
@@ -78,8 +71,9 @@ class LLMEngine(DrivenEngine, Unpicklable):
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         make_constraint: MakeConstraint = no_constraint,
+        weights: WeightsRunner | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(weights)
         self.config = config
         self._runner: Runner | None = runner
         memory = runner.host_memory
@@ -148,6 +142,20 @@ class LLMEngine(DrivenEngine, Unpicklable):
         self._inbox.extend(group)
         return seq_ids[0]
 
+    def enqueue_all(self, requests: Iterable[Request]) -> list[int]:
+        """Queue requests that come together, all or none; see `enqueue`."""
+        request_ids: list[int] = []
+        try:
+            for request in requests:
+                request_ids.append(self.enqueue(request))
+        except BaseException:
+            self.abort(request_ids)
+            raise
+        return request_ids
+
+    def wake(self) -> None:
+        """Do nothing: no step waits for requests."""
+
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
 
@@ -178,10 +186,7 @@ class LLMEngine(DrivenEngine, Unpicklable):
         Raises:
             ValueError: what is given is no id.
         """
-        if not isinstance(request_ids, Iterable):
-            raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
-        checked = [check_int("request id", request_id, 0) for request_id in request_ids]
-        self._inbox.append(Abort(checked, keep_outputs))
+        self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
         call = Call(brief=True)
         try:
             with deferred_signals():
@@ -212,16 +217,21 @@ class LLMEngine(DrivenEngine, Unpicklable):
 
     @property
     def request_ids(self) -> set[int]:
-        """Ids of unfinished requests, for a call that holds the engine."""
-        return {group.request_id for group in self._groups.values()}
+        """Ids of unfinished requests."""
+        # Another thread may add one meanwhile.
+        return {group.request_id for group in list(self._groups.values())}
 
     def is_drained(self) -> bool:
         """Whether a pause that waits has nothing to wait for."""
         return self.scheduler.is_drained() and not self._in_flight
 
-    def stats(self) -> dict[str, int]:
-        """Counters since the engine began, and the blocks in use now."""
+    def stats(self, *, now: bool = False) -> dict[str, int]:
+        """Counters since the engine began, and the blocks in use now, which are always known."""
         return self.scheduler.counters()
+
+    def histograms(self) -> StepHistograms:
+        """Return what steps have shown."""
+        return self.step_histograms
 
     def block_usage(self, most_cells: int) -> BlockUsage:
         """Return the state of the cache's blocks; see `block_usage`."""
@@ -263,7 +273,7 @@ class LLMEngine(DrivenEngine, Unpicklable):
 
     def _drains(self) -> bool:
         """Take in the results of steps under way; return whether a pause waits for requests, or rest for a moment."""
-        if self.state.cannot_run is None and self.state.pause_mode == "wait" and not self.is_drained():
+        if self.is_draining():
             return True
         self._collect(0)
         time.sleep(_REST_SECONDS)

@@ -7,13 +7,14 @@ front end.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +79,25 @@ class Request:
         bad = self.bad_token_ids, self.bad_sequences
         own = self.priority, self.cache_salt, self.pooling, *bad, self.grammar, self.is_streamed, self.seed
         return Request, (self.token_ids, self.params, self.prompt, *own)
+
+
+@dataclass(slots=True)
+class Abort:
+    """Says to whoever drives an engine: drop requests, or finish them with what they have."""
+
+    request_ids: list[int]
+    keep_outputs: bool
+
+
+def check_request_ids(request_ids: Iterable[int]) -> list[int]:
+    """Return ids of requests as a list.
+
+    Raises:
+        ValueError: what is given is no id.
+    """
+    if not isinstance(request_ids, Iterable):
+        raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
+    return [check_int("request id", request_id, 0) for request_id in request_ids]
 
 
 class TokenConstraint(Protocol):

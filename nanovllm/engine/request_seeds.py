@@ -16,11 +16,12 @@ class RequestSeeds:
 
     Args:
         seed: the engine's; None draws one.
+        first: the first number.
     """
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, first: int = 0) -> None:
         self._seed = secrets.randbits(64) if seed is None else seed
-        self._num_taken = 0
+        self._num_taken = first
         self._lock = Lock()
 
     def reserve(self, num_outputs: int) -> int:

@@ -24,12 +24,7 @@ from nanovllm.engine.engine_outputs import StreamedToken
 from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
-from nanovllm.runner.messages import (
-    NewBlock,
-    PromptChunk,
-    ScheduledBatch,
-    StepOutput,
-)
+from nanovllm.runner.messages import NewBlock, PromptChunk, ScheduledBatch, StepOutput
 
 _sort_key = attrgetter("sort_key")
 
@@ -164,7 +159,7 @@ class Scheduler:
         for seq in prefilled:
             self._begin_decoding(seq, batch.number + 1)
         if self.block_manager.loads:
-            batch.transfers += self.block_manager.take_loads()
+            batch.transfers += self.block_manager.loads.take()
         if self.block_manager.host is not None:
             batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
         return batch
@@ -292,7 +287,7 @@ class Scheduler:
         planned = self._schedule_prompts(before, loading, batch)
         if loading and not batch.chunks and not len(batch.decode_slots):
             batch.waits_for_loads = True
-            batch.transfers += self.block_manager.take_loads()
+            batch.transfers += self.block_manager.loads.take()
             first, loading = loading, []
             planned = self._schedule_prompts(first, loading, batch)
         self._prefilling += loading
@@ -310,7 +305,7 @@ class Scheduler:
         """
         planned = []
         while self._budget and (seq := prefilling.pop(0) if prefilling else self._admit(batch)) is not None:
-            if self.block_manager.is_loading(seq):
+            if self.block_manager.loads.has_blocks_of(seq):
                 loading.append(seq)
                 continue
             self._schedule_chunk(seq, batch)

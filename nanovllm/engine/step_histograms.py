@@ -31,6 +31,11 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
+    def merge(self, other: Histogram) -> None:
+        """Add the counts of another one with the same bounds."""
+        self.total += other.total
+        self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
+
     def cumulative(self) -> list[int]:
         """Return how many values are at most each bound, and how many there are."""
         return list(accumulate(self._counts))
@@ -61,3 +66,12 @@ class StepHistograms:
         if num_decodes:
             self.inter_token_seconds.observe(now - self._last_time, num_decodes)
         self._last_time = now
+
+
+def merged_histograms(several: Sequence[StepHistograms]) -> StepHistograms:
+    """Return what the steps of several engines have shown together."""
+    merged = StepHistograms()
+    for histograms in several:
+        merged.step_tokens.merge(histograms.step_tokens)
+        merged.inter_token_seconds.merge(histograms.inter_token_seconds)
+    return merged

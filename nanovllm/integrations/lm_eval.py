@@ -86,7 +86,7 @@ class NanoVLLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Most tokens that are inputs: the last token of a text is scored and never one."""
-        return self.llm.llm_engine.limits.max_model_len - 1
+        return self.llm.limits.max_model_len - 1
 
     @property
     def tokenizer_name(self) -> str:

@@ -251,7 +251,7 @@ def update_weights(
     written, count = set[WeightTarget](), 0
     for item in weights.items() if isinstance(weights, Mapping) else weights:
         try:
-            name, tensor = _pair(item)
+            name, tensor = weight_pair(item)
             is_needed = live.check(name, tensor)
         except ValueError as error:
             raise ValueError(f"{error}; {count} tensors were written before") from error
@@ -270,7 +270,7 @@ def warn_of_nans(names: Iterable[str]) -> None:
         warnings.warn(f"{len(found)} tensors that were loaded have NaN, such as {found[0]!r}", stacklevel=2)
 
 
-def _pair(item: Any) -> tuple[str, torch.Tensor]:
+def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
     """Return a name and its tensor, if they are that."""
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
         raise ValueError(f"weights are pairs of a name and a tensor, not {item!r:.80}")

@@ -288,9 +288,13 @@ class LoadedWeights:
 class LoadFailedError(RuntimeError):
     """Weights of a folder were written in part; what the model has is of no use until all of them have come."""
 
-    def __init__(self, cause: BaseException, missing: MissingWeights) -> None:
-        super().__init__(f"loading weights has failed in its middle: {cause}")
+    def __init__(self, cause: str, missing: MissingWeights) -> None:
+        # As they were given, so that it pickles.
+        super().__init__(cause, missing)
         self.missing = missing
+
+    def __str__(self) -> str:
+        return f"loading weights has failed in its middle: {self.args[0]}"
 
 
 class WeightsRunner(Protocol):

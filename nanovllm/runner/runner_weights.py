@@ -64,7 +64,7 @@ class RunnerWeights:
             yield count
         except Exception as error:
             self.live.missing = missing
-            raise LoadFailedError(error, self.missing()) from error
+            raise LoadFailedError(str(error), self.missing()) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor of rank 0's, which its `live.check` has passed, on every rank: the others `receive` it."""

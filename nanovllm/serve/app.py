@@ -79,7 +79,7 @@ def _protected(app: ASGIApp, service: Service) -> ASGIApp:
     """Return an application behind what each request passes first."""
     settings = service.settings
     # Outside of FastAPI, whose own work on a request is most of what it costs to begin one.
-    app = Guard(app, settings, service.metrics.count_error)
+    app = Guard(app, settings, service.metrics.count_error, service.counts)
     app = TrustedHostMiddleware(app, settings.trusted_hosts, www_redirect=False)
     if settings.allowed_origins:
         options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}

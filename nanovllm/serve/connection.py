@@ -18,6 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.server_counts import Counted, ServerCounts
 from nanovllm.serve.settings import ServeSettings
 
 _logger = logging.getLogger(__name__)
@@ -44,12 +45,20 @@ class ConnectionPool:
         count_error: is told "slow_client" for a connection that is cut since nothing can be sent on it, and the kinds
             of what is refused.
         max_connections: more are refused; those that wait for a request longest make room first.
+        counts: of the server.
 
     Attributes:
         waiting: the connections without a request, longest first, and since when, in seconds of the event loop.
     """
 
-    def __init__(self, settings: ServeSettings, count_error: Callable[[str], None], max_connections: int) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        count_error: Callable[[str], None],
+        max_connections: int,
+        counts: ServerCounts | None = None,
+    ) -> None:
+        self.counts = counts or ServerCounts()
         self.settings = settings
         self.count_error = count_error
         self.max_connections = max_connections
@@ -57,9 +66,10 @@ class ConnectionPool:
 
     def make_room(self, newest: Connection) -> None:
         """Close a connection if there are too many."""
-        excess = len(newest.connections) - self.max_connections
+        excess = self.counts.total(Counted.CONNECTIONS) - self.max_connections
         if excess <= 0:
             return
+        # Of this process; the newest waits, too.
         oldest, since = next(iter(self.waiting.items()))
         # Clients without a key could otherwise hold every place, each for as long as a head may take.
         loser = oldest if since < newest.loop.time() - _LEAST_WAIT_SECONDS else newest
@@ -91,11 +101,13 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Wait for a request."""
         super().connection_made(transport)
+        self._pool.counts.add(Counted.CONNECTIONS, 1)
         self._await_head()
         self._pool.make_room(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
+        self._pool.counts.add(Counted.CONNECTIONS, -1)
         self._pool.waiting.pop(self, None)
         for timer in (self._head_timer, self._write_timer, self._request_timer):
             _cancel(timer)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.logs import log_refusal
+from nanovllm.serve.server_counts import Counted, ServerCounts
 from nanovllm.serve.settings import ServeSettings
 
 _OPEN_PATHS = ("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico")
@@ -34,14 +35,17 @@ class Guard:
         app: what it protects.
         settings: the server's.
         count_error: takes the kind of each error that is answered.
+        counts: of the server.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None], counts: ServerCounts
+    ) -> None:
         self._app = app
         self._settings = settings
         self._keys = [key.encode() for key in settings.api_key or []]
         self._count_error = count_error
-        self._num_requests = 0
+        self._counts = counts
         self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,10 +86,10 @@ class Guard:
 
     async def _pass_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a request's body and pass it on, unless there are too many."""
-        if self._num_requests >= self._settings.max_requests:
+        if self._counts.total(Counted.REQUESTS) >= self._settings.max_requests:
             message = f"the server has {self._settings.max_requests} requests already (max_requests)"
             raise ApiError(429, message, headers={"Retry-After": "1"})
-        self._num_requests += 1
+        self._counts.add(Counted.REQUESTS, 1)
         try:
             async with self._begin_gate:
                 await asyncio.sleep(0)
@@ -98,7 +102,7 @@ class Guard:
             else:
                 await self._app(scope, _replay(await self._read_body(receive), receive), send)
         finally:
-            self._num_requests -= 1
+            self._counts.add(Counted.REQUESTS, -1)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error, and close the connection, whose body is not read."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.serve.errors import ApiError
+if TYPE_CHECKING:
+    from nanovllm.serve.errors import ApiError
 
 _logger = logging.getLogger(__name__)
 _request_id: ContextVar[str] = ContextVar("request_id", default="-")

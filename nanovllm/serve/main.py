@@ -9,8 +9,10 @@ import logging
 import logging.config
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from importlib import import_module
 
 from nanovllm.config import Config
 from nanovllm.serve.settings import ServeSettings
@@ -24,9 +26,10 @@ _logger = logging.getLogger(__name__)
 def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the server until it gets SIGINT or SIGTERM, and return the exit code."""
     try:
-        from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
+        # Those that only front ends import, so that one that is missing is found here.
+        for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
+            import_module(package)
         from nanovllm.serve.logs import log_config  # noqa: PLC0415
-        from nanovllm.serve.process import run_server  # noqa: PLC0415
     except ImportError as error:
         parser.error(f"{_INSTALL} ({error})")
     # A crash of native code says where it was.
@@ -41,9 +44,9 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if settings.uds is None:
             asyncio.run(_check_port(settings.host, settings.port))
         _logger.info("loading %s", config.model)
-        llm = _load(config, settings)
-        max_connections = raise_descriptor_limit(settings.max_connections)
-    return run_server(llm, settings, max_connections)
+        size = _num_front_ends(config, settings)
+        run = _load(config, settings) if size == 1 else _load_front_ends(config, settings, size)
+    return run()
 
 
 def _environment_keys() -> list[str] | None:
@@ -57,16 +60,34 @@ async def _check_port(host: str, port: int) -> None:
     server.close()
 
 
-def _load(config: Config, settings: ServeSettings) -> Any:
-    """Load the model, and say if it runs on the CPU."""
+def _num_front_ends(config: Config, settings: ServeSettings) -> int:
+    is_on_gpu = False
+    if settings.front_ends is None and config.device != "cpu":
+        import torch  # noqa: PLC0415
+
+        is_on_gpu = torch.cuda.is_available()
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.num_front_ends(is_on_gpu, num_cores)
+
+
+def _load_front_ends(config: Config, settings: ServeSettings, size: int) -> Callable[[], int]:
+    """Load the model in processes of its own, and return what runs a server of several front ends."""
+    from nanovllm.serve.front_ends import FrontEnds  # noqa: PLC0415
+
+    front_ends = FrontEnds(config, settings, size)
+    front_ends.load()
+    return front_ends.run
+
+
+def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
+    """Load the model, say if it runs on the CPU, and return what runs the server."""
     import torch  # noqa: PLC0415
 
-    from nanovllm.async_llm import AsyncLLM  # noqa: PLC0415
-    from nanovllm.serve.protocol import MOST_PROMPTS  # noqa: PLC0415
+    from nanovllm.llm import LLM  # noqa: PLC0415
+    from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
+    from nanovllm.serve.process import run_server  # noqa: PLC0415
 
-    # No request takes the place of others: texts to compare come in two lists.
-    most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
-    llm = AsyncLLM(**vars(config), max_pending_requests=most_pending)
+    llm = LLM(**vars(config))
     if config.device == "auto" and not torch.cuda.is_available():
         print("nanovllm serve: no GPU was found; the model runs on the CPU, slowly", file=sys.stderr)
-    return llm
+    return partial(run_server, llm, settings, raise_descriptor_limit(settings.max_connections))

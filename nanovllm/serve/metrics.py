@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from nanovllm.engine.step_histograms import StepHistograms
@@ -90,7 +91,9 @@ class Metrics:
         get_stats: returns the engine's counters: `LLM.stats`.
         model: the model's name.
         cache_config: settings of the cache, by vLLM's names.
-        steps: what the engine counts step by step.
+        get_steps: returns what the engine counts step by step.
+        folder: in which each front end of the server keeps its counters, which are shown together; the client library
+            must have been imported with it as PROMETHEUS_MULTIPROC_DIR. None: there is one front end.
     """
 
     def __init__(
@@ -98,25 +101,29 @@ class Metrics:
         get_stats: Callable[[], Mapping[str, int]],
         model: str,
         cache_config: Mapping[str, object],
-        steps: StepHistograms | None = None,
+        get_steps: Callable[[], StepHistograms] = StepHistograms,
+        folder: str | None = None,
     ) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = own = CollectorRegistry()
         self._all = CollectorRegistry()
         self._all.register(_WithVllmNames(self._registry, model, cache_config))
-        for collector in (ProcessCollector, GCCollector):
-            collector(registry=self._all)
-        self._registry.register(_EngineCollector(get_stats, steps or StepHistograms()))
+        if folder is None:
+            for collector in (ProcessCollector, GCCollector):
+                collector(registry=self._all)
+        else:
+            own = CollectorRegistry()
+            MultiProcessCollector(self._registry, folder)
+        self._registry.register(_EngineCollector(get_stats, get_steps))
         self._histograms = {
-            name: Histogram(name, text, buckets=buckets, registry=self._registry)
-            for name, (text, buckets) in _HISTOGRAMS.items()
+            name: Histogram(name, text, buckets=buckets, registry=own) for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._requests = Counter(
-            "nanovllm_requests", "Requests by why their first output ended.", ["finish_reason"], registry=self._registry
+            "nanovllm_requests", "Requests by why their first output ended.", ["finish_reason"], registry=own
         )
         # Prometheus sees no increase in a series that begins above 0.
         for reason in _FINISH_REASONS:
             self._requests.labels(reason)
-        self._errors = Counter("nanovllm_errors", "Errors by kind.", ["kind"], registry=self._registry)
+        self._errors = Counter("nanovllm_errors", "Errors by kind.", ["kind"], registry=own)
 
     def observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
         """Count a finished request, and its times as far as they are known.
@@ -173,15 +180,9 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's counters when they are asked for."""
 
-    def __init__(self, get_stats: Callable[[], Mapping[str, int]], steps: StepHistograms) -> None:
+    def __init__(self, get_stats: Callable[[], Mapping[str, int]], get_steps: Callable[[], StepHistograms]) -> None:
         self._get_stats = get_stats
-        self._steps = {
-            "nanovllm_step_tokens": ("Prompt tokens and generated tokens of a step.", steps.step_tokens),
-            "nanovllm_inter_token_latency_seconds": (
-                "Time from a token of an output to the next one.",
-                steps.inter_token_seconds,
-            ),
-        }
+        self._get_steps = get_steps
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's gauges and counters, all of one moment."""
@@ -204,7 +205,15 @@ class _EngineCollector(Collector):
         sources.add_metric(["local_cache_hit"], stats["num_cached_tokens"])
         sources.add_metric(["external_kv_transfer"], 0)
         yield sources
-        for name, (text, histogram) in self._steps.items():
+        steps = self._get_steps()
+        for name, text, histogram in (
+            ("nanovllm_step_tokens", "Prompt tokens and generated tokens of a step.", steps.step_tokens),
+            (
+                "nanovllm_inter_token_latency_seconds",
+                "Time from a token of an output to the next one.",
+                steps.inter_token_seconds,
+            ),
+        ):
             bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
             buckets = list(zip(bounds, histogram.cumulative(), strict=True))
             yield HistogramMetricFamily(name, text, buckets, histogram.total)

@@ -6,8 +6,11 @@ import asyncio
 import gc
 import logging
 import math
+import socket
 import ssl
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,8 +18,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.llm import LLM
 from nanovllm.serve.app import create_app
 from nanovllm.serve.connection import Connection, ConnectionPool
+from nanovllm.serve.protocol import MOST_PROMPTS
+from nanovllm.serve.server_counts import Counted, ServerCounts
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
 
@@ -32,17 +38,45 @@ _ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
 _logger = logging.getLogger(__name__)
 
 
-def run_server(llm: AsyncLLM, settings: ServeSettings, max_connections: int) -> int:
-    """Answer requests until SIGINT or SIGTERM, or until the engine is lost if settings say so; return the exit code."""
-    service = Service(llm, settings)
+@dataclass(frozen=True)
+class ServerPlace:
+    """What a front end shares with the others of its server.
+
+    Attributes:
+        listener: the socket on which it listens.
+        counts: for limits that are the server's.
+        metrics_folder: of the counters of all front ends.
+        created: when the server began, in seconds since 1970.
+        on_ready: called once it answers.
+    """
+
+    listener: socket.socket
+    counts: ServerCounts
+    metrics_folder: str
+    created: int
+    on_ready: Callable[[], None]
+
+
+def run_server(llm: LLM, settings: ServeSettings, max_connections: int, place: ServerPlace | None = None) -> int:
+    """Answer requests until SIGINT or SIGTERM, or until the engine is lost if settings say so; return the exit code.
+
+    place: among other front ends; None: this is the server.
+    """
+    # No request takes the place of others: texts to compare come in two lists.
+    most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
+    async_llm = AsyncLLM.over(llm, max_pending_requests=most_pending)
+    if place is None:
+        service = Service(async_llm, settings)
+    else:
+        service = Service(async_llm, settings, place.counts, place.metrics_folder, place.created)
     app = create_app(service)
-    pool = ConnectionPool(settings, service.metrics.count_error, max_connections)
+    pool = ConnectionPool(settings, service.metrics.count_error, max_connections, service.counts)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # What is loaded stays: looking through it for garbage would hold the event loop.
     gc.collect()
     gc.freeze()
-    server = _Server(_uvicorn_config(app, settings, pool), service)
-    server.run()
+    server = _Server(_uvicorn_config(app, settings, pool), service, place)
+    server.run(None if place is None else [place.listener])
     return server.exit_code
 
 
@@ -73,14 +107,19 @@ def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool)
 class _Server(uvicorn.Server):
     """Says where it listens, which port 0 leaves to the system, and ends when it must."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, place: ServerPlace | None) -> None:
         super().__init__(config)
         self._service = service
+        self._place = place
         self.exit_code = 0
 
     async def startup(self, sockets: Any = None) -> None:
         await _warm_up(self.config.app, self._service.settings)
         await super().startup(sockets)
+        if self._place is not None:
+            # Who has started it says where.
+            self._place.on_ready()
+            return
         scheme = "https" if self.config.is_ssl else "http"
         for name in (listening.getsockname() for server in self.servers for listening in server.sockets):
             place = f"{scheme}://{name[0]}:{name[1]}" if isinstance(name, tuple) else f"unix:{name}"
@@ -88,6 +127,7 @@ class _Server(uvicorn.Server):
             _logger.info("serving %s at %s", self._service.model, place)
 
     async def on_tick(self, counter: int) -> bool:
+        self._service.counts.set(Counted.PENDING, self._service.llm.num_pending_requests)
         if self._service.settings.exit_when_engine_fails and self._service.llm.errored:
             _logger.error("ending, since the engine is lost")
             self.exit_code = 1

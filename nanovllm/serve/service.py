@@ -27,13 +27,13 @@ from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
+from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tool_calls import tool_call_format
-from nanovllm.utils.device import device_name
 
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000
@@ -48,6 +48,9 @@ class Service:
     Args:
         llm: the engine.
         settings: the server's.
+        counts: of what the server has at once; its own if there are no other front ends.
+        metrics_folder: of the counters of all front ends; None if there are no others.
+        created: when the server began; now if None.
 
     Attributes:
         config: the engine's settings.
@@ -65,23 +68,32 @@ class Service:
         tool_call_format: how the model writes calls of tools.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        settings: ServeSettings,
+        counts: ServerCounts | None = None,
+        metrics_folder: str | None = None,
+        created: int | None = None,
+    ) -> None:
         self.llm = llm
         self.settings = settings
-        self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.llm_engine.limits, llm.llm.tokenizer
+        self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.limits, llm.llm.tokenizer
         self.hidden_size = llm.llm.model_config.hidden_size
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
-        self.created = int(time.time())
-        self.device = device_name(self.config.device, self.config.tensor_parallel_size)
+        self.counts = counts or ServerCounts()
+        self.created = int(time.time()) if created is None else created
+        self.device = llm.llm.device_name
         self.is_ending = False
+        num_blocks = self.limits.num_kv_slots // self.config.kvcache_block_size
         cache_config = {
             "block_size": self.config.kvcache_block_size,
-            "num_gpu_blocks": self.limits.num_kv_slots // self.config.kvcache_block_size,
+            "num_gpu_blocks": self.config.data_parallel_size * num_blocks,
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
-        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.llm_engine.step_histograms)
+        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, metrics_folder)
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
@@ -329,7 +341,7 @@ class Service:
             raise
 
     def state(self) -> dict[str, Any]:
-        """Return the engine's state for the page."""
+        """Return the engine's state for the page; waits for an engine in another process."""
         stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
         head = {"model": self.model, "device": self.device}
         return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}

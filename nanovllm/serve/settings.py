@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,6 +19,9 @@ class ServeSettings:
     Attributes:
         host: address to listen on; the default is this machine alone.
         port: TCP port; 0 takes a free one.
+        front_ends: processes that answer on the port, for engines in processes of their own; 1: the engine's process
+            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds` or
+            `batch_dir`, which need 1.
         uds: path of a Unix domain socket to listen on, instead of host and port.
         root_path: the path under which a proxy shows the server to clients.
         ssl_keyfile: private key for TLS, a PEM file.
@@ -66,6 +70,7 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    front_ends: int | None = None
     uds: str | None = None
     root_path: str = ""
     ssl_keyfile: str | None = None
@@ -115,6 +120,8 @@ class ServeSettings:
             "max_connections",
         ):
             check_int(name, getattr(self, name), 1)
+        if self.front_ends is not None:
+            check_int("front_ends", self.front_ends, 1)
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
         for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
@@ -156,6 +163,21 @@ class ServeSettings:
         if self.control and not self.api_key and self.uds is None and not _is_loopback(self.host):
             raise ValueError(f"control=True needs an api_key: the server listens to others, on host={self.host!r}")
 
+    def num_front_ends(self, is_on_gpu: bool, num_cores: int) -> int:
+        """Return how many processes answer; see `front_ends`.
+
+        Raises:
+            ValueError: several, where there can be one alone.
+        """
+        single = "uds" if self.uds is not None else "batch_dir" if self.batch_dir is not None else None
+        if self.front_ends is not None:
+            if self.front_ends > 1 and single is not None:
+                raise ValueError(f"front_ends={self.front_ends}: a server with {single} has one")
+            return self.front_ends
+        if not is_on_gpu or single is not None or sys.platform == "win32":
+            return 1
+        return max(1, min(_MOST_FRONT_ENDS, num_cores // _CORES_PER_FRONT_END))
+
     @property
     def trusted_hosts(self) -> list[str]:
         """The host names that requests may be for."""
@@ -164,6 +186,8 @@ class ServeSettings:
         return [*_LOOPBACK_HOSTS, self.host] if self.api_key is None and _is_loopback(self.host) else ["*"]
 
 
+_MOST_FRONT_ENDS = 4
+_CORES_PER_FRONT_END = 4
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 

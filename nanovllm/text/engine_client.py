@@ -7,11 +7,11 @@ so that in one process an output ends at the very token that completes its stop 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from nanovllm.engine.call_guard import Call
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, StreamedToken
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
 from nanovllm.engine.protocol import Engine
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError, StepResult
@@ -42,13 +42,13 @@ class EngineClient:
         self._results = EngineOutputs()
 
     @contextmanager
-    def driving(self) -> Iterator[None]:
-        """Drive the engine inside the `with` block, alone.
+    def driving(self, wants_tokens: bool = False) -> Iterator[None]:
+        """Drive the engine inside the `with` block, alone; see `Call`.
 
         Raises:
             RuntimeError: the engine is driven by another thread, or by a caller of this one.
         """
-        call = Call()
+        call = Call(wants_tokens=wants_tokens)
         try:
             self.engine.begin(call)
             yield
@@ -62,6 +62,14 @@ class EngineClient:
             self._states[state.request_id] = state
         return state
 
+    def enqueue_all(self, requests: Sequence[Request]) -> list[RequestState]:
+        """Queue requests that come together, from any thread."""
+        with self._lock:
+            ids = self.engine.enqueue_all(requests)
+            states = [RequestState(i, request, self.processor) for i, request in zip(ids, requests, strict=True)]
+            self._states.update({state.request_id: state for state in states})
+        return states
+
     def run_step(self) -> NewTokens:
         """Do a step for the call that drives the engine, and take in what it brings."""
         self.updated.clear()
@@ -71,7 +79,7 @@ class EngineClient:
 
     def step(self) -> StepResult:
         """Do a step, and return what has finished; see `LLMEngine.step`."""
-        with self.driving():
+        with self.driving(wants_tokens=True):
             tokens = None
             if self.engine.is_open:
                 tokens = self.run_step()
@@ -137,7 +145,7 @@ class EngineClient:
                 if results.new_tokens:
                     self._take_tokens(results.new_tokens)
 
-    def _take_tokens(self, tokens: list[StreamedToken]) -> None:
+    def _take_tokens(self, tokens: list[TokenFields]) -> None:
         """Give requests their new tokens; a request whose text cannot be decoded fails alone."""
         stopped = []
         with self._lock:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.models.tensor_files import write_tensors
 from nanovllm.outputs import StepResult
-from nanovllm.runner.messages import LoadFailedError, WeightsRunner
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.checks import check_bool
 
@@ -22,10 +21,7 @@ _POLL_SECONDS = 0.005
 class EngineControl:
     """The methods of `LLM` that do a step, and change the engine between two; the latter from any thread."""
 
-    llm_engine: LLMEngine
     engine_client: EngineClient
-    _runner: WeightsRunner
-    _has_own_weights = True
 
     def step(self) -> StepResult:
         """Do one step of the engine; see `LLMEngine.step`."""
@@ -76,20 +72,19 @@ class EngineControl:
         given = os.fspath(weights) if isinstance(weights, str | os.PathLike) else weights
         if isinstance(given, str) and not os.path.isdir(given):
             raise ValueError(f"weights: {given!r} is no folder")
-        engine = self.llm_engine
-        with engine.between_steps():
-            self._require_weights("load_weights")
-            self._drop_prefix_files()
-            try:
-                loaded = self._runner.load_weights(given, strict)
-            except LoadFailedError as error:
-                engine.state.missing = error.missing
-                raise
-            was_missing, engine.state.missing = engine.state.missing, loaded.missing
-            if was_missing.count and not loaded.missing.count:
-                # Graphs could not be captured before.
-                self._runner.wake_up([])
-            return loaded.count
+        engine = self.engine_client.engine
+        engine.state.require_no_requests("load_weights", engine.request_ids)
+        if isinstance(given, str):
+            return self._load(os.path.abspath(given), strict)
+        pairs = given.items() if isinstance(given, Mapping) else given
+        if engine.is_in_process:
+            return self._load(pairs, strict)
+        with TemporaryDirectory(prefix="nanovllm-weights-") as folder:
+            return self._load(write_tensors(folder, pairs), strict)
+
+    def _load(self, weights: Any, strict: bool) -> int:
+        count: int = self.engine_client.engine.call("load_weights", weights, strict)[0]
+        return count
 
     def unload_adapter(self) -> bool:
         """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.
@@ -104,21 +99,9 @@ class EngineControl:
             >>> llm.unload_adapter()
             False
         """
-        with self.llm_engine.between_steps():
-            self._require_weights("unload_adapter")
-            return self._runner.unload_adapter()
-
-    def _require_weights(self, name: str) -> None:
-        self._require_no_requests(name)
-        if "weights" in self.llm_engine.state.asleep:
-            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
-
-    def _drop_prefix_files(self) -> None:
-        """Read and write no files of prefixes any more, which are of the weights that the model's folder has."""
-        self._has_own_weights = False
-        if self.llm_engine.block_manager.source is not None:
-            self.llm_engine.block_manager.source = None
-            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=3)
+        engine = self.engine_client.engine
+        engine.state.require_no_requests("unload_adapter", engine.request_ids)
+        return all(engine.call("unload_adapter"))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache.
@@ -130,8 +113,7 @@ class EngineControl:
             >>> llm.reset_prefix_cache()
             True
         """
-        with self.llm_engine.between_steps():
-            return self.llm_engine.block_manager.reset()
+        return all(self.engine_client.engine.call("reset_prefix_cache"))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Do no more steps until `resume`; requests are taken, and wait.
@@ -149,20 +131,18 @@ class EngineControl:
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
-        engine = self.llm_engine
-        with engine.between_steps():
-            engine.state.pause_mode = mode
-            if mode == "wait":
-                engine.scheduler.waiting.hold_new()
-            elif mode == "abort":
-                engine.abort(engine.request_ids, keep_outputs=True)
-        if mode == "wait":
+        engine = self.engine_client.engine
+        engine.call("pause", mode)
+        if mode == "abort":
+            # Those too that no replica has yet.
+            engine.abort(engine.request_ids, keep_outputs=True)
+        elif mode == "wait":
             self._drain()
 
     def _drain(self) -> None:
         """Let requests end; their results are kept for their callers."""
-        engine = self.llm_engine
-        while engine.state.pause_mode == "wait" and engine.state.cannot_run is None and not engine.is_drained():
+        engine = self.engine_client.engine
+        while any(engine.call("is_draining")):
             call = Call()
             try:
                 if engine.try_begin(call):
@@ -178,9 +158,7 @@ class EngineControl:
         Example:
             >>> llm.resume()
         """
-        with self.llm_engine.between_steps():
-            self.llm_engine.scheduler.waiting.release_new()
-            self.llm_engine.state.pause_mode = None
+        self.engine_client.engine.call("resume")
 
     def sleep(self, level: int = 1) -> None:
         """Give back the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
@@ -200,13 +178,9 @@ class EngineControl:
         """
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, not {level!r}")
-        engine = self.llm_engine
-        with engine.between_steps():
-            self._require_no_requests("sleep")
-            engine.scheduler.preempt_all()
-            engine.block_manager.reset()
-            engine.state.asleep = set(SLEEP_TAGS)
-            engine.state.missing = self._runner.sleep(level == 1)
+        engine = self.engine_client.engine
+        engine.state.require_no_requests("sleep", engine.request_ids)
+        engine.call("sleep", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again, and with it the weights that `sleep(1)` has kept. What is awake stays as it is.
@@ -226,11 +200,7 @@ class EngineControl:
         chosen = list(SLEEP_TAGS) if tags is None else tags
         if isinstance(chosen, str) or not set(chosen) <= set(SLEEP_TAGS):
             raise ValueError(f"tags must be a list of some of {', '.join(SLEEP_TAGS)}, not {tags!r}")
-        state = self.llm_engine.state
-        with self.llm_engine.between_steps():
-            if woken := sorted(state.asleep.intersection(chosen)):
-                self._runner.wake_up(woken)
-                state.asleep = state.asleep.difference(woken)
+        self.engine_client.engine.call("wake_up", list(chosen))
 
     @property
     def is_sleeping(self) -> bool:
@@ -240,7 +210,7 @@ class EngineControl:
             >>> llm.is_sleeping
             False
         """
-        return bool(self.llm_engine.state.asleep)
+        return bool(self.engine_client.engine.state.asleep)
 
     @property
     def is_paused(self) -> bool:
@@ -250,12 +220,12 @@ class EngineControl:
             >>> llm.is_paused
             False
         """
-        return self.llm_engine.state.pause_mode is not None
+        return self.engine_client.engine.state.pause_mode is not None
 
     def require_awake(self) -> None:
         """Raise a RuntimeError if the engine is closed, or lacks what a step needs."""
         self.engine_client.engine.require_open()
-        if (lack := self.llm_engine.state.cannot_run) is not None:
+        if (lack := self.engine_client.engine.state.cannot_run) is not None:
             raise RuntimeError(lack)
 
     def require_ready(self) -> None:
@@ -263,8 +233,3 @@ class EngineControl:
         self.require_awake()
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume()")
-
-    def _require_no_requests(self, name: str) -> None:
-        engine = self.llm_engine
-        if engine.state.pause_mode is None and (pending := engine.request_ids):
-            raise RuntimeError(f"{name}: {len(pending)} requests are pending: let them end, or pause() first")

@@ -191,10 +191,10 @@ class JobRun:
     def _enqueue(self, count: int) -> None:
         # Deferred, so that the id of every queued request is known.
         with deferred_signals():
-            for _ in range(min(count, len(self._ready))):
-                item = self._ready.popleft()
-                assert isinstance(item.request, Request)
-                self._pending[self._client.enqueue(item.request).request_id] = item
+            items = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+            requests = [item.request for item in items if isinstance(item.request, Request)]
+            states = self._client.enqueue_all(requests)
+            self._pending.update({state.request_id: item for state, item in zip(states, items, strict=True)})
 
     def _claim(self) -> list[FinishedPrompt]:
         """Return what has finished; other requests' results stay for their callers."""

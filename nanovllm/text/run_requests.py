@@ -89,8 +89,7 @@ def stream_requests(client: EngineClient, requests: list[Request]) -> Iterator[R
 def _enqueue(client: EngineClient, requests: list[Request], ids: list[int]) -> None:
     # Deferred, so that the id of every queued request is known.
     with deferred_signals():
-        for request in requests:
-            ids.append(client.enqueue(request).request_id)
+        ids += [state.request_id for state in client.enqueue_all(requests)]
 
 
 class Progress:

@@ -8,7 +8,6 @@ process, and ignores Ctrl-C.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -29,6 +28,7 @@ from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
+from nanovllm.utils.parent import end_with_parent
 from nanovllm.workers.channel import Receiver
 from nanovllm.workers.orders import CallOrder, Reply
 
@@ -67,7 +67,7 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
     reports = Connection(reports_descriptor, readable=False)
     # Before any thread starts, because this forks.
     compilers = Compilers()
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    end_with_parent(parent)
     try:
         _serve(rank, size, Receiver(channel_descriptor), reports, compilers)
     except BaseException:
@@ -127,10 +127,3 @@ def _call(runner: ModelRunner, order: CallOrder) -> Reply:
         return Reply(attrgetter(order.method)(runner)(*order.args))
     except Exception:
         return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has ended, even if the main thread is blocked."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

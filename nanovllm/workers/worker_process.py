@@ -1,29 +1,19 @@
-"""One worker process, from its start to its exit code.
-
-A worker is a Python process that imports this library but not the user's program. It is started by `subprocess`,
-because a fork of this process would, at its exit, end the processes that `multiprocessing` started.
-"""
+"""One worker process, from its start to its exit code."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.spawn import get_executable
 
+from nanovllm.utils.python_process import describe_exit, start_python
 from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import Reply
 from nanovllm.workers.worker import STARTED, WorkerFailure
-
-_PROGRAM = "import sys; sys.path[:] = {path}; from nanovllm.workers.worker import run_worker; run_worker({arguments})"
 
 
 @dataclass
@@ -73,35 +63,20 @@ class WorkerProcess:
 
     def exit_message(self) -> str:
         """Describe how the rank's process, which has ended, ended."""
-        code = self.process.returncode
         if self.failure is not None:
             return f"rank {self.rank} failed:\n{self.failure.traceback}"
-        if code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"rank {self.rank} was killed by {names.get(-code, f'signal {-code}')}"
-        hint = "" if STARTED in self.stages else " before it had started; its own output says why"
-        return f"rank {self.rank} exited with code {code}{hint}"
+        code = self.process.returncode
+        is_explained = code < 0 or STARTED in self.stages
+        hint = "" if is_explained else " before it had started; its own output says why"
+        return f"rank {self.rank} {describe_exit(code)}{hint}"
 
 
 def start_worker(rank: int, size: int, channel: Sender) -> WorkerProcess:
     """Start the process of a rank, which then waits for a plan."""
     receiver, sender = Pipe(duplex=False)
     descriptors = channel.receivers[rank - 1], sender.fileno()
-    arguments = ", ".join(map(str, (rank, size, os.getpid(), *descriptors)))
-    # The import system ignores other entries, which need not have a valid repr.
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    program = _PROGRAM.format(path=path, arguments=arguments)
-    command = [os.fsdecode(get_executable()), "-c", program, f"nanovllm rank {rank}"]
-    with _blocked_sigint(), sender:
-        process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+    with sender:
+        arguments = rank, size, os.getpid(), *descriptors
+        title = f"nanovllm rank {rank}"
+        process = start_python("nanovllm.workers.worker", "run_worker", arguments, title, descriptors)
     return WorkerProcess(rank, process, receiver)
-
-
-@contextmanager
-def _blocked_sigint() -> Iterator[None]:
-    """Block SIGINT in this thread inside the `with` block; processes started there inherit the mask and keep it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

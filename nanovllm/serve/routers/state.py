@@ -12,6 +12,7 @@ import nanovllm
 from nanovllm.engine.block_usage import BlockUsage
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.routing import ERRORS, ServiceDep
+from nanovllm.serve.server_counts import Counted
 
 router = APIRouter()
 PAGE = Path(__file__).parents[1] / "page"
@@ -45,18 +46,20 @@ async def version() -> dict[str, str]:
 @router.get("/load", responses={401: ERRORS[401]})
 async def load(service: ServiceDep) -> dict[str, int]:
     """Return how many requests wait or run."""
-    return {"server_load": service.llm.num_pending_requests}
+    service.counts.set(Counted.PENDING, service.llm.num_pending_requests)
+    return {"server_load": service.counts.total(Counted.PENDING)}
 
 
 @router.get("/metrics", response_class=Response, responses={401: ERRORS[401]})
-async def metrics(service: ServiceDep) -> Response:
+def metrics(service: ServiceDep) -> Response:
     """Return the metrics in Prometheus' text form."""
+    # Not async: an engine in another process answers between two steps.
     text, media_type = service.metrics.render()
     return Response(text, media_type=media_type)
 
 
 @router.get("/stats", responses={401: ERRORS[401]})
-async def stats(service: ServiceDep) -> dict[str, Any]:
+def stats(service: ServiceDep) -> dict[str, Any]:
     """Return the engine's state."""
     return service.state()
 

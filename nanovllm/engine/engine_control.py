@@ -1,0 +1,142 @@
+"""What is done with an engine between two of its steps: new weights, pauses, memory that comes and goes.
+
+The methods run where the engine is; `Engine.call` reaches them in another process as well.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.driven_engine import DrivenEngine
+from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.runner.messages import LoadFailedError, WeightsRunner
+
+
+class ControlledEngine(DrivenEngine):
+    """The methods of `LLMEngine` that change it between two steps, from any thread; `LLM` says what they do.
+
+    Args:
+        weights: changes the model's weights, and its memory; None if nothing does.
+
+    Attributes:
+        has_own_weights: whether the weights are those of the model's folder.
+
+    Raises:
+        RuntimeError: the engine is closed; or requests are pending, and it is not paused.
+    """
+
+    scheduler: Scheduler
+    block_manager: BlockManager
+
+    def __init__(self, weights: WeightsRunner | None) -> None:
+        super().__init__()
+        self._weights_runner = weights
+        self.has_own_weights = True
+
+    @property
+    @abstractmethod
+    def request_ids(self) -> set[int]:
+        """Ids of unfinished requests."""
+
+    @abstractmethod
+    def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
+        """Drop requests."""
+
+    @abstractmethod
+    def is_drained(self) -> bool:
+        """Whether a pause that waits has nothing to wait for."""
+
+    @property
+    def is_in_process(self) -> bool:
+        """See `Engine`."""
+        return True
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine, which are this one; see `Engine`."""
+        return [getattr(self, method)(*args)]
+
+    def load_weights(self, weights: Any, strict: bool) -> int:
+        """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
+        with self.between_steps():
+            self._require_weights("load_weights")
+            self._drop_prefix_files()
+            try:
+                loaded = self._weights.load_weights(weights, strict)
+            except LoadFailedError as error:
+                self.state.missing = error.missing
+                raise
+            was_missing, self.state.missing = self.state.missing, loaded.missing
+            if was_missing.count and not loaded.missing.count:
+                # Graphs could not be captured before.
+                self._weights.wake_up([])
+            return loaded.count
+
+    def unload_adapter(self) -> bool:
+        """Take out the adapter that `load_weights` has merged, and return whether there was one."""
+        with self.between_steps():
+            self._require_weights("unload_adapter")
+            return self._weights.unload_adapter()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache, and return whether no request holds blocks of it."""
+        with self.between_steps():
+            return self.block_manager.reset()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Do no more steps, or those alone that a pause that waits waits for."""
+        with self.between_steps():
+            self.state.pause_mode = mode
+            if mode == "wait":
+                self.scheduler.waiting.hold_new()
+            elif mode == "abort":
+                self.abort(self.request_ids, keep_outputs=True)
+
+    def is_draining(self) -> bool:
+        """Whether a pause still waits for requests."""
+        state = self.state
+        return state.pause_mode == "wait" and state.cannot_run is None and not self.is_drained()
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        with self.between_steps():
+            self.scheduler.waiting.release_new()
+            self.state.pause_mode = None
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of weights, cache and CUDA graphs."""
+        with self.between_steps():
+            self.state.require_no_requests("sleep", self.request_ids)
+            self.scheduler.preempt_all()
+            self.block_manager.reset()
+            self.state.asleep = set(SLEEP_TAGS)
+            self.state.missing = self._weights.sleep(level == 1)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again for some of `SLEEP_TAGS`."""
+        with self.between_steps():
+            if woken := sorted(self.state.asleep.intersection(tags)):
+                self._weights.wake_up(woken)
+                self.state.asleep = self.state.asleep.difference(woken)
+
+    @property
+    def _weights(self) -> WeightsRunner:
+        if self._weights_runner is None:
+            raise RuntimeError("this engine's runner does not change weights")
+        return self._weights_runner
+
+    def _require_weights(self, name: str) -> None:
+        self.state.require_no_requests(name, self.request_ids)
+        if "weights" in self.state.asleep:
+            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
+
+    def _drop_prefix_files(self) -> None:
+        """Read and write no files of prefixes any more, which are of the weights that the model's folder has."""
+        self.has_own_weights = False
+        if self.block_manager.source is not None:
+            self.block_manager.source = None
+            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=5)

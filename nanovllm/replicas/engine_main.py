@@ -1,0 +1,87 @@
+"""The process of an engine: loads the model, and drives the engine for the front ends that connect.
+
+It ends when the process that has started it says so or ends, and ignores Ctrl-C, which its front ends handle.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import torch
+
+from nanovllm.kernels.compilers import Compilers
+from nanovllm.replicas.engine_server import MOST_CHARACTERS, EngineServer
+from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
+from nanovllm.replicas.messages import CONNECT, EngineInfo, EnginePlan, StartFailure, portable
+from nanovllm.utils.device import device_name
+from nanovllm.utils.parent import end_with_parent
+
+_SWITCH_SECONDS = 0.0005
+"""How long a thread that talks to a front end may wait for the interpreter; see `nanovllm.serve.process`."""
+_EXIT_SECONDS = 10.0
+
+
+def run_engine(descriptor: int, parent: int) -> None:
+    """Run an engine's process.
+
+    Args:
+        descriptor: of the socket to the process that has started it.
+        parent: that process's id.
+    """
+    faulthandler.enable()
+    # Before any thread starts, because this forks.
+    compilers = Compilers()
+    end_with_parent(parent)
+    control = Connection(descriptor)
+    try:
+        plan: EnginePlan = control.recv()
+    except EOFError:
+        return
+    torch.set_num_threads(max(1, torch.get_num_threads() // plan.num_replicas))
+    try:
+        local = make_local_engine(plan.config, compilers)
+    except Exception as error:
+        control.send(StartFailure(portable(error), traceback.format_exc()[-MOST_CHARACTERS:]))
+        return
+    info = _info(local)
+    server = EngineServer(local.engine, info, local.files.constraints)
+    threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
+    control.send(info)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # What is loaded stays: looking through it for garbage would hold steps up.
+    gc.collect()
+    gc.freeze()
+    cause = server.run()
+    if cause is not None:
+        # Without clean-up, which could wait for a device that is lost.
+        os._exit(1)
+    local.engine.exit()
+    # What stays frozen is taken for leaked by libraries that look when the interpreter ends.
+    gc.unfreeze()
+
+
+def _info(local: LocalEngine) -> EngineInfo:
+    config = local.engine.config
+    name = device_name(config.device, config.tensor_parallel_size)
+    dtype = str(local.dtype).removeprefix("torch.")
+    return EngineInfo(local.engine.limits, config.max_num_running, str(local.device), dtype, name)
+
+
+def _obey(control: Connection, server: EngineServer) -> None:
+    """Connect front ends until the process is to end."""
+    with suppress(EOFError, OSError):
+        while control.recv() == CONNECT:
+            server.connect(Connection(recv_handle(control)))
+    server.close()
+    # A step may wait for a device for ever.
+    time.sleep(_EXIT_SECONDS)
+    os._exit(1)

@@ -1,0 +1,328 @@
+"""Drives an engine for front ends in other processes.
+
+One thread drives it, and takes orders between two steps. Each front end has a thread that reads its orders and one that
+sends its reports, so that no step waits for a front end.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from nanovllm.engine.call_guard import Call
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
+from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Abort, MakeConstraint
+from nanovllm.replicas.messages import (
+    CallEngine,
+    CallResult,
+    Ended,
+    EngineInfo,
+    Enqueue,
+    Order,
+    ReportSteps,
+    StepReport,
+    Stop,
+    portable,
+)
+
+MOST_CHARACTERS = 16000
+"""Of a traceback."""
+_LAST_SECONDS = 2.0
+"""How long a front end may take for the last messages."""
+
+
+class FrontEnd:
+    """One front end: what it has asked for, and what it is to be sent.
+
+    Args:
+        connection: to it; messages go out in a thread of their own.
+        info: the first of them.
+
+    Attributes:
+        engine_ids: of its unfinished requests, by its own ids.
+        preparing: requests whose grammars are being compiled, and what has become of them meanwhile.
+        wants_steps: whether it is to have every token of each step.
+    """
+
+    def __init__(self, connection: Connection, info: EngineInfo) -> None:
+        self.connection = connection
+        self.engine_ids: dict[int, int] = {}
+        self.preparing: dict[int, Abort | None] = {}
+        self.wants_steps = False
+        self._report = StepReport()
+        self._others: list[Any] = [info]
+        self._lock = threading.Lock()
+        self._has_news = threading.Event()
+        self._is_closed = False
+        self._has_news.set()
+        self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
+        self._sender.start()
+
+    def add(self, report: StepReport) -> None:
+        """Send a report, with what has not been sent of those before."""
+        with self._lock:
+            waiting = self._report
+            waiting.new_tokens += report.new_tokens
+            waiting.finished += report.finished
+            waiting.failures += report.failures
+            waiting.dropped += report.dropped
+            waiting.steps += report.steps
+            waiting.stats = report.stats
+        self._has_news.set()
+
+    def say(self, message: Any) -> None:
+        """Send another message."""
+        with self._lock:
+            self._others.append(message)
+        self._has_news.set()
+
+    def close(self, wait: float) -> None:
+        """End the thread that sends, which may take so many seconds for what is left."""
+        self._is_closed = True
+        self._has_news.set()
+        self._sender.join(wait)
+
+    def _send(self) -> None:
+        try:
+            while not self._is_closed or self._has_news.is_set():
+                self._has_news.wait()
+                self._has_news.clear()
+                with self._lock:
+                    report, self._report = self._report, StepReport()
+                    others, self._others = self._others, []
+                if not report.is_empty:
+                    self.connection.send(report)
+                for message in others:
+                    self.connection.send(message)
+        except OSError:
+            # It has gone; who reads its orders notices as well.
+            self._is_closed = True
+
+
+class Route(NamedTuple):
+    """Whose a request is: a front end, the difference of its ids to the engine's, and how many outputs it has."""
+
+    front_end: FrontEnd
+    offset: int
+    num_outputs: int
+
+
+class EngineServer:
+    """An engine, and the front ends that it serves.
+
+    Args:
+        engine: has no other driver.
+        info: what front ends are told of it.
+        make_constraint: compiles the grammar of a request, in a thread of its own, before the engine gets it.
+    """
+
+    def __init__(self, engine: LLMEngine, info: EngineInfo, make_constraint: MakeConstraint) -> None:
+        self._engine = engine
+        self._info = info
+        self._make_constraint = make_constraint
+        self._compiler = ThreadPoolExecutor(1, "nanovllm-grammars")
+        self._front_ends: set[FrontEnd] = set()
+        # Of unfinished requests, by the id of each output.
+        self._routes: dict[int, Route] = {}
+        # What the thread that drives the engine does next.
+        self._work: deque[Callable[[], None]] = deque()
+        self._has_work = threading.Event()
+        self._is_closing = False
+        self._state = EngineState()
+
+    def connect(self, connection: Connection) -> None:
+        """Serve a front end, until it closes its end; from any thread."""
+        front_end = FrontEnd(connection, self._info)
+        self._do(partial(self._welcome, front_end))
+        threading.Thread(target=self._read, args=(front_end,), name="nanovllm-reader", daemon=True).start()
+
+    def close(self) -> None:
+        """End `run` after its step; from any thread."""
+        self._is_closing = True
+        self._has_work.set()
+
+    def run(self) -> str | None:
+        """Drive the engine until `close`.
+
+        Returns:
+            Why an error has closed the engine, which front ends have been told then; None otherwise.
+        """
+        call, cause = Call(lends=True), None
+        self._engine.begin(call)
+        try:
+            while cause is None and not self._is_closing:
+                self._has_work.clear()
+                while self._work:
+                    self._work.popleft()()
+                if self._engine.is_finished():
+                    self._has_work.wait()
+                else:
+                    cause = self._step()
+        except Exception:
+            cause = traceback.format_exc()[-MOST_CHARACTERS:]
+        finally:
+            self._engine.end(call)
+        for front_end in self._front_ends:
+            if cause is not None:
+                front_end.say(Ended(cause))
+            front_end.close(_LAST_SECONDS)
+        return cause
+
+    def _welcome(self, front_end: FrontEnd) -> None:
+        self._front_ends.add(front_end)
+        front_end.say(self._state)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._has_work.set()
+
+    def _read(self, front_end: FrontEnd) -> None:
+        """Take the orders of a front end until it has gone."""
+        try:
+            while True:
+                for order in front_end.connection.recv():
+                    if isinstance(order, Enqueue) and order.request.is_constrained:
+                        front_end.preparing[order.request_id] = None
+                        self._compiler.submit(self._prepare, front_end, order)
+                    else:
+                        self._work.append(partial(self._take, front_end, order))
+                self._has_work.set()
+        except (EOFError, OSError):
+            self._do(partial(self._leave, front_end))
+
+    def _prepare(self, front_end: FrontEnd, order: Enqueue) -> None:
+        # The request's grammar keeps what is compiled, and an error that it raises comes once more.
+        with suppress(Exception):
+            self._make_constraint(order.request)
+        self._do(partial(self._take, front_end, order))
+
+    def _take(self, front_end: FrontEnd, order: Order) -> None:
+        """Do what a front end has asked for."""
+        if isinstance(order, Enqueue):
+            self._enqueue(front_end, order)
+        elif isinstance(order, Abort):
+            self._abort(front_end, order)
+        elif isinstance(order, Stop):
+            ids = front_end.engine_ids
+            self._engine.stop([(ids[request_id], index) for request_id, index in order.outputs if request_id in ids])
+        elif isinstance(order, ReportSteps):
+            front_end.wants_steps = order.wanted
+        else:
+            front_end.say(self._call(order))
+
+    def _enqueue(self, front_end: FrontEnd, order: Enqueue) -> None:
+        if front_end not in self._front_ends:
+            return
+        request_id, num_outputs = order.request_id, order.request.params.n
+        abort = front_end.preparing.pop(request_id, None)
+        try:
+            engine_id = self._engine.enqueue(order.request)
+        except (ValueError, RuntimeError) as error:
+            failure = f"request {request_id} failed: {error}", [request_id], portable(error)
+            front_end.add(StepReport(failures=[failure], stats=self._engine.stats()))
+            return
+        front_end.engine_ids[request_id] = engine_id
+        route = Route(front_end, request_id - engine_id, num_outputs)
+        self._routes.update(dict.fromkeys(range(engine_id, engine_id + num_outputs), route))
+        if abort is not None:
+            self._abort(front_end, Abort([request_id], abort.keep_outputs))
+
+    def _abort(self, front_end: FrontEnd, order: Abort) -> None:
+        for request_id in front_end.preparing.keys() & set(order.request_ids):
+            front_end.preparing[request_id] = order
+        found = [front_end.engine_ids[i] for i in order.request_ids if i in front_end.engine_ids]
+        self._engine.abort(found, keep_outputs=order.keep_outputs)
+
+    def _call(self, order: CallEngine) -> CallResult:
+        # What was asked for before it is done: aborts, which otherwise wait for a step.
+        self._engine.stop([])
+        try:
+            result, error = getattr(self._engine, order.method)(*order.args), None
+        except Exception as raised:
+            result, error = None, portable(raised) or RuntimeError(f"{order.method} failed: {raised}")
+        self._say_state()
+        return CallResult(order.call_id, self._engine.stats(), result, error)
+
+    def _say_state(self) -> None:
+        """Tell all front ends what holds steps up, if a call has changed it."""
+        if self._engine.state != self._state:
+            self._state = deepcopy(self._engine.state)
+            for front_end in self._front_ends:
+                front_end.say(self._state)
+
+    def _leave(self, front_end: FrontEnd) -> None:
+        """Drop the requests of a front end that has gone."""
+        self._front_ends.discard(front_end)
+        front_end.close(0.0)
+        self._engine.abort(front_end.engine_ids.values())
+
+    def _step(self) -> str | None:
+        """Do a step, and report it; returns why the engine is closed if the step has closed it."""
+        tokens = self._engine.run_step()
+        results, cause = self._engine.take_results(), None
+        if not self._engine.is_open:
+            # Who can, computes them elsewhere: they have not failed by themselves.
+            failure = results.failures.pop()
+            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))}"[-MOST_CHARACTERS:]
+        reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
+        self._add_steps(reports, tokens)
+        self._sort(results, reports)
+        if reports:
+            stats = self._engine.stats()
+            for front_end, report in reports.items():
+                report.stats = stats
+                front_end.add(report)
+        return cause
+
+    def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:
+        """Add what has come to the reports of its front ends; requests that have ended are forgotten."""
+        routes = self._routes
+        # Those of a request that has ended by now come before its end.
+        for engine_id, index, token_id, is_end, logprobs in results.new_tokens:
+            front_end, offset, _ = routes[engine_id]
+            reports[front_end].new_tokens.append((engine_id + offset, index, token_id, is_end, logprobs))
+        for engine_id, output in results.finished:
+            front_end, request_id = self._forget(engine_id)
+            # The front end has the prompt.
+            output.request_id, output.prompt_token_ids = request_id, []
+            reports[front_end].finished.append((request_id, output))
+        for engine_id in results.dropped:
+            front_end, request_id = self._forget(engine_id)
+            reports[front_end].dropped.append(request_id)
+        for failure in results.failures:
+            cause = portable(failure.__cause__)
+            by_front_end: dict[FrontEnd, list[int]] = defaultdict(list)
+            for engine_id in failure.request_ids:
+                front_end, request_id = self._forget(engine_id)
+                by_front_end[front_end].append(request_id)
+            for front_end, request_ids in by_front_end.items():
+                reports[front_end].failures.append((str(failure), request_ids, cause))
+
+    def _forget(self, engine_id: int) -> tuple[FrontEnd, int]:
+        """Forget a request that has ended; returns whose it was, and its id there."""
+        front_end, offset, num_outputs = self._routes[engine_id]
+        for output_id in range(engine_id, engine_id + num_outputs):
+            del self._routes[output_id]
+        del front_end.engine_ids[engine_id + offset]
+        return front_end, engine_id + offset
+
+    def _add_steps(self, reports: dict[FrontEnd, StepReport], tokens: NewTokens) -> None:
+        """Give the front ends that want them all tokens of a step."""
+        for front_end in self._front_ends:
+            if front_end.wants_steps:
+                own = NewTokens(tokens.num_prefill_tokens)
+                for seq_ids, token_ids, dropped in tokens.sampled:
+                    found = [(i, self._routes.get(seq_id)) for i, seq_id in enumerate(seq_ids) if seq_id not in dropped]
+                    rows = {i: seq_ids[i] + r.offset for i, r in found if r is not None and r.front_end is front_end}
+                    own.sampled.append((list(rows.values()), token_ids[list(rows)], set()))
+                reports[front_end].steps.append(own)

@@ -1,0 +1,235 @@
+"""A server of several processes: front ends that share a port, and engines that know nothing of HTTP.
+
+This process starts all of them and answers nothing itself. A front end that ends is started again, and only its
+clients notice; each has a listening socket of its own on the same port, among which the kernel shares connections out.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import FrameType
+
+from nanovllm.config import Config
+from nanovllm.replicas.engine_process import EngineProcesses
+from nanovllm.serve.front_end import READY, FrontEndPlan
+from nanovllm.serve.server_counts import ServerCounts, memory_size
+from nanovllm.serve.settings import ServeSettings
+from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.python_process import describe_exit, start_python
+
+_logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
+_START_SECONDS = 300.0
+_EXTRA_SECONDS = 3.0
+"""How much longer than the grace period a front end may take to end."""
+
+
+@dataclass
+class FrontEndProcess:
+    """A front end's process and the connection to it.
+
+    Attributes:
+        is_ready: whether it has ever answered.
+    """
+
+    process: subprocess.Popen[bytes]
+    control: Connection
+    is_ready: bool = False
+
+    def look(self) -> None:
+        """Find out whether it answers."""
+        with suppress(EOFError, OSError):
+            if not self.is_ready and self.control.poll():
+                self.is_ready = self.control.recv() == READY
+
+
+class FrontEnds:
+    """The processes of a server with several front ends.
+
+    Args:
+        config, settings: the server's.
+        size: how many front ends it has.
+
+    Raises:
+        OSError: the server cannot listen there.
+        ValueError: the system cannot share a port, or see `EngineProcesses`.
+    """
+
+    def __init__(self, config: Config, settings: ServeSettings, size: int) -> None:
+        if not hasattr(socket, "SO_REUSEPORT"):
+            raise ValueError(f"front_ends={size} needs Linux or macOS")
+        self._config, self._settings, self._size = config, settings, size
+        # It keeps the port, and listens to nothing.
+        self._place = _bound(settings.host, settings.port)
+        self._folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+        self._engines = EngineProcesses(config)
+        # Without a name; front ends inherit it.
+        self._memory = tempfile.TemporaryFile()  # noqa: SIM115
+        self._memory.truncate(memory_size(size))
+        self._metrics_folder = ""
+        self._created = int(time.time())
+        self._num_started = 0
+        self._front_ends: list[FrontEndProcess] = []
+        self._ended_engines: set[int] = set()
+        self._signal: int | None = None
+
+    def load(self) -> None:
+        """Load the model; see `EngineProcesses.load`."""
+        with self._engines.stopped_on_error():
+            self._engines.load(self._folder)
+
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM, which is then raised again, or until nobody can; return the exit code."""
+        with self._signals(), self._stopping():
+            self._metrics_folder = tempfile.mkdtemp(prefix="nanovllm-metrics-")
+            self._front_ends = [self._start(index) for index in range(self._size)]
+            code = self._wait_for_all()
+            if code is None:
+                self._say_where()
+                code = self._watch()
+        if self._signal is not None:
+            signal.raise_signal(self._signal)
+        return code or 0
+
+    def _start(self, index: int) -> FrontEndProcess:
+        """Start a front end, with a connection to each engine and a socket of its own."""
+        control, other = Pipe()
+        engines = {engine.index: engine.connect() for engine in self._engines.all if not engine.has_ended()}
+        listener = _bound(*self._place.getsockname()[:2])
+        numbers = {number: connection.fileno() for number, connection in engines.items()}
+        plan = FrontEndPlan(
+            self._config, self._settings, self._folder, index, self._size, self._num_started, numbers,
+            listener.fileno(), self._memory.fileno(), self._metrics_folder, self._created,
+        )  # fmt: skip
+        self._num_started += 1
+        with other, listener:
+            descriptors = [other.fileno(), listener.fileno(), self._memory.fileno(), *numbers.values()]
+            arguments = other.fileno(), os.getpid()
+            title = f"nanovllm front end {index}"
+            process = start_python("nanovllm.serve.front_end", "run_front_end", arguments, title, descriptors)
+        for connection in engines.values():
+            connection.close()
+        control.send(plan)
+        return FrontEndProcess(process, control)
+
+    def _wait_for_all(self) -> int | None:
+        """Wait until all front ends answer; return the exit code if one ends before, or a signal has come."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not all(front_end.is_ready for front_end in self._front_ends):
+            if self._signal is not None:
+                return 0
+            if time.monotonic() > deadline or any(f.process.poll() is not None for f in self._front_ends):
+                print("nanovllm serve: error: a front end could not be started", file=sys.stderr)
+                return 1
+            for front_end in self._front_ends:
+                front_end.look()
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _say_where(self) -> None:
+        name, port = self._place.getsockname()[:2]
+        scheme = "https" if self._settings.ssl_certfile else "http"
+        model = (self._settings.served_model_name or [os.path.basename(self._config.model)])[0]
+        place = f"{scheme}://{name}:{port}"
+        print(f"nanovllm serve: {model} at {place}", flush=True)
+        _logger.info("serving %s at %s by %d front ends", model, place, self._size)
+
+    def _watch(self) -> int:
+        """Start front ends again, and tell them of engines, until a signal; return the exit code."""
+        while self._signal is None:
+            for engine in self._engines.all:
+                if engine.has_ended() and engine.index not in self._ended_engines:
+                    self._tell(engine.index, engine.exit_text())
+            is_lost = len(self._ended_engines) == len(self._engines.all)
+            if is_lost and self._settings.exit_when_engine_fails:
+                _logger.error("ending, since the engine is lost")
+                return 1
+            for index, front_end in enumerate(self._front_ends):
+                front_end.look()
+                if (code := front_end.process.poll()) is not None and not self._again(index, code, is_lost):
+                    return 1
+            time.sleep(_POLL_SECONDS)
+        return 0
+
+    def _tell(self, index: int, text: str) -> None:
+        """Tell all front ends how an engine has ended."""
+        self._ended_engines.add(index)
+        _logger.error("%s", text)
+        for front_end in self._front_ends:
+            with suppress(OSError):
+                front_end.control.send((index, text))
+
+    def _again(self, index: int, code: int, is_lost: bool) -> bool:
+        """Start a front end that has ended again; returns whether the server can go on."""
+        ended = self._front_ends[index]
+        _logger.error("front end %d %s", index, describe_exit(code))
+        if is_lost or not ended.is_ready:
+            # It would have no engine, or could not be started the last time.
+            return False
+        ended.control.close()
+        ServerCounts(mmap.mmap(self._memory.fileno(), memory_size(self._size)), index).reset()
+        self._front_ends[index] = self._start(index)
+        return True
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Note SIGINT and SIGTERM inside the `with` block."""
+
+        def note(number: int, _: FrameType | None) -> None:
+            self._signal = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """End all processes when the `with` block ends: front ends within their grace period, then engines."""
+        try:
+            yield
+        finally:
+            for front_end in self._front_ends:
+                front_end.process.terminate()
+            deadline = time.monotonic() + self._settings.grace_seconds + _EXTRA_SECONDS
+            for front_end in self._front_ends:
+                with suppress(subprocess.TimeoutExpired):
+                    front_end.process.wait(max(0.0, deadline - time.monotonic()))
+                front_end.process.kill()
+                front_end.process.wait()
+            self._engines.exit()
+            shutil.rmtree(self._metrics_folder, ignore_errors=True)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has a port together with others of this server.
+
+    Raises:
+        OSError: it is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound

@@ -1,0 +1,29 @@
+"""Processes that end with the one that has started them, however that ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+_POLL_SECONDS = 0.5
+
+
+def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
+    """End this process once its parent has ended, even if the main thread is blocked.
+
+    Args:
+        parent: the id that the parent had; it may have ended by now.
+        clean_up: called before.
+    """
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        try:
+            clean_up()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=poll, name="nanovllm-parent", daemon=True).start()

@@ -1,0 +1,55 @@
+"""Python processes that import this library but not the user's program.
+
+They are started by `subprocess`, because a fork of this process would, at its exit, end the processes that
+`multiprocessing` started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.spawn import get_executable
+
+_PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {function}({arguments})"
+
+
+def start_python(
+    module: str, function: str, arguments: Sequence[int], title: str, descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start a process that calls a function of a module, and ignores Ctrl-C.
+
+    Args:
+        module, function: what is called.
+        arguments: of the call.
+        title: what a list of processes shows last.
+        descriptors: which it inherits.
+    """
+    # The import system ignores other entries, which need not have a valid repr.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    called = ", ".join(map(str, arguments))
+    program = _PROGRAM.format(path=path, module=module, function=function, arguments=called)
+    command = [os.fsdecode(get_executable()), "-c", program, title]
+    with _blocked_sigint():
+        return subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process has ended, after its name: "was killed by SIGKILL", "exited with code 1"."""
+    if code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
+    return f"exited with code {code}"
+
+
+@contextmanager
+def _blocked_sigint() -> Iterator[None]:
+    """Block SIGINT in this thread inside the `with` block; processes started there inherit the mask and keep it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,214 @@
+"""Which replica gets what, and what is left when a caller ends: nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import Config
+from nanovllm.engine.request import Request
+from nanovllm.replicas.placement import Placement
+from nanovllm.replicas.replica_devices import replica_devices
+from tests.mock_runner import make_engine
+from tests.rank_processes import engine_pids
+
+BLOCK = 16
+
+
+def request(tokens: list[int], priority: int = 0, n: int = 1) -> Request:
+    return Request(array("i", tokens), SamplingParams(1.0, 4, n=n, ignore_eos=True), priority=priority)
+
+
+def sent(placement: Placement) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {index: [] for index in placement.shares}
+    for request_id, index in placement.take():
+        found[index].append(request_id)
+    return found
+
+
+def test_a_job_is_cut_into_stretches_and_who_is_done_takes_the_far_half() -> None:
+    placement = Placement([4, 4], BLOCK)
+    placement.spread({i: request([i]) for i in range(40)})
+    # What they can run, and four more.
+    assert sent(placement) == {0: list(range(8)), 1: list(range(20, 28))}
+    for i in range(8):
+        placement.end(i)
+    assert sent(placement) == {0: list(range(8, 16)), 1: []}
+    for i in range(8, 16):
+        placement.end(i)
+    # Four are left of its own; then the far half of the other twelve.
+    assert sent(placement) == {0: [16, 17, 18, 19, 34, 35, 36, 37], 1: []}
+    # What comes later is behind.
+    placement.spread({i: request([i]) for i in range(40, 44)})
+    assert [list(share.stretch) for share in placement.shares.values()] == [[38, 39], [*range(28, 34), *range(40, 44)]]
+    # What was dropped is not sent.
+    placement.end(28)
+    for i in range(20, 24):
+        placement.end(i)
+    assert sent(placement) == {0: [], 1: [29, 30, 31, 32]}
+
+
+def test_no_replica_takes_what_another_has_room_for() -> None:
+    placement = Placement([64, 64], BLOCK)
+    placement.spread({i: request([i]) for i in range(40)})
+    assert [len(ids) for ids in sent(placement).values()] == [20, 20]
+
+
+def test_lower_priorities_are_first_on_each() -> None:
+    placement = Placement([4, 4], BLOCK)
+    placement.spread({i: request([i], priority=i // 8) for i in range(24)})
+    assert sent(placement) == {0: [0, 1, 2, 3, 8, 9, 10, 11], 1: [4, 5, 6, 7, 12, 13, 14, 15]}
+    # Several outputs take several places.
+    placement = Placement([4], BLOCK)
+    placement.spread({i: request([i], n=3) for i in range(4)})
+    assert sent(placement) == {0: [0, 1, 2]}
+
+
+def test_what_a_lost_replica_was_to_do_is_done_by_the_others() -> None:
+    placement = Placement([4, 4, 4], BLOCK)
+    placement.spread({i: request([i]) for i in range(60)})
+    sent(placement)
+    assert placement.lose(1) == list(range(20, 28))
+    for i in (*range(8), *range(40, 48)):
+        placement.end(i)
+    found: list[int] = []
+    for _ in range(99):
+        taken = [i for ids in sent(placement).values() for i in ids]
+        found += taken
+        for share in placement.shares.values():
+            for i in list(share.sent):
+                placement.end(i)
+    assert sorted(found) == [*range(8, 40), *range(48, 60)]
+    placement.spread({99: request([1])})
+    assert placement.lose(0) == placement.lose(2) == []
+
+
+def test_a_request_goes_where_its_first_block_is_unless_that_has_too_much_to_do() -> None:
+    placement, ids = Placement([8, 8], BLOCK), count()
+
+    def route(document: int) -> int:
+        return placement.route(next(ids), request([document] * BLOCK + [next(ids)]))
+
+    first, second = route(1), route(2)
+    assert {first, second} == {0, 1}
+    assert [route(1), route(2)] == [first, second]
+    # Each has two; up to five are not over twice the least load before they come.
+    assert [route(1) for _ in range(3)] == [first] * 3
+    # From then on the other one has the block.
+    assert [route(1), route(1)] == [second, second]
+    # Another salt has blocks of its own, and a prompt without a full block goes where least is to do.
+    salted = request([1] * BLOCK + [5])
+    salted.cache_salt = "x"
+    least = min(placement.shares, key=lambda index: placement.shares[index].load)
+    assert placement.route(next(ids), salted) == least
+
+
+def test_routing_by_prefix_against_round_robin(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(0)
+    documents = [[rng.randrange(5, 300) for _ in range(192)] for _ in range(32)]
+    prompts = [document + [rng.randrange(5, 300) for _ in range(8)] for document in documents for _ in range(6)]
+    rng.shuffle(prompts)
+
+    def cached(by_prefix: bool) -> int:
+        settings: dict[str, Any] = {"pipeline_depth": 0, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+        engines = [make_engine(num_blocks=260, max_model_len=512, **settings)[0] for _ in range(2)]
+        placement, turns = Placement([8, 8], BLOCK), count()
+        waiting, running = list(enumerate(prompts)), dict[tuple[int, int], int]()
+        while waiting or running:
+            # Four at a time, as they come.
+            for number, prompt in waiting[:4]:
+                asked = request(prompt)
+                index = placement.route(number, asked) if by_prefix else next(turns) % 2
+                running[index, engines[index].enqueue(asked)] = number
+            waiting = waiting[4:]
+            for index, engine in enumerate(engines):
+                for request_id, _ in engine.step().finished if not engine.is_finished() else ():
+                    number = running.pop((index, request_id))
+                    if by_prefix:
+                        placement.end(number)
+        return sum(engine.stats()["num_cached_tokens"] for engine in engines)
+
+    routed, in_turn = cached(True), cached(False)
+    with capsys.disabled():
+        print(f"\n{len(prompts) * 200} prompt tokens of 32 documents: cached {routed} by prefix, {in_turn} in turn")
+    assert routed > 1.1 * in_turn
+
+
+def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+    def devices(size: int, ranks: int = 1, device: str = "auto", share: float = 0.9) -> list[str]:
+        settings = {"data_parallel_size": size, "tensor_parallel_size": ranks, "device": device}
+        return replica_devices(Config("m", gpu_memory_utilization=share, **settings))  # type: ignore[arg-type]
+
+    assert devices(1) == ["auto"] and devices(2, device="cpu") == ["cpu", "cpu"]
+    assert devices(4) == [f"cuda:{i}" for i in range(4)] and devices(2, 2) == ["cuda:0", "cuda:2"]
+    assert devices(2, device="cuda:2") == ["cuda:2", "cuda:3"]
+    with pytest.raises(ValueError, match=r"data_parallel_size=3 with tensor_parallel_size=2 needs 6 GPUs.* are 4"):
+        devices(3, 2)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs from cuda:3 on, but there are 1; 2 replicas share a GPU if"):
+        devices(2, device="cuda:3")
+    assert devices(2, device="cuda:3", share=0.45) == ["cuda:3", "cuda:3"]
+    assert devices(6, share=0.5) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs, but there are 0"):
+        devices(2, device="cuda")
+
+
+CALLER = f"""
+import sys, threading
+from nanovllm import LLM, SamplingParams
+endless = SamplingParams(1.0, 100_000, ignore_eos=True)
+llm = LLM({str(BUNDLED_MODEL)!r}, data_parallel_size=2, device="cpu", max_model_len=1024, kvcache_block_size=16)
+for turn in range(2):
+    try:
+        for i, _ in enumerate(llm.stream(["a", "b"], endless)):
+            if i == 3:
+                print("running", flush=True)
+    except KeyboardInterrupt:
+        assert len(llm.generate("a", SamplingParams(0, 3, ignore_eos=True), use_tqdm=False)[0]["token_ids"]) == 3
+        assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
+        print("interrupted", flush=True)
+"""
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.deaths
+def test_ctrl_c_and_a_caller_that_is_killed() -> None:
+    shared = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    # A group of its own, to which a terminal sends Ctrl-C: the engines get it as well.
+    with subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True,
+                          start_new_session=True) as caller:  # fmt: skip
+        try:
+            assert caller.stdout is not None and caller.stdout.readline() == "running\n"
+            pids = engine_pids(caller.pid)
+            os.killpg(caller.pid, signal.SIGINT)
+            assert caller.stdout.readline() == "interrupted\n" and engine_pids(caller.pid) == pids
+            assert caller.stdout.readline() == "running\n"
+        finally:
+            caller.kill()
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+    if shared:
+        assert {path for path in Path("/dev/shm").iterdir() if path.owner() == Path.home().owner()} <= shared

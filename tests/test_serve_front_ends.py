@@ -1,0 +1,193 @@
+"""A server of three front ends and an engine: one port, one engine, one count of everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from nanovllm.serve.settings import ServeSettings
+from tests.rank_processes import engine_pids, front_end_pids
+from tests.server_process import PATIENCE_SECONDS, ServerProcess
+
+HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
+CHAT = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
+ENDLESS = {"messages": HELLO, "ignore_eos": True, "temperature": 1, "stream": True}
+MOST_REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    folders = set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*"))
+    with ExitStack() as stack:
+        server = ServerProcess("--front-ends", "3", "--max-requests", str(MOST_REQUESTS))
+        stack.callback(server.process.wait)
+        stack.callback(server.process.kill)
+        yield server
+        # Whatever is killed, nothing is left.
+        pids = [*engine_pids(server.process.pid).values(), *front_end_pids(server.process.pid).values()]
+        server.process.kill()
+        assert len(pids) >= 3
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert not set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*")) - folders
+
+
+def send(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
+    """A connection of its own, over which a chat was sent."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def answer(server: ServerProcess, body: dict[str, Any]) -> tuple[int, bytes]:
+    """The status and the body of a whole answer."""
+    with send(server, body) as connection:
+        received = b"".join(iter(lambda: connection.recv(2**16), b""))
+    return int(received.split()[1]), received.partition(b"\r\n\r\n")[2]
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    with urllib.request.urlopen(server.url + "/metrics") as answered:
+        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", answered.read().decode(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def connections_of(pid: int, port: int) -> int:
+    """How many connections of clients to a port a process has."""
+    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and row[1].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in inodes for row in rows)
+
+
+def test_all_of_them_answer_and_a_scrape_shows_what_all_have_counted(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(8) as executor:
+        answers = list(executor.map(lambda _: answer(server, {**CHAT, "stream": False}), range(24)))
+        texts = {json.loads(body)["choices"][0]["message"]["content"] for _, body in answers}
+    assert {status for status, _ in answers} == {200} and len(texts) == 1
+    server.check_idle()
+    # Whichever answers, the counts are those of all, and of the one engine.
+    for _ in range(6):
+        assert metric(server, 'nanovllm_requests_total{finish_reason="length",model_name="qwen3-tiny"}') == 24
+        assert (
+            metric(server, "nanovllm_request_output_tokens_sum")
+            == 24 * 12
+            == metric(server, "nanovllm_output_tokens_total")
+        )
+        assert metric(server, "nanovllm_step_tokens_count") > 0
+    assert len({server.get("/v1/models")["data"][0]["created"] for _ in range(6)}) == 1
+
+
+def test_the_limit_of_requests_is_the_servers_and_who_goes_away_aborts(server: ServerProcess) -> None:
+    server.check_idle()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(send(server, ENDLESS)) for _ in range(MOST_REQUESTS)]
+        for stream in streams:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+        shares = [connections_of(pid, server.port) for pid in front_end_pids(server.process.pid).values()]
+        # The kernel shares them out: all at one has a probability of 3 to the power of -11.
+        assert sum(shares) >= MOST_REQUESTS and max(shares) < MOST_REQUESTS
+        assert answer(server, CHAT)[0] == 429
+        wait_until(lambda: server.get("/load")["server_load"] == MOST_REQUESTS)
+    server.check_idle()
+    assert answer(server, CHAT)[0] == 200
+    wait_until(lambda: server.get("/load")["server_load"] == 0)
+
+
+@pytest.mark.deaths
+def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(server: ServerProcess) -> None:
+    server.check_idle()
+    num_counted = metric(server, "nanovllm_request_n_count")
+    before = front_end_pids(server.process.pid)
+    with ExitStack() as stack:
+        streams = [stack.enter_context(send(server, {**ENDLESS, "max_tokens": 400})) for _ in range(9)]
+        for stream in streams:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+        # The one with the most of them.
+        victim = max(before.values(), key=lambda pid: connections_of(pid, server.port))
+        num_lost = connections_of(victim, server.port)
+        os.kill(victim, signal.SIGKILL)
+        ends = Counter(_ends_well(stream) for stream in streams)
+    assert ends == {True: 9 - num_lost, False: num_lost}
+    wait_until(
+        lambda: (
+            len(front_end_pids(server.process.pid)) == 3 and victim not in front_end_pids(server.process.pid).values()
+        )
+    )
+    wait_until(lambda: all(_listens(pid) for pid in front_end_pids(server.process.pid).values()))
+    # Its requests are out of the engine, its places free, and what it had counted is not lost.
+    server.check_idle()
+    with ThreadPoolExecutor(8) as executor:
+        assert {status for status, _ in executor.map(lambda _: answer(server, CHAT), range(16))} == {200}
+    assert metric(server, "nanovllm_request_n_count") == num_counted + 9 + 16
+
+
+def _ends_well(stream: socket.socket) -> bool:
+    try:
+        return b"".join(iter(lambda: stream.recv(2**16), b"")).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    except ConnectionResetError:
+        return False
+
+
+def _listens(pid: int) -> bool:
+    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[3] == "0A" and f"socket:[{row[9]}]" in inodes for row in rows)
+
+
+@pytest.mark.deaths
+def test_the_death_of_the_engine_is_told_with_its_cause(server: ServerProcess) -> None:
+    server.check_idle()
+    with send(server, ENDLESS) as stream:
+        assert stream.recv(12) == b"HTTP/1.1 200"
+        os.kill(engine_pids(server.process.pid)[0], signal.SIGKILL)
+        rest = b"".join(iter(lambda: stream.recv(2**16), b""))
+    assert b"the engine's process was killed by SIGKILL" in rest and b"[DONE]" not in rest
+    # One that is idle notices within a moment.
+    wait_until(lambda: not any(_is_healthy(server) for _ in range(8)))
+    for _ in range(8):
+        status, body = answer(server, CHAT)
+        assert status == 503 and b"the engine's process was killed by SIGKILL" in body
+
+
+def _is_healthy(server: ServerProcess) -> bool:
+    try:
+        return bool(server.get("/health") == {"status": "ok"})
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return False
+
+
+def test_the_rule_for_their_number() -> None:
+    rule = [ServeSettings().num_front_ends(True, cores) for cores in (1, 7, 8, 12, 16, 64)]
+    assert rule == [1, 1, 2, 3, 4, 4]
+    assert ServeSettings().num_front_ends(False, 64) == ServeSettings(uds="a").num_front_ends(True, 64) == 1
+    assert ServeSettings(batch_dir="a").num_front_ends(True, 64) == 1
+    assert ServeSettings(front_ends=2).num_front_ends(False, 1) == 2
+    for name in ("uds", "batch_dir"):
+        with pytest.raises(ValueError, match=f"front_ends=2: a server with {name} has one"):
+            ServeSettings(front_ends=2, **{name: "a"}).num_front_ends(True, 16)  # type: ignore[arg-type]

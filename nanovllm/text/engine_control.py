@@ -45,6 +45,7 @@ class EngineControl:
     ) -> int:
         """Write weights into the model that runs, in place and on every rank.
 
+        Replicas get tensors through files of a temporary folder.
         What was computed with the old ones stays in the prefix cache until `reset_prefix_cache`. Files of
         `prefix_cache` are not read any more.
 

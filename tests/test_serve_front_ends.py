@@ -36,7 +36,7 @@ MOST_REQUESTS = 12
 def server() -> Iterator[ServerProcess]:
     folders = set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*"))
     with ExitStack() as stack:
-        server = ServerProcess("--front-ends", "3", "--max-requests", str(MOST_REQUESTS))
+        server = ServerProcess("--front-ends", "3", "--max-requests", str(MOST_REQUESTS), "--control")
         stack.callback(server.process.wait)
         stack.callback(server.process.kill)
         yield server
@@ -116,6 +116,28 @@ def test_the_limit_of_requests_is_the_servers_and_who_goes_away_aborts(server: S
     server.check_idle()
     assert answer(server, CHAT)[0] == 200
     wait_until(lambda: server.get("/load")["server_load"] == 0)
+
+
+def test_what_one_front_end_is_told_holds_for_all(server: ServerProcess) -> None:
+    def post(path: str) -> None:
+        request = urllib.request.Request(f"{server.url}{path}", method="POST")
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answered:
+            assert answered.status == 200
+
+    def all_say(path: str, want: dict[str, bool]) -> None:
+        # Of three, eight connections reach all with a probability of 89 %; the news are on their way.
+        wait_until(lambda: all(server.get(path) == want for _ in range(8)))
+
+    server.check_idle()
+    post("/pause")
+    all_say("/is_paused", {"is_paused": True})
+    post("/sleep?level=1")
+    all_say("/is_sleeping", {"is_sleeping": True})
+    wait_until(lambda: not any(_is_healthy(server) for _ in range(8)))
+    post("/wake_up")
+    post("/resume")
+    all_say("/is_paused", {"is_paused": False})
+    assert all(answer(server, CHAT)[0] == 200 for _ in range(4))
 
 
 @pytest.mark.deaths

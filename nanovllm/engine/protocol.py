@@ -101,7 +101,7 @@ class Engine(Protocol):
             The results, one for each engine, in order.
 
         Raises:
-            RuntimeError: the engine is closed, or one ends before it has answered.
+            RuntimeError: the engine is closed, or one ends before it has answered; all others have by then.
             Exception: what the method raises.
         """
 

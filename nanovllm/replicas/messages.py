@@ -1,7 +1,8 @@
 """What a front end and an engine's process say to each other: plain data, pickled.
 
 A front end sends lists of orders, all that it has at a time. An engine sends at most one `StepReport` a step and front
-end: what a front end has not taken yet gathers, and comes with the next one.
+end: what a front end has not taken yet gathers, and comes with the next one. Whenever a call has changed its
+`EngineState`, it sends that to all front ends, before the call's result.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
@@ -234,6 +235,8 @@ class ReplicatedEngine(Unpicklable):
         """Call a method of every engine, and return the results of those that are alive; see `Engine`."""
         self.require_open()
         calls = [replica.call(method, args) for replica in self._replicas if not replica.has_ended]
+        # Of one that raises, too, the others are done with what they were given.
+        wait(calls)
         return [call.result() for call in calls]
 
     def stats(self, *, now: bool = False) -> dict[str, int]:

@@ -43,10 +43,10 @@ class EngineControl:
     def load_weights(
         self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = False
     ) -> int:
-        """Write weights into the model that runs, in place and on every rank.
+        """Write weights into the model that runs, in place, on every rank and replica.
 
-        What was computed with the old ones stays in the prefix cache until `reset_prefix_cache`. Files of
-        `prefix_cache` are not read any more.
+        Replicas get tensors through files of a temporary folder. What was computed with the old ones stays in the
+        prefix cache until `reset_prefix_cache`. Files of `prefix_cache` are not read any more.
 
         Args:
             weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder

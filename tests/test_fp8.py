@@ -23,6 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
 from nanovllm.kernels.linear import choose, fp8_linear
+from nanovllm.kernels.linear.choose import FP8_INS
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.quantize_rows import quantize_rows, quantize_rows_ref, quantize_rows_triton
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
@@ -338,7 +339,10 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(
 
 @dataclass
 class Product:
-    """Operands of a product, and what comes out of it in float64 and, each op rounded, in their dtype."""
+    """Operands of a product; what comes out of it in float64 and, each op rounded, in their dtype; and how near.
+
+    `allowed` is the most by which each result may miss `exact` for the roundings of every step.
+    """
 
     x: torch.Tensor
     weight: Fp8Matrix
@@ -348,6 +352,21 @@ class Product:
     gated: bool
     exact: torch.Tensor
     same: torch.Tensor
+    allowed: torch.Tensor
+
+
+def rounding_of(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return half of the last place of each result, which rounding it adds."""
+    return torch.finfo(dtype).eps / 2 * out.abs() + torch.finfo(dtype).smallest_normal
+
+
+def gated_error(out: torch.Tensor, lost: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the most by which SiLU(gate) * up may be wrong, if the sums, `out`, were by `lost` before rounding."""
+    (gate, up), (of_gate, of_up) = out.chunk(2, -1), (lost + rounding_of(out.abs() + lost, dtype)).chunk(2, -1)
+    silu = functional.silu(gate)
+    # SiLU's slope is below 1.1. Where the GPU approximates exp and the quotient, 2^-20 is more than these lose.
+    error = 1.1 * of_gate * (up.abs() + of_up) + silu.abs() * of_up + 2**-20 * (silu * up).abs()
+    return error + rounding_of((silu * up).abs() + error, dtype)
 
 
 def make_product(
@@ -362,18 +381,27 @@ def make_product(
     bias = None if gated or positive else randn(num_outs, dtype=dtype)
     norm = None if positive else Norm(randn(num_ins, dtype=dtype), 0.1)
     normed = x if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)[0]
-    out = normed.double() @ dequantize_ref(weight, torch.float64).T
+    meant = dequantize_ref(weight, torch.float64)
+    out = normed.double() @ meant.T
+    # Of a sum in float32 each addition may lose half a last place. A normalised input beside a tie may be rounded the
+    # other way, and a weight that is dequantised before is rounded to the dtype.
+    lost = (num_ins * 2**-24 + max(torch.finfo(dtype).eps, 2**-20)) * (normed.double().abs() @ meant.abs().T)
     out = out if bias is None else out + bias
     same = out.to(dtype)
+    allowed = gated_error(out, lost, dtype) if gated else lost + rounding_of(out.abs() + lost, dtype)
     if gated:
         (gate, up), (exact_gate, exact_up) = same.chunk(2, -1), out.chunk(2, -1)
         out, same = functional.silu(exact_gate) * exact_up, functional.silu(gate) * up
-    return Product(x, weight, bias, norm, None if norm is None else residual, gated, out, same)
+    return Product(x, weight, bias, norm, None if norm is None else residual, gated, out, same, allowed)
 
 
-def check_product(out: torch.Tensor, made: Product) -> None:
-    error, allowed = ((y.double() - made.exact).abs().max().item() for y in (out, made.same))
-    assert error <= 2 * allowed + 1e-6 * made.exact.abs().max().item(), (error, allowed)
+def check_product(out: torch.Tensor, made: Product, rows: slice = slice(None)) -> None:
+    """Assert that no result misses by more than its roundings, and all together by no more than torch's twice."""
+    exact = made.exact[rows]
+    missed = (out.double() - exact).abs()
+    assert (missed <= made.allowed[rows]).all(), (missed / made.allowed[rows]).max()
+    error, same = ((y.double() - exact).square().mean().sqrt().item() for y in (out, made.same[rows]))
+    assert error <= 2 * same + 1e-6 * exact.abs().max().item(), (error, same)
 
 
 BLOCKS = [(1, 0), (128, 128), (1, 128)]
@@ -407,9 +435,7 @@ def test_long_sums_of_positive_numbers(block: tuple[int, int]) -> None:
     made = make_product(2, (12288, 20), block, torch.float16, gated=False, positive=True)
     check_product(skinny_gemm(made.x, made.weight), made)
     check_product(fp8_linear.fp8_linear_ref(made.x, made.weight)[0], made)
-    out = gemv(made.x[:1], made.weight)[0]
-    made.exact, made.same = made.exact[:1], made.same[:1]
-    check_product(out, made)
+    check_product(gemv(made.x[:1], made.weight)[0], made, slice(1))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -437,6 +463,11 @@ def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dt
         assert found.values.float().abs().amax(1).max() == 448
 
 
+TENSOR_CORE_LOSS = (FP8_INS + FP8_INS // 32) * 2**-13
+"""What sums in e4m3 may lose of the sum of their products' sizes. An instruction adds 32 products to the sum so far and
+cuts all of them 13 bits after the largest one's first; after FP8_INS products the sum is added up in float32."""
+
+
 @pytest.mark.parametrize("block", [(1, 0), (128, 128), (1, 128)])
 @pytest.mark.parametrize(
     ("rows", "gated", "parts"), [(17, True, 1), (40, False, 2), (300, False, 1), *([(2100, False, 1)] if GPU else [])]
@@ -452,18 +483,21 @@ def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int,
     x = quantize_rows_ref(made.x, made.weight.block_ins)[0]
     wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
     bias = None if gated or parts > 1 or made.bias is None else made.bias
-    exact = wide @ dequantize_ref(made.weight, torch.float64).T
+    meant = dequantize_ref(made.weight, torch.float64)
+    exact = wide @ meant.T
     exact = exact if bias is None else exact + bias.double()
+    # The interpreter's products are exact.
+    lost = (TENSOR_CORE_LOSS if GPU else num_ins * 2**-24) * (wide.abs() @ meant.abs().T)
+    rounded_to = torch.float32 if parts > 1 else dtype
+    allowed = gated_error(exact, lost, dtype) if gated else lost + rounding_of(exact.abs() + lost, rounded_to)
     if gated:
         gate, up = exact.chunk(2, -1)
         exact = functional.silu(gate) * up
-    errors = []
     for form in (scaled_gemm_triton, scaled_gemm_ref):
         out = form(x, made.weight, dtype, bias, gated, parts)
-        assert out.dtype == (torch.float32 if parts > 1 else dtype)
-        out = out.sum(0) if parts > 1 else out
-        errors.append((out.double() - exact).abs().max().item())
-    assert errors[0] <= 1.5 * errors[1] + 1e-4 * exact.abs().max().item()
+        assert out.dtype == rounded_to
+        missed = ((out.sum(0) if parts > 1 else out).double() - exact).abs()
+        assert (missed <= allowed).all(), (form, (missed / allowed).max())
 
 
 @pytest.mark.gpu
@@ -525,6 +559,8 @@ def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypa
     torch.manual_seed(0)
     for module in ("linear.choose", "e4m3", "rms_norm", "silu_and_mul"):
         monkeypatch.setattr(f"nanovllm.kernels.{module}.uses_triton", lambda device: True)
+    # Rows stay as they are on this GPU, too.
+    monkeypatch.setattr(choose, "converts_e4m3", lambda device: False)
     # As if these were large: in several chunks, the last of them smaller.
     monkeypatch.setattr(fp8_linear, "_CHUNK_WEIGHTS", 300 * 128)
     for gated in (False, True):

@@ -25,7 +25,7 @@ from nanovllm.serve.settings import ServeSettings  # noqa: E402
 from tests.server_process import ServerProcess, unexpected_lines  # noqa: E402
 
 KEY = "secret"
-NUM_CLIENTS, NUM_TOKENS = 20, 40
+NUM_CLIENTS, NUM_TOKENS = 20, 100
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +102,13 @@ def test_weights_change_under_streams_of_which_none_ends_early_or_gets_anothers_
         async with client_of(server) as client:
             assert (await client.get("/liveness")).json() == {"status": "alive"}
             assert (await client.get("/get_world_size")).json() == {"world_size": 1}
-            begun = asyncio.Event()
-            streams = [asyncio.create_task(stream(client, number, begun)) for number in range(NUM_CLIENTS)]
-            await begun.wait()
+            begun = [asyncio.Event() for _ in range(NUM_CLIENTS)]
+            streams = [asyncio.create_task(stream(client, number, event)) for number, event in enumerate(begun)]
+            await asyncio.gather(*(event.wait() for event in begun))
             for step in (1, 2):
                 await update(client, root / f"step_{step}")
             during = await asyncio.gather(*streams)
-            after = await asyncio.gather(*(stream(client, number, begun) for number in range(NUM_CLIENTS)))
+            after = await asyncio.gather(*(stream(client, number, event) for number, event in enumerate(begun)))
             return [list(during), list(after)]
 
     during, after = asyncio.run(run())

@@ -32,7 +32,7 @@ class Routing:
     num_experts: int
 
 
-def _choose_ref(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+def _best_experts(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
     logits = logits.float()
     best, experts = (values[:, :top_k] for values in logits.sort(dim=1, descending=True, stable=True))
     total = (best if renormalize else logits).logsumexp(1, keepdim=True)
@@ -49,7 +49,7 @@ def route_ref(
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
-    return _choose_ref(functional.linear(normed, weight), top_k, renormalize), normed, total
+    return _best_experts(functional.linear(normed, weight), top_k, renormalize), normed, total
 
 
 @jit

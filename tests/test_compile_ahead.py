@@ -15,10 +15,11 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 
-from nanovllm import LLM, llm
+from nanovllm import LLM
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
 from nanovllm.kernels.compile_ahead import _shared_out
+from nanovllm.replicas import local_engine
 from nanovllm.workers import worker as rank
 
 PROGRAM = """
@@ -507,9 +508,9 @@ def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.M
         raise KeyError("the runner's own")
 
     order.Compilers.return_value.__exit__.return_value = False
-    monkeypatch.setattr(llm, "Compilers", order.Compilers)
-    monkeypatch.setattr(llm, "start_ranks", start_ranks)
-    monkeypatch.setattr(llm, "ModelRunner", make_runner)
+    monkeypatch.setattr(local_engine, "Compilers", order.Compilers)
+    monkeypatch.setattr(local_engine, "start_ranks", start_ranks)
+    monkeypatch.setattr(local_engine, "ModelRunner", make_runner)
     with pytest.raises(KeyError, match="the runner's own"):
         LLM(BUNDLED_MODEL, device="cpu")
     names = [name for name, _, _ in order.mock_calls]
@@ -519,7 +520,16 @@ def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.M
 
 def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order = MagicMock()
-    replaced = "Compilers", "Connection", "Receiver", "ModelRunner", "connect", "find_store", "step_limits", "threading"
+    replaced = (
+        "Compilers",
+        "Connection",
+        "Receiver",
+        "ModelRunner",
+        "connect",
+        "find_store",
+        "step_limits",
+        "end_with_parent",
+    )
     for name in replaced:
         monkeypatch.setattr(rank, name, getattr(order, name))
     # It would end this process.
@@ -528,6 +538,6 @@ def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch
     order.Receiver.return_value.receive.side_effect = [plan, None]
     rank.run_worker(1, 2, 0, 0, 0)
     names = [name for name, _, _ in order.mock_calls]
-    assert names.index("Compilers") < names.index("threading.Thread")
+    assert names.index("Compilers") < names.index("end_with_parent")
     assert order.ModelRunner.call_args.kwargs["compilers"] is order.Compilers.return_value
     assert names.index("ModelRunner") < names.index("Compilers().__exit__") < names.index("ModelRunner().exit")

@@ -274,3 +274,24 @@ def test_mistakes_are_named(model: Path, make_checkpoint: MakeCheckpoint) -> Non
     windows = make_checkpoint("mistral", sliding_window=24, head_dim=32)
     with pytest.raises(ValueError, match=r"swap_space=0.01: .* sliding windows \(of 24 tokens\)"):
         LLM(windows, swap_space=0.01, **SETTINGS)
+
+
+def test_new_weights_and_a_sleep_leave_nothing_behind(
+    model: Path, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_checkpoint(num_attention_heads=6, num_key_value_heads=3, seed=1)
+    with LLM(other, **SETTINGS) as llm:
+        expected = answers(llm)
+    with LLM(model, swap_space=SWAP, max_num_batched_tokens=64, **SETTINGS) as llm:
+        saves_every_step(llm, monkeypatch)
+        answers(llm)
+        assert llm.stats()["num_host_blocks"]
+        llm.load_weights(other)
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected and answers(llm) == expected
+        llm.sleep()
+        assert not llm.stats()["num_host_blocks"] and not pinning_threads()
+        llm.wake_up()
+        loaded = llm.stats()["num_loaded_blocks"]
+        assert answers(llm) == expected and answers(llm) == expected
+        assert llm.stats()["num_loaded_blocks"] > loaded

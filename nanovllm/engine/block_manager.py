@@ -298,8 +298,9 @@ class BlockManager:
         Those that do keep them, and nobody else will find them.
         """
         cached, self._cached = list(self._cached.values()), {}
-        if self._evicted is not None:
-            self._evicted = EvictedPrefixes()
+        self._evicted = None if self._evicted is None else EvictedPrefixes()
+        if self.host is not None:
+            self.host.clear()
         for block in cached:
             assert block.key is not None
             if block.ref_count:

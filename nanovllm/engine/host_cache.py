@@ -155,6 +155,13 @@ class HostCache:
         _, oldest = self._copies.popitem(last=False)
         return oldest.slot
 
+    def clear(self) -> None:
+        """Forget all copies, those that are being made as well."""
+        self._free_slots += [copy.slot for copy in self._copies.values()]
+        self._copies.clear()
+        for saved in self._unconfirmed:
+            saved.clear()
+
     def begin_step(self) -> None:
         """Begin a step: what is saved from now on is confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])

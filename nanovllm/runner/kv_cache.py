@@ -101,6 +101,11 @@ class KVCache:
         """Bytes of a block that `transfer` holds a copy of at a time."""
         return max(layer[0].nbytes for layer in self.pages())
 
+    @property
+    def num_ready_slots(self) -> int:
+        """How many slots in the host's memory, the first ones, have memory."""
+        return 0 if self.copies is None else self.copies.host.num_ready_slots
+
     def unbind(self) -> None:
         """Take the pages from the layers, and give up what is kept in the host's memory."""
         if self.copies is not None:

@@ -35,7 +35,7 @@ from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.runner.runner_weights import WeightsHolder
-from nanovllm.runner.swap_space import check_swap_space, make_swap_space
+from nanovllm.runner.swap_space import check_swap_space, keep_blocks, make_swap_space
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
@@ -84,6 +84,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // config.kvcache_block_size)
         self.graphs: StepGraphs | None = None
+        self.host_memory: HostMemory | None = None
         with self._device_guard():
             free_before = free_memory(self.device)
             self._load(folder)
@@ -98,7 +99,8 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             self._free()
             self._allocate(self.num_kvcache_blocks)
             self._capture()
-            self.host_memory = self._make_swap_space() if config.swap_space else None
+            if config.swap_space:
+                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.kv_window, self._run)
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -151,15 +153,13 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self.kv_cache = KVCache(
             layers, specs, self.backend, num_blocks=num_blocks, block_size=block_size, device=self.device
         )
+        if self.host_memory is not None:
+            keep_blocks(self.kv_cache, self.host_memory.num_slots)
 
     def _free(self) -> None:
-        if self._has_cache:
+        if "kv_cache" in vars(self):
             self.kv_cache.unbind()
             del self.kv_cache
-
-    @property
-    def _has_cache(self) -> bool:
-        return "kv_cache" in vars(self)
 
     def _measure_cache(self, free_before: int) -> int:
         """Return the blocks of the cache; where memory decides, run the step that takes the most."""
@@ -178,8 +178,8 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
     def _run(self, batch: ScheduledBatch) -> None:
         self.sample(self.forward(batch)).result()
 
-    def _make_swap_space(self) -> HostMemory:
-        return make_swap_space(self.config, self.communicator, self.kv_cache, self.kv_window, self._run)
+    def _cache(self) -> KVCache:
+        return self.kv_cache
 
     def _capture(self) -> None:
         """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`."""
@@ -213,10 +213,10 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         with torch.inference_mode(), self._device_guard():
             if "weights" in tags:
                 self.weights.live.restore()
-            if "kv_cache" in tags and not self._has_cache:
+            if "kv_cache" in tags and "kv_cache" not in vars(self):
                 self._allocate(self.num_kvcache_blocks)
             # Not with weights that may be anything.
-            if self._has_cache and self.graphs is None and self.weights.live.is_complete:
+            if "kv_cache" in vars(self) and self.graphs is None and self.weights.live.is_complete:
                 self._capture()
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:

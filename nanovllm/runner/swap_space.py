@@ -57,7 +57,7 @@ def available_memory() -> int:
 def make_swap_space(
     config: Config,
     communicator: Communicator,
-    kv_cache: KVCache,
+    current_cache: Callable[[], KVCache],
     kv_window: int | None,
     run_step: Callable[[ScheduledBatch], None],
 ) -> HostMemory:
@@ -66,7 +66,7 @@ def make_swap_space(
     Args:
         config: the engine's settings.
         communicator: joins the ranks.
-        kv_cache: holds nothing yet.
+        current_cache: returns the cache, which holds nothing yet; after a sleep another one.
         kv_window: see `Runner`.
         run_step: runs a step, and waits for it.
 
@@ -78,6 +78,7 @@ def make_swap_space(
             f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kv_window} tokens), "
             "and such a model's blocks are not kept in the host's memory"
         )
+    kv_cache = current_cache()
     block_bytes = kv_cache.block_bytes
     num_slots = communicator.all_reduce_min(int(config.swap_space * _GIB / communicator.size) // block_bytes)
     if not num_slots:
@@ -85,9 +86,8 @@ def make_swap_space(
             f"swap_space={config.swap_space} GiB holds no block: one has {block_bytes / _GIB:.4f} GiB on each of "
             f"{communicator.size} ranks"
         )
-    pages = list(kv_cache.pages())
-    device, most_tokens = pages[0].device, min(config.max_num_batched_tokens, config.max_model_len)
-    is_cuda = device.type == "cuda"
+    page, most_tokens = next(iter(kv_cache.pages())), min(config.max_num_batched_tokens, config.max_model_len)
+    is_cuda = page.device.type == "cuda"
 
     def run_prompt(num_tokens: int) -> None:
         run_step(_prompt_batch(num_tokens, -(-num_tokens // config.kvcache_block_size)))
@@ -97,17 +97,23 @@ def make_swap_space(
     # The first runs of a GPU load modules, and capture.
     step_seconds = _fastest(3 if is_cuda else 1, lambda: run_prompt(min(small, most_tokens)))
     prompt_seconds = _fastest(2 if is_cuda else 1, lambda: run_prompt(num_tokens))
-    bytes_per_second = _link_rate(pages[0])
-    blocks = HostBlocks(num_slots, block_bytes, device)
-    kv_cache.copies = (CudaBlockCopies if is_cuda else BlockCopies)(pages, blocks)
+    bytes_per_second = _link_rate(page)
+    keep_blocks(kv_cache, num_slots)
     return HostMemory(
         num_slots,
-        lambda: blocks.num_ready_slots,
+        lambda: current_cache().num_ready_slots,
         block_bytes,
         bytes_per_second=bytes_per_second,
         tokens_per_second=num_tokens / prompt_seconds,
         step_seconds=step_seconds,
     )
+
+
+def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
+    """Give a cache so many slots in the host's memory, until it is unbound."""
+    pages = list(kv_cache.pages())
+    blocks = HostBlocks(num_slots, kv_cache.block_bytes, pages[0].device)
+    kv_cache.copies = (CudaBlockCopies if pages[0].is_cuda else BlockCopies)(pages, blocks)
 
 
 def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:

@@ -454,13 +454,17 @@ def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dt
     x, residual, norm = randn(5, 300, dtype=dtype), randn(5, 300, dtype=dtype), Norm(randn(300, dtype=dtype), 0.1)
     x[2] = 0
     parts = torch.stack((x.float() - 1, torch.ones_like(x).float()))
-    for args in ((x, group), (x, group, norm), (x, group, norm, residual), (parts, group, norm, residual)):
+    cases = (x, group, None, None), (x, group, norm, None), (x, group, norm, residual), (parts, group, norm, residual)
+    for args in cases:
         (found, total), (want, same) = quantize_rows_triton(*args), quantize_rows_ref(*args)
         torch.testing.assert_close(total, same, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-3)
         torch.testing.assert_close(found.scales, want.scales, rtol=4e-3 if dtype != torch.float32 else 1e-5, atol=1e-6)
         # Norms round a little otherwise.
         assert (found.values.float() != want.values.float()).float().mean() < 0.02
         assert found.values.float().abs().amax(1).max() == 448
+        padded = quantize_rows_triton(args[0], group, args[2], args[3], for_scaled_mm=True)[0]
+        assert padded.values.shape == (8, 300) and torch.equal(padded.values[:5].float(), found.values.float())
+        assert padded.scales.T.is_contiguous() and torch.equal(padded.scales[:5], found.scales)
 
 
 TENSOR_CORE_LOSS = (FP8_INS + FP8_INS // 32) * 2**-13
@@ -502,18 +506,22 @@ def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int,
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not (GPU and converts_e4m3(torch.device(DEVICE))), reason="needs products in e4m3")
-@pytest.mark.parametrize("rows", [17, 64, 65, 256, 1000])
+@pytest.mark.parametrize("rows", [17, 64, 65, 255, 1000])
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("kind", ["SCALED_GEMM", "SCALED_MM"])
-def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str) -> None:
+@pytest.mark.parametrize("block", [(1, 0), (128, 128)])
+def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block: tuple[int, int]) -> None:
     """What sums of 12,288 positive products lose, in either kernel."""
     torch.manual_seed(0)
-    made = make_product(rows, (12288, 512), (1, 0), torch.bfloat16, False, positive)
-    x = quantize_rows(made.x, 12288)[0]
+    made = make_product(rows, (12288, 512), block, torch.bfloat16, False, positive)
+    x = quantize_rows(made.x, block[1] or 12288)[0]
     wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
     exact = wide @ dequantize_ref(made.weight, torch.float64).T
-    kernel = choose.LinearKernel[kind]
-    out = fp8_linear._scaled_linear(x, made.weight, torch.bfloat16, None, False, kernel)
+    if kind == "SCALED_MM":
+        padded = quantize_rows(made.x, block[1] or 12288, for_scaled_mm=True)[0]
+        out = fp8_linear._scaled_mm(padded, made.weight, torch.bfloat16, None)[:rows]
+    else:
+        out = fp8_linear._scaled_linear(x, made.weight, torch.bfloat16, None, False)
     same = scaled_gemm_ref(x, made.weight, torch.bfloat16)
     error, allowed = ((y.double() - exact).abs().max().item() for y in (out, same))
     assert error <= 1.5 * allowed, (error, allowed)

@@ -121,6 +121,21 @@ def test_the_next_to_be_preempted_is_saved_and_loaded_again() -> None:
     assert (stats["num_preemptions"], stats["num_loaded_blocks"]) == (1, 5), stats
 
 
+def test_what_ends_and_is_overwritten_in_the_same_step_is_saved_before() -> None:
+    # Two fill the cache, and two more wait for their blocks.
+    engine, runner = make_engine(
+        pipeline_depth=1, block_size=4, num_blocks=12, max_num_batched_tokens=8, num_host_slots=60, max_model_len=64
+    )
+    runner.num_ready_slots = 60
+    for i in range(4):
+        engine.add_request([i] * 16, greedy(4))
+    while not engine.is_finished():
+        engine.step()
+        check_engine(engine)
+    stats = engine.stats()
+    assert stats["num_lost_blocks"] == 0 and stats["num_saved_blocks"] > 10, stats
+
+
 @dataclass
 class Clock:
     now: float = 100.0

@@ -151,20 +151,23 @@ class BlockManager:
         if self.host is None:
             return []
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
-        return self.host.plan_saves(self._next_to_evict(running), unconfirmed, num_prompt_tokens)
+        return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
 
-    def _next_to_evict(self, running: list[Sequence]) -> Iterator[Block]:
-        """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted."""
+    def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
+        """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted.
+
+        Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
+        them.
+        """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
-        num_left = self._num_clean_blocks - len(self._free)
-        # The first is never preempted.
-        for seq in reversed(running[1:]):
-            if num_left <= 0:
-                return
-            num_left -= len(seq.block_table)
-            for block_id in seq.block_table[: seq.num_registered_blocks]:
-                yield self.blocks[block_id]
+        if len(self._free) >= self._num_clean_blocks:
+            return
+        for seq in reversed(running):
+            registered = [self.blocks[block_id] for block_id in seq.block_table[: seq.num_registered_blocks]]
+            # They are saved first ones first.
+            if registered and (key := registered[-1].key) is not None and key not in host:
+                yield from registered
 
     def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
         """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not."""

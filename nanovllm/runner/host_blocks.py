@@ -1,7 +1,7 @@
 """Blocks of the KV cache in the host's memory, by slot: memory that the device copies from and to without the CPU.
 
-A block's bytes lie in one piece, page after page, as `KVCache.block` has them. Pinning takes 0.4 s a GiB, longer
-than prompts of 8B take to fill it: a thread begins at the start, and pins a chunk at a time.
+A block's bytes lie in one piece, page after page, as `KVCache.block` has them. A thread begins at the start to take
+memory and to pin it, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     # Pages of 2 MiB are pinned several times faster; a kernel may have none.
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    # Touched before, by several threads: pinning holds a lock of the driver's, for which the engine's launches wait.
+    chunk = torch.frombuffer(memory, dtype=torch.uint8).zero_()
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), num_bytes, 0))
     return chunk
 

@@ -13,6 +13,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _NUM_CHUNKS = 2
+_FIRST_SIZE = 128
+"""Most items of the first chunk, for which the device waits."""
 _PATIENCE_SECONDS = 0.05
 """How long who takes chunks waits for a full one, of a source that is slow or waits itself for what was taken."""
 
@@ -23,7 +25,7 @@ class ReadAhead(Generic[T, U]):
     Args:
         source: gives items; of a list of at most one chunk no thread is started.
         prepare: makes of a chunk's items what is taken.
-        size: most items of a chunk.
+        size: most items of a chunk; the first has fewer.
     """
 
     def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
@@ -36,7 +38,8 @@ class ReadAhead(Generic[T, U]):
 
     def _start(self, source: Iterable[T], size: int) -> None:
         self._source = source
-        self._size = size
+        self._size = min(size, _FIRST_SIZE)
+        self._later_size = size
         # Read, and not prepared yet; and since when there is any.
         self._items: list[T] = []
         self._since = 0.0
@@ -114,6 +117,7 @@ class ReadAhead(Generic[T, U]):
                     is_full = len(self._items) >= self._size
                 if is_full:
                     self._pass_on()
+                    self._size = self._later_size
             self._pass_on()
         except BaseException as error:
             self._chunks.put(error)

@@ -36,7 +36,7 @@ NUM_TOKENS = 64
 
 
 def make_llm() -> LLM:
-    with patch("nanovllm.llm.ModelRunner", NullRunner):
+    with patch("nanovllm.replicas.local_engine.ModelRunner", NullRunner):
         return LLM(BUNDLED_MODEL, device="cpu", max_model_len=1024, max_num_batched_tokens=16384, seed=0)
 
 

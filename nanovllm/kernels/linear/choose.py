@@ -18,7 +18,7 @@ With e4m3 weights (`choose_fp8`):
 |---|---|---|
 | 1 | gemv | any dtype |
 | 2-16 | skinny_gemm | 16-bit |
-| 65 and more | rows in e4m3, `torch._scaled_mm` | sm_89 and newer, bfloat16, one scale an output |
+| 65 and more | rows in e4m3, `torch._scaled_mm` | sm_89 and newer, bfloat16; blocks of scales: Hopper, CUDA 12.9 |
 | 17 and more | rows in e4m3, scaled_gemm | sm_89 and newer, 16-bit |
 | any | cuBLAS over weights that are dequantised before | otherwise |
 """
@@ -26,6 +26,7 @@ With e4m3 weights (`choose_fp8`):
 from __future__ import annotations
 
 from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -100,16 +101,29 @@ def choose_fp8(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> LinearKe
     """Return the kernel for rows of a dtype and e4m3 weights; see the table above."""
     device = weight.values.device
     if should_quantize_rows(num_rows, dtype, device):
-        (out_features, in_features), has_blocks = weight.values.shape, weight.scales.shape[1] > 1
-        is_even = out_features % 16 == 0 and in_features % 16 == 0
         is_large = num_rows > MAX_OWN_FP8_ROWS and dtype == torch.bfloat16
-        return LinearKernel.SCALED_MM if is_large and is_even and not has_blocks else LinearKernel.SCALED_GEMM
+        return LinearKernel.SCALED_MM if is_large and supports_scaled_mm(weight) else LinearKernel.SCALED_GEMM
     if not uses_triton(device):
         return LinearKernel.CUBLAS
     if num_rows == 1:
         return LinearKernel.GEMV
     is_skinny = num_rows <= MAX_SKINNY_ROWS and dtype.itemsize == 2
     return LinearKernel.SKINNY_GEMM if is_skinny else LinearKernel.CUBLAS
+
+
+def supports_scaled_mm(weight: Fp8Matrix) -> bool:
+    """Return whether `torch._scaled_mm` takes a weight; scales of blocks it reads 16 bytes at a time."""
+    out_features, in_features = weight.values.shape
+    if weight.scales.shape[1] == 1:
+        return out_features % 16 == 0 and in_features % 16 == 0
+    is_even = out_features % 16 == 0 and in_features % (4 * FP8_INS) == 0
+    return is_even and weight.block_outs == FP8_INS and _scales_blocks(weight.values.device)
+
+
+@cache
+def _scales_blocks(device: torch.device) -> bool:
+    version = (torch.version.cuda or "0.0").split(".")
+    return is_hopper(device) and (int(version[0]), int(version[1])) >= (12, 9)
 
 
 def should_quantize_rows(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -48,9 +48,13 @@ def fp8_linear(
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`; see `norm_linear`."""
     dtype = x.dtype if norm is None else norm.weight.dtype
     kernel = choose_fp8(x.shape[-2], dtype, weight)
-    if kernel in (LinearKernel.SCALED_GEMM, LinearKernel.SCALED_MM):
+    if kernel is LinearKernel.SCALED_MM:
+        rows, total = quantize_rows(x, weight.block_ins, norm, residual, for_scaled_mm=True)
+        out = _scaled_mm(rows, weight, dtype, bias)[: x.shape[-2]]
+        return (silu_and_mul(out) if gated else out), total
+    if kernel is LinearKernel.SCALED_GEMM:
         rows, total = quantize_rows(x, weight.block_ins, norm, residual)
-        return _scaled_linear(rows, weight, dtype, bias, gated, kernel), total
+        return _scaled_linear(rows, weight, dtype, bias, gated), total
     if x.dim() == 3:
         assert norm is not None
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
@@ -77,23 +81,20 @@ def fp8_linear_into(
     return fp8_linear(x, weight)[0], residual
 
 
+def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    # Which values share a scale is told by the scales' shapes. Fast accumulation is that of the tensor cores alone,
+    # which keep about 14 bits.
+    return torch._scaled_mm(
+        rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
+
+
 def _scaled_linear(
-    rows: Fp8Rows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    gated: bool,
-    kernel: LinearKernel,
+    rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None, gated: bool
 ) -> torch.Tensor:
-    if kernel is LinearKernel.SCALED_MM:
-        # Fast accumulation is that of the tensor cores alone, which keep about 14 bits.
-        out = torch._scaled_mm(
-            rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False
-        )
-    elif len(rows.values) <= MAX_GATED_ROWS:
+    if len(rows.values) <= MAX_GATED_ROWS:
         return scaled_gemm(rows, weight, dtype, bias, gated)
-    else:
-        out = scaled_gemm(rows, weight, dtype, bias)
+    out = scaled_gemm(rows, weight, dtype, bias)
     return silu_and_mul(out) if gated else out
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import quantize, to_e4m3
 from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+
+_MM_ROWS = 4
+"""Of what `torch._scaled_mm` takes, rows are a multiple of this: it reads 16 bytes of scales at a time."""
 
 
 class Fp8Rows(NamedTuple):
@@ -31,19 +35,26 @@ class Fp8Rows(NamedTuple):
 
 
 def quantize_rows_ref(
-    x: torch.Tensor, group: int, norm: Norm | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: int,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Plain torch form of `quantize_rows`."""
     total = x
     if norm is not None:
         x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
+    if for_scaled_mm:
+        x = functional.pad(x, (0, 0, 0, -len(x) % _MM_ROWS))
     values, scales, _, _ = quantize(x, 1, group)
-    return Fp8Rows(values, scales, group), total
+    return Fp8Rows(values, scales.T.contiguous().T if for_scaled_mm else scales, group), total
 
 
 @jit
 def _quantize_rows_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, total_ptr, eps, size, x_stride, part_stride,
+    scale_row_stride, scale_group_stride,
     PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -72,11 +83,16 @@ def _quantize_rows_kernel(
     tl.store(out_ptr + row * size + offsets, to_e4m3(x / scales[:, None], NATIVE), mask=mask)
     num_groups = tl.cdiv(size, GROUP)
     numbers = first_group + tl.arange(0, GROUPS)
-    tl.store(scale_ptr + row * num_groups + numbers, scales, mask=numbers < num_groups)
+    scale_offsets = row * scale_row_stride + numbers.to(tl.int64) * scale_group_stride
+    tl.store(scale_ptr + scale_offsets, scales, mask=numbers < num_groups)
 
 
 def quantize_rows(
-    x: torch.Tensor, group: int, norm: Norm | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: int,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Return x, or RMSNorm(x + residual), in e4m3, and `x + residual`, as `rms_norm` does.
 
@@ -85,22 +101,31 @@ def quantize_rows(
         group: inputs that share a scale: `size`, or a power of two.
         norm: RMSNorm before, or None.
         residual: [num_rows, size], or None for zero; only with a norm.
+        for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are a multiple of 4,
+            of which the last may have any values.
     """
     if not uses_triton(x.device):
-        return quantize_rows_ref(x, group, norm, residual)
-    return quantize_rows_triton(x, group, norm, residual)
+        return quantize_rows_ref(x, group, norm, residual, for_scaled_mm)
+    return quantize_rows_triton(x, group, norm, residual, for_scaled_mm)
 
 
 def quantize_rows_triton(
-    x: torch.Tensor, group: int, norm: Norm | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: int,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Compute `quantize_rows` by the kernel."""
     num_rows, size = x.shape[-2:]
     parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
-    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    made_rows = num_rows + -num_rows % _MM_ROWS if for_scaled_mm else num_rows
+    values = torch.empty(made_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     num_groups = -(-size // group)
-    scales = torch.empty(num_rows, num_groups, dtype=torch.float32, device=x.device)
+    shape = (num_groups, made_rows) if for_scaled_mm else (made_rows, num_groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scales = scales.T if for_scaled_mm else scales
     total = x
     if residual is not None or parts > 1:
         total = torch.empty(num_rows, size, dtype=dtype, device=x.device)
@@ -109,8 +134,9 @@ def quantize_rows_triton(
     groups = triton.next_power_of_2(num_groups if norm is not None else min(num_groups, max(1, 1024 // width)))
     _quantize_rows_kernel[(num_rows, triton.cdiv(num_groups, groups))](
         x, residual, None if norm is None else norm.weight, values.view(torch.uint8), scales, total,
-        0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), PARTS=parts, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, GROUPS=groups, GROUP=width, NATIVE=converts_e4m3(x.device),
+        0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), scales.stride(0), scales.stride(1),
+        PARTS=parts, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, GROUPS=groups, GROUP=width,
+        NATIVE=converts_e4m3(x.device),
         num_warps=min(8, max(1, groups * width // 512)), **pdl_options(x.device),
     )  # fmt: skip
     return Fp8Rows(values, scales, group), total

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,32 @@ def test_what_ends_and_is_overwritten_in_the_same_step_is_saved_before() -> None
         check_engine(engine)
     stats = engine.stats()
     assert stats["num_lost_blocks"] == 0 and stats["num_saved_blocks"] > 10, stats
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (8.0, 1)])
+def test_what_is_loaded_delays_running_sequences_by_one_at_a_time(seconds: float, most: int) -> None:
+    engine, runner = make_engine(
+        pipeline_depth=1, block_size=4, num_blocks=30, max_num_seqs=8, num_host_slots=60, max_model_len=64
+    )
+    runner.num_ready_slots = 60
+    host = engine.block_manager.host
+    assert host is not None
+    documents = [[i] * 17 for i in range(4)]
+    # The last one overwrites what the others have computed.
+    for prompt in (*documents, [9] * 60, [8] * 60):
+        engine.add_request(prompt, greedy(1))
+        while not engine.is_finished():
+            engine.step()
+    engine.add_request([8], greedy(12))
+    engine.step()
+    begun, host._link_free_at = len(runner.batches), time.monotonic() + seconds
+    for prompt in documents:
+        engine.add_request(prompt, greedy(1))
+    while not engine.is_finished():
+        engine.step()
+        check_engine(engine)
+    loaded = [sum(move.kind == "load" for move in batch.transfers) // 4 for batch in runner.batches[begun:]]
+    assert sum(loaded) == 4 and max(loaded) == most, loaded
 
 
 @dataclass

@@ -98,6 +98,10 @@ class HostCache:
             self._computed_at = computed_at
         return pays
 
+    def is_link_busy(self) -> bool:
+        """Whether the link has more to copy than it can in a step."""
+        return self._link_free_at > time.monotonic() + self._memory.step_seconds
+
     def identity(self, key: BlockKey) -> int | None:
         """Return the identity by which others follow a block that has a copy."""
         copy = self._copies.get(key)

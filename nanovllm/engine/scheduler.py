@@ -307,6 +307,9 @@ class Scheduler:
         while self._budget and (seq := prefilling.pop(0) if prefilling else self._admit(batch)) is not None:
             if self.block_manager.loads.has_blocks_of(seq):
                 loading.append(seq)
+                if (host := self.block_manager.host) is not None and host.is_link_busy():
+                    # What more would load delays the step after this one, in which others have their next tokens.
+                    break
                 continue
             self._schedule_chunk(seq, batch)
             if seq.is_prefill:

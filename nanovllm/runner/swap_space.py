@@ -19,6 +19,7 @@ from nanovllm.runner.messages import HostMemory, NewRequest, PromptChunk, Schedu
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
+"""How much is copied to measure the link."""
 _CUDA_TOKENS = 2304, 1
 """Prompt tokens of a large step, more than a captured one has, so that none is captured for this; of a small one."""
 _CPU_TOKENS = 8, 1
@@ -125,13 +126,14 @@ def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
 
 
 def _link_rate(page: torch.Tensor) -> float:
-    """Return the bytes a second that are copied between a cache and the host's memory."""
-    on_device = page.view(-1)[: _LINK_BYTES // page.element_size()]
+    """Return the bytes a second that are copied between a cache and the host's memory, a block's page at a time."""
+    on_device = page[: max(1, _LINK_BYTES // page[0].nbytes)]
     is_cuda = page.device.type == "cuda"
     on_host = torch.empty(on_device.shape, dtype=page.dtype, pin_memory=is_cuda)
 
     def copy() -> None:
-        on_host.copy_(on_device, non_blocking=is_cuda)
+        for source, destination in zip(on_device, on_host, strict=True):
+            destination.copy_(source, non_blocking=is_cuda)
         if is_cuda:
             torch.cuda.synchronize(page.device)
 

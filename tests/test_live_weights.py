@@ -265,6 +265,30 @@ def test_requests_that_were_paused_are_computed_again_after_a_sleep(live: LLM) -
     assert [done[i].outputs[0].token_ids for i in ids] == want
 
 
+def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Path, Path]) -> None:
+    with LLM(pair[0], max_num_seqs=3, **SETTINGS) as llm:
+        begun = llm.add_request(PREFIX[:10], SamplingParams(0, 20, ignore_eos=True))
+        several = llm.add_request(PREFIX, SamplingParams(1.0, 20, n=3, seed=0, ignore_eos=True))
+        for _ in range(3):
+            llm.step()
+        llm.pause()
+        llm.load_weights(pair[1])
+        assert not llm.reset_prefix_cache()
+        llm.resume()
+        # The last output begins while another one has blocks of their prompt, of the old weights.
+        llm.llm_engine.stop([(several, 0)])
+        done: dict[int, Any] = {}
+        while not llm.is_finished():
+            llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
+            done.update(llm.step().finished)
+        # The first block has keys of both weights.
+        prompts = [PREFIX[:10] + done[begun].outputs[0].token_ids, [*PREFIX, 3]]
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    with LLM(pair[1], **SETTINGS) as fresh:
+        want = [output.outputs[0].token_ids for output in fresh.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [a == b for a, b in zip(found, want, strict=True)] == [True, True]
+
+
 def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
     params = SamplingParams(0, 2, ignore_eos=True)
     with LLM(pair[0], prefix_cache=str(tmp_path), **SETTINGS) as llm:

@@ -333,6 +333,8 @@ def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **confi
     tensors: dict[str, torch.Tensor] = {}
     generator, merged = torch.Generator().manual_seed(seed), dict(base)
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"):
+        if f"{name}.weight" not in base:
+            continue
         outputs, inputs = base[f"{name}.weight"].shape
         a = torch.randn(4, inputs, generator=generator)
         b = torch.randn(outputs, 4, generator=generator)

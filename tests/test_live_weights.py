@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,35 @@ def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path]
         assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 0
         with pytest.raises(RuntimeError, match="the model has other weights than its folder"):
             llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
+
+
+def test_weights_that_come_while_prefixes_are_saved_end_that(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(pair[0], prefix_cache=str(tmp_path), max_num_batched_tokens=16, max_num_seqs=4, **SETTINGS) as llm:
+        engine = llm.llm_engine
+        run_step, threads = engine.run_step, list[threading.Thread]()
+
+        def change() -> None:
+            llm.pause()
+            with pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"):
+                llm.load_weights(pair[1])
+            llm.resume()
+
+        def step() -> Any:
+            # The prompt has four.
+            if not threads and engine.stats()["num_steps"] == 2:
+                threads.append(threading.Thread(target=change))
+                threads[0].start()
+                while not engine._guard.borrowers:
+                    time.sleep(0.001)
+            return run_step()
+
+        monkeypatch.setattr(engine, "run_step", step)
+        with pytest.raises(RuntimeError, match="the model got other weights than its folder"):
+            llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
+        threads[0].join()
+        assert engine.block_manager.source is None and not list(tmp_path.iterdir())
 
 
 def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:

@@ -59,7 +59,7 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
     specs = [layer.kv_cache_spec(torch.float32) for layer in layers]
     # Keys of another size than values, in another dtype.
     specs[1] = replace(specs[1], key_size=24, dtype=torch.float16)
-    cache = KVCache(layers, specs, SdpaBackend(16), num_blocks=3, block_size=16, device=CPU)
+    cache = KVCache(layers, specs, SdpaBackend(16), torch.zeros(1, dtype=torch.int64), num_blocks=3, block_size=16)
     assert [(*group.keys.shape, *group.values.shape[-2:]) for group in cache.groups.values()] == [
         (2, 3, 16, 2, 8, 2, 8), (1, 3, 16, 1, 24, 1, 8),
     ]  # fmt: skip

@@ -289,6 +289,14 @@ def test_an_engine_clips_only_what_scales_do_not_fit(make_checkpoint: MakeCheckp
     _, scaled, stats = logits_of(fitting, PROMPT, kv_cache_dtype="fp8")
     assert stats["num_clipped_kv"] == 0
     assert 3 * (scaled[0] - exact[0]).abs().mean() < (clipped[0] - exact[0]).abs().mean()
+    with LLM(plain, **SETTINGS, kv_cache_dtype="fp8") as llm:
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
+        once = llm.stats()["num_clipped_kv"]
+        # It counts on with the cache after a sleep.
+        llm.sleep()
+        llm.wake_up()
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
+        assert llm.stats()["num_clipped_kv"] == 2 * once > 0
 
 
 def test_scales_of_heads_go_to_their_ranks(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -212,6 +212,19 @@ def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_tim
     assert len(cache.fetch(seq, 0, 1)) == 1
 
 
+def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Clock) -> None:
+    num_ready = 8
+    cache, blocks = HostCache(HostMemory(8, lambda: num_ready, 1, 1e9, 1.0, 1.0), 4), cached_blocks(list(range(20)))
+    cache.begin_step()
+    assert len(cache.plan_saves(blocks, set(), 0)) == 5
+    cache.clear()
+    num_ready = 2
+    assert [save.destination for save in cache.plan_saves(blocks, set(), 0)] == [0, 1]
+    cache.check_integrity({})
+    cache.rollback()
+    cache.check_integrity({})
+
+
 def test_the_tail_of_a_prefix_is_dropped_before_its_head(clock: Clock) -> None:
     cache = HostCache(HostMemory(5, lambda: 5, 1, 1e9, 1.0, 1.0), 4)
     tokens = list(range(20))

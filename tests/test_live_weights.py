@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,30 @@ def test_requests_that_were_paused_are_computed_again_after_a_sleep(live: LLM) -
     assert [done[i].outputs[0].token_ids for i in ids] == want
 
 
+def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Path, Path]) -> None:
+    with LLM(pair[0], max_num_seqs=3, **SETTINGS) as llm:
+        begun = llm.add_request(PREFIX[:10], SamplingParams(0, 20, ignore_eos=True))
+        several = llm.add_request(PREFIX, SamplingParams(1.0, 20, n=3, seed=0, ignore_eos=True))
+        for _ in range(3):
+            llm.step()
+        llm.pause()
+        llm.load_weights(pair[1])
+        assert not llm.reset_prefix_cache()
+        llm.resume()
+        # The last output begins while another one has blocks of their prompt, of the old weights.
+        llm.llm_engine.stop([(several, 0)])
+        done: dict[int, Any] = {}
+        while not llm.is_finished():
+            llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
+            done.update(llm.step().finished)
+        # The first block has keys of both weights.
+        prompts = [PREFIX[:10] + done[begun].outputs[0].token_ids, [*PREFIX, 3]]
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    with LLM(pair[1], **SETTINGS) as fresh:
+        want = [output.outputs[0].token_ids for output in fresh.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [a == b for a, b in zip(found, want, strict=True)] == [True, True]
+
+
 def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
     params = SamplingParams(0, 2, ignore_eos=True)
     with LLM(pair[0], prefix_cache=str(tmp_path), **SETTINGS) as llm:
@@ -277,6 +302,35 @@ def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path]
         assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 0
         with pytest.raises(RuntimeError, match="the model has other weights than its folder"):
             llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
+
+
+def test_weights_that_come_while_prefixes_are_saved_end_that(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(pair[0], prefix_cache=str(tmp_path), max_num_batched_tokens=16, max_num_seqs=4, **SETTINGS) as llm:
+        engine = llm.llm_engine
+        run_step, threads = engine.run_step, list[threading.Thread]()
+
+        def change() -> None:
+            llm.pause()
+            with pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"):
+                llm.load_weights(pair[1])
+            llm.resume()
+
+        def step() -> Any:
+            # The prompt has four.
+            if not threads and engine.stats()["num_steps"] == 2:
+                threads.append(threading.Thread(target=change))
+                threads[0].start()
+                while not engine._guard.borrowers:
+                    time.sleep(0.001)
+            return run_step()
+
+        monkeypatch.setattr(engine, "run_step", step)
+        with pytest.raises(RuntimeError, match="the model got other weights than its folder"):
+            llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
+        threads[0].join()
+        assert engine.block_manager.source is None and not list(tmp_path.iterdir())
 
 
 def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:
@@ -309,6 +363,8 @@ def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **confi
     tensors: dict[str, torch.Tensor] = {}
     generator, merged = torch.Generator().manual_seed(seed), dict(base)
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"):
+        if f"{name}.weight" not in base:
+            continue
         outputs, inputs = base[f"{name}.weight"].shape
         a = torch.randn(4, inputs, generator=generator)
         b = torch.randn(outputs, 4, generator=generator)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from tests.rank_processes import engine_pids
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
 GREEDY = SamplingParams(0, 8, ignore_eos=True)
@@ -53,7 +57,7 @@ def wanted(new: dict[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(BUNDLED_MODEL, data_parallel_size=2, **SETTINGS) as llm:
+    with LLM(BUNDLED_MODEL, data_parallel_size=2, swap_space=0.01, **SETTINGS) as llm:
         yield llm
 
 
@@ -136,3 +140,24 @@ def test_another_thread_pauses_a_generate(llm: LLM, old: dict[str, Any], mode: A
         llm.generate([[3]], GREEDY, use_tqdm=False)
     llm.resume()
     assert not llm.is_paused
+
+
+def test_a_replica_that_dies_at_rest_holds_nobody_up(
+    llm: LLM, old: dict[str, Any], wanted: tuple[list[Any], Any]
+) -> None:
+    llm.load_weights(old)
+    llm.reset_prefix_cache()
+    llm.pause()
+    llm.sleep()
+    rate = llm.stats()["host_bytes_per_second"]
+    os.kill(engine_pids()[0], signal.SIGKILL)
+    wait_until(lambda: 0 not in engine_pids())
+    with suppress(RuntimeError):
+        # It may not have been missed yet.
+        llm.wake_up()
+    llm.wake_up()
+    llm.resume()
+    assert not llm.is_sleeping and not llm.is_paused
+    with pytest.warns(UserWarning, match="replica 0 of 2 was killed by SIGKILL; its"):
+        assert answers(llm) == wanted[0]
+    assert 0 < llm.stats()["host_bytes_per_second"] < rate

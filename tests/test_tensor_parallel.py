@@ -21,6 +21,7 @@ from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
+from tests.test_live_weights import save_adapter
 
 # Several processes each, on as many cores as there are.
 
@@ -63,17 +64,26 @@ def everything(llm: LLM) -> list[list[tuple[list[int], int]]]:
 
 
 @pytest.mark.parametrize(("model", "size"), [("qwen3", 2), ("qwen2-tied", 3)])
-def test_any_number_of_ranks_says_the_same(make_checkpoint: MakeCheckpoint, model: str, size: int) -> None:
+def test_any_number_of_ranks_says_the_same(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, model: str, size: int
+) -> None:
     folder, other = (make_checkpoint(seed=seed, **MODELS[model]) for seed in (0, 1))
-    # New weights, too, in the engine that lives: from tensors, and from a folder.
+    # New weights, too, in the engine that lives: with an adapter, from tensors, and from a folder.
+    base = load_file(folder / "model.safetensors")
+    num_changed = sum(tensor is not base[name] for name, tensor in save_adapter(tmp_path, base, 1).items())
     weights, prompts = load_file(other / "model.safetensors"), random_prompts((3, 40), seed=3)
 
     def with_others(llm: LLM) -> list[list[tuple[list[int], int]]]:
         runs = []
-        for source in (weights, folder, other):
-            assert llm.load_weights(source, strict=True) == len(weights) and llm.reset_prefix_cache()
+        for source, count in (
+            (tmp_path, num_changed),
+            (weights, len(weights)),
+            (folder, len(weights)),
+            (other, len(weights)),
+        ):
+            assert llm.load_weights(source, strict=True) == count and llm.reset_prefix_cache()
             runs.append(generate(llm, prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)))
-        assert runs[0] == runs[2] != runs[1]
+        assert runs[1] == runs[3] != runs[2] != runs[0]
         return runs
 
     with LLM(folder, **TIGHT) as llm:

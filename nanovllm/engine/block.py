@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanovllm.engine.evicted_prefixes import BlockKey
 
 ROOT_IDENTITY = 0
-"""The identity of the block before a first one; a request's salt, a string, takes its place."""
+"""The identity of the block before a first one; see `BlockManager._root`."""
 
 
 class Block:

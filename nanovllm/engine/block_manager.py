@@ -64,6 +64,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[BlockKey, Block] = {}
         self._identities = count(ROOT_IDENTITY + 1)
+        self._num_resets = 0
         # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
         self._num_gained = 0
         self.source: BlockSource | None = None
@@ -103,6 +104,7 @@ class BlockManager:
             return True
         if self._num_gained < seq.fits_from:
             return False
+        seq.root_identity = self._root(seq.request.cache_salt)
         matched = self._match_prefix(seq)
         num_computed = min(len(matched) * self.block_size, seq.num_tokens - 1)
         first, end = self.held.span(num_computed, seq.num_tokens)
@@ -122,7 +124,7 @@ class BlockManager:
         seq.block_table += [self._take_free_block() for _ in range(num_new)]
         seq.num_released_blocks = first
         seq.num_registered_blocks = len(matched)
-        seq.registered_identity = found[-1].identity if found else _root(seq)
+        seq.registered_identity = found[-1].identity if found else seq.root_identity
         seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
         if self.host is not None:
@@ -171,7 +173,7 @@ class BlockManager:
 
     def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
         """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not."""
-        parent: Identity = ROOT_IDENTITY if salt is None else salt
+        parent = self._root(salt)
         block_ids = []
         for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
             block = self._cached.get((parent, token_ids[start : start + self.block_size].tobytes()))
@@ -193,7 +195,8 @@ class BlockManager:
         seq.num_released_blocks = source.num_released_blocks
         for block_id in seq.block_table[seq.num_released_blocks :]:
             self.blocks[block_id].ref_count += 1
-        seq.num_registered_blocks, seq.registered_identity = 0, _root(seq)
+        seq.root_identity = source.root_identity
+        seq.num_registered_blocks, seq.registered_identity = 0, seq.root_identity
         if seq.num_released_blocks:
             seq.num_registered_blocks = source.num_registered_blocks
             seq.registered_identity = source.registered_identity
@@ -298,20 +301,18 @@ class BlockManager:
     def reset(self) -> bool:
         """Forget the prefix cache; return whether no sequence holds blocks of it.
 
-        Those that do keep them, and nobody else will find them.
+        Those that do keep them, and nobody else will find them, nor what they compute from now on.
         """
-        cached, self._cached = list(self._cached.values()), {}
+        self._num_resets += 1
         self._evicted = None if self._evicted is None else EvictedPrefixes()
         if self.host is not None:
             self.host.clear()
-        for block in cached:
-            assert block.key is not None
+        cached, self._cached = self._cached, {}
+        for key, block in cached.items():
             if block.ref_count:
-                # No block has a negative identity, and so none is the parent.
-                block.key = -block.identity, block.key[1]
-                self._cached[block.key] = block
+                self._cached[key] = block
                 if self._evicted is not None:
-                    self._evicted.on_registered(block.key)
+                    self._evicted.on_registered(key)
             else:
                 block.key = None
         return not self._cached
@@ -342,8 +343,9 @@ class BlockManager:
                 )
             if block.key is not None:
                 assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
-                parent = ROOT_IDENTITY if isinstance(block.key[0], str) else block.key[0]
-                assert block.identity > parent, f"block {block.block_id} is older than its parent"
+                parent = block.key[0]
+                is_older = not isinstance(parent, str) and block.identity <= parent
+                assert not is_older, f"block {block.block_id} is older than its parent"
         assert len(self._cached) == sum(block.key is not None for block in self.blocks)
         identities = {key: block.identity for key, block in self._cached.items()}
         if self._evicted is not None:
@@ -367,7 +369,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         matched: list[Block | None] = []
-        identity = _root(seq)
+        identity = seq.root_identity
         for i in range(seq.max_cached_tokens // self.block_size):
             key = identity, self._block_tokens(seq, i)
             block = self._cached.get(key)
@@ -382,6 +384,10 @@ class BlockManager:
 
     def _block_tokens(self, seq: Sequence, index: int) -> bytes:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+
+    def _root(self, salt: str | None) -> Identity:
+        """Return the identity that first blocks have as their parent, which is another one after a `reset`."""
+        return ROOT_IDENTITY - self._num_resets if salt is None else f"{self._num_resets} {salt}"
 
     def _take_free_block(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -411,9 +417,3 @@ class BlockManager:
             if self._evicted is not None:
                 self._evicted.on_evicted(block.key, block.identity)
             block.key = None
-
-
-def _root(seq: Sequence) -> Identity:
-    """Return the identity that a sequence's first block has as its parent."""
-    salt = seq.request.cache_salt
-    return ROOT_IDENTITY if salt is None else salt

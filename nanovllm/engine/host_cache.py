@@ -160,9 +160,10 @@ class HostCache:
         return oldest.slot
 
     def clear(self) -> None:
-        """Forget all copies, those that are being made as well."""
-        self._free_slots += [copy.slot for copy in self._copies.values()]
+        """Forget all copies, those that are being made as well; which slots have memory is asked again."""
         self._copies.clear()
+        self._free_slots.clear()
+        self._num_used_slots = 0
         for saved in self._unconfirmed:
             saved.clear()
 

@@ -208,7 +208,8 @@ class LLMEngine(ControlledEngine, Unpicklable):
         try:
             yield
         finally:
-            self.block_manager.source = before
+            # Files of prefixes are dropped by new weights, which come between two steps.
+            self.block_manager.source = before if self.has_own_weights else None
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""

@@ -99,6 +99,7 @@ class Sequence:
         "registered_identity",
         "request",
         "request_id",
+        "root_identity",
         "rows",
         "seed",
         "seq_id",
@@ -165,8 +166,9 @@ class Sequence:
         self.num_released_blocks = 0
         # Leading blocks of block_table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
-        # The identity, in the prefix cache, of the last of them.
+        # The identity, in the prefix cache, of the last of them, and what stands before the first.
         self.registered_identity: int | str = 0
+        self.root_identity: int | str = 0
         # Leading tokens that were another sequence's of its request, and are stored.
         self.num_shared_tokens = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.

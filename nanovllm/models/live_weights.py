@@ -152,6 +152,8 @@ class LiveWeights:
         """Add an adapter, which `check_adapter` has passed, to the weights without the one before it."""
         self.take_adapter_out()
         for name, update in read_adapter(folder).items():
+            # Other ranks than the first have checked nothing.
+            self.check(name, update)
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)

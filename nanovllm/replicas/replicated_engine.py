@@ -36,6 +36,8 @@ _WAIT_SECONDS = 0.2
 """How long a step waits for news; signals, and whoever has been woken, are heard at once."""
 _MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
 """Counters of what is now, which a replica that has died has none of."""
+_MOMENTARY_ON_HOST = ("num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second")
+"""Further ones of `swap_space`."""
 
 
 class ReplicatedEngine(Unpicklable):
@@ -113,7 +115,9 @@ class ReplicatedEngine(Unpicklable):
     @property
     def state(self) -> EngineState:
         """What holds up the steps of an engine, of one that is held if any is; see `Engine`."""
-        states = [self._replicas[index].state for index in list(self._placement.shares)] or [EngineState()]
+        # One that has died at rest is missed by the next step, which it must not hold up.
+        alive = [self._replicas[index] for index in list(self._placement.shares)]
+        states = [replica.state for replica in alive if not replica.has_ended] or [EngineState()]
         return next((state for state in states if state.holds_steps), states[0])
 
     @property
@@ -346,7 +350,8 @@ class ReplicatedEngine(Unpicklable):
         if replica.index not in self._placement.shares:
             return
         again = self._placement.lose(replica.index)
-        past = {name: value for name, value in replica.stats.items() if name not in _MOMENTARY}
+        momentary = {*_MOMENTARY, *_MOMENTARY_ON_HOST}
+        past = {name: value for name, value in replica.stats.items() if name not in momentary}
         self._past_stats.update(past)
         cause = replica.exit_text()
         if self._placement.shares:

@@ -46,12 +46,12 @@ class KVCache:
         layers: the attention layers, which get their pages.
         specs: what each of them caches.
         backend: what they attend with.
+        num_clipped: [1] int64 on their device, counts on where a cache before has ended; see `KVScales`.
         num_blocks, block_size: tokens of a block.
-        device: of the cache.
 
     Attributes:
         groups: the pages by what layers cache.
-        num_clipped: [1] int64 of a cache in e4m3, else None; see `KVScales`.
+        num_clipped: that of a cache in e4m3, else None.
         host_blocks: blocks from files by slot, which the next step that loads may load, as `block` has them.
         copies: copy blocks to the host's memory and back; None if they are not kept there.
     """
@@ -61,24 +61,23 @@ class KVCache:
         layers: Sequence[CachedAttention],
         specs: Sequence[KVCacheSpec],
         backend: AttentionBackend,
+        num_clipped: torch.Tensor,
         *,
         num_blocks: int,
         block_size: int,
-        device: torch.device,
     ) -> None:
-        self._layers, self._device = layers, device
+        self._layers, self._device = layers, num_clipped.device
         self.host_blocks: dict[int, list[torch.Tensor]] = {}
         self.copies: BlockCopies | None = None
         self.groups: dict[KVCacheSpec, CacheGroup] = {}
-        self.num_clipped: torch.Tensor | None = None
-        if any(spec.dtype == torch.float8_e4m3fn for spec in specs):
-            self.num_clipped = torch.zeros(1, dtype=torch.int64, device=device)
+        is_e4m3 = any(spec.dtype == torch.float8_e4m3fn for spec in specs)
+        self.num_clipped = num_clipped if is_e4m3 else None
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
         backend.take_specs(specs)
         for spec in dict.fromkeys(specs):
             members = [layer for layer, other in zip(layers, specs, strict=True) if other == spec]
-            group = self.groups[spec] = CacheGroup.zeros(spec, len(members), num_blocks, block_size, device)
+            group = self.groups[spec] = CacheGroup.zeros(spec, len(members), num_blocks, block_size, self._device)
             for layer, k_cache, v_cache in zip(members, group.keys, group.values, strict=True):
                 layer.bind(KVPages(k_cache, v_cache, self._scales(layer)), backend)
 

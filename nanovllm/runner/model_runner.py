@@ -97,6 +97,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             self._compile_kernels(compilers)
             self.num_kvcache_blocks = self._measure_cache(free_before)
             self._free()
+            self._num_clipped.zero_()
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             if config.swap_space:
@@ -115,15 +116,15 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
     def _make_backend(self) -> None:
         """Make what the model's layers attend with."""
         config, self.shard = self.config, self.model.shard
-        specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
-        self.kv_window = common_window(specs)
+        self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
+        self.kv_window = common_window(self.kv_specs)
         self.backend = make_backend(
             config.attention_backend,
             self.device,
             self.dtype,
             config.kvcache_block_size,
             self.shard.heads.size,
-            specs,
+            self.kv_specs,
             num_slots=config.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
             all_reduce_min=self._all_reduce_min,
@@ -144,14 +145,14 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled)
+        self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(self.model_config.vocab_size, self.device, config.logprobs_mode)
 
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
         block_size, layers = self.config.kvcache_block_size, self.model.attention_layers
-        specs = [layer.kv_cache_spec(self.kv_dtype) for layer in layers]
         self.kv_cache = KVCache(
-            layers, specs, self.backend, num_blocks=num_blocks, block_size=block_size, device=self.device
+            layers, self.kv_specs, self.backend, self._num_clipped, num_blocks=num_blocks, block_size=block_size
         )
         if self.host_memory is not None:
             keep_blocks(self.kv_cache, self.host_memory.num_slots)
@@ -258,13 +259,12 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
 
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
-        builder = self.batch_builder
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
         self.kv_cache.begin_step(batch)
-        exact, plan = builder.plan(batch)
+        exact, plan = self.batch_builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
-        return builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
+        return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
@@ -369,7 +369,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self._drop_graphs()
         self._free()
         self._unload()
-        del self.batch_builder, self.sampling, self._sampled, self._output_buffers
+        del self.batch_builder, self.sampling, self._sampled, self._output_buffers, self._num_clipped
         if self.is_cuda:
             with self._device_guard():
                 torch.cuda.empty_cache()

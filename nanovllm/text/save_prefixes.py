@@ -22,6 +22,9 @@ def save_prefixes(
         files: of the engine's model.
         requests: one token each.
         use_tqdm: show a progress bar.
+
+    Raises:
+        RuntimeError: the engine got other weights meanwhile.
     """
     saved: set[bytes] = set()
     with client.driving(), engine.block_source(files):
@@ -29,6 +32,8 @@ def save_prefixes(
         for request in tqdm(requests, desc="Saving", unit="prompt", disable=not use_tqdm):
             for _ in stream_requests(client, [request]):
                 pass
+            if not engine.has_own_weights:
+                raise RuntimeError("the model got other weights than its folder, which files of prefixes belong to")
             block_ids = engine.block_manager.prefix_blocks(request.token_ids, request.cache_salt)
             digests = files.digests(request.token_ids, request.cache_salt, len(block_ids))
             files.write(digests, block_ids)

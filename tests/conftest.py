@@ -25,8 +25,8 @@ torch.set_num_threads(1)
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Tests of a GPU look at its memory, and so have it to themselves."""
-    return 0 if torch.cuda.is_available() else 2
+    """Tests of a GPU look at its memory, and so have it to themselves; others often wait for processes of theirs."""
+    return 0 if torch.cuda.is_available() else 3
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

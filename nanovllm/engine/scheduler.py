@@ -240,7 +240,9 @@ class Scheduler:
 
     def fail_in_flight(self) -> list[Sequence]:
         """Drop every sequence in a step that has no result yet, and all that such steps put into the prefix cache."""
-        failed = [seq for seq in self.sequences if seq.status is not SequenceStatus.WAITING or seq.num_in_flight]
+        waiting = SequenceStatus.WAITING
+        # What waits has blocks if it could not be admitted because some of them could not be read.
+        failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_table]
         self.abort([seq.seq_id for seq in failed])
         self.block_manager.rollback()
         return failed
@@ -392,6 +394,7 @@ class Scheduler:
             self._free(seq)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
+            self.block_manager.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         # They refer to one another, and would wait for the garbage collector.

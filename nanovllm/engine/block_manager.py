@@ -149,9 +149,8 @@ class BlockManager:
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
 
     def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
-        """Return what the step being planned saves; see `HostCache.plan_saves`."""
-        if self.host is None:
-            return []
+        """Return what the step being planned saves in the host's memory; see `HostCache.plan_saves`."""
+        assert self.host is not None
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
         return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
 
@@ -159,7 +158,7 @@ class BlockManager:
         """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted.
 
         Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
-        them.
+        them. A sequence's are saved first ones first, so that with the last one all are.
         """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
@@ -167,7 +166,6 @@ class BlockManager:
             return
         for seq in reversed(running):
             registered = [self.blocks[block_id] for block_id in seq.block_table[: seq.num_registered_blocks]]
-            # They are saved first ones first.
             if registered and (key := registered[-1].key) is not None and key not in host:
                 yield from registered
 

@@ -150,7 +150,8 @@ class BlockManager:
 
     def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
         """Return what the step being planned saves in the host's memory; see `HostCache.plan_saves`."""
-        assert self.host is not None
+        if self.host is None:
+            return []
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
         return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
 

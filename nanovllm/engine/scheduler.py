@@ -160,8 +160,7 @@ class Scheduler:
             self._begin_decoding(seq, batch.number + 1)
         if self.block_manager.loads:
             batch.transfers += self.block_manager.loads.take()
-        if self.block_manager.host is not None:
-            batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
+        batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
         return batch
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
@@ -300,6 +299,9 @@ class Scheduler:
     ) -> list[Sequence]:
         """Plan chunks of admitted prompts, then of waiting ones, while there is budget; see `_schedule_chunks`.
 
+        What loads more than the link copies in a step is the last: the next step, in which others have their next
+        tokens, waits for it.
+
         Args:
             prefilling: the admitted ones; what is left of them is in `_prefilling` afterwards.
             loading: takes those that wait for blocks.
@@ -310,7 +312,6 @@ class Scheduler:
             if self.block_manager.loads.has_blocks_of(seq):
                 loading.append(seq)
                 if (host := self.block_manager.host) is not None and host.is_link_busy():
-                    # What more would load delays the step after this one, in which others have their next tokens.
                     break
                 continue
             self._schedule_chunk(seq, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.rope_config import RopeConfig
 from nanovllm.runner import host_blocks, memory
 from nanovllm.runner.block_copies import BlockCopies
-from nanovllm.runner.kv_cache import KVCache
+from nanovllm.runner.kv_cache import CacheGroup, KVCache
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
 
@@ -51,6 +53,19 @@ def test_ranks_on_the_cpu_share_what_one_would_take(monkeypatch: pytest.MonkeyPa
     three = Communicator()
     three.size = 3
     assert num_blocks(Communicator(), block_bytes=100) == 30 and num_blocks(three, block_bytes=100) == 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_cache_on_the_cpu_takes_memory_where_it_is_used() -> None:
+    layer = Attention(2, 128, 1e-6, RotaryEmbedding(128, RopeConfig(1e4)))
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    group = CacheGroup.zeros(layer.kv_cache_spec(torch.bfloat16), 2, 2**16, 16, CPU)
+    assert group.keys.nbytes == group.values.nbytes == 2**30 and resident_bytes() < before + 2**28
+    assert not group.keys[:, -1].any() and not group.values[:, -1].any()
 
 
 def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypatch: pytest.MonkeyPatch) -> None:

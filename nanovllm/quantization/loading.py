@@ -150,5 +150,6 @@ class LoadableModule(nn.Module):
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Give the parameters memory, not yet filled; `dtype` is that of the model's activations."""
         for name, param in list(self.named_parameters(recurse=False)):
-            values = torch.empty_like(param, dtype=dtype, device=device)
+            # Of a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
+            values = torch.empty(param.shape, dtype=dtype, device=device)
             setattr(self, name, nn.Parameter(values, requires_grad=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
@@ -34,9 +35,16 @@ class CacheGroup:
         """Allocate the pages; filled, because a masked key still meets a product, and garbage may be NaN."""
         shape = num_layers, num_blocks, block_size, spec.num_kv_heads
         rows = num_layers * num_blocks * block_size * spec.num_kv_heads
-        flat = torch.zeros(rows * (spec.key_size + spec.value_size), dtype=spec.dtype, device=device)
+        flat = _zeros(rows * (spec.key_size + spec.value_size), spec.dtype, device)
         keys, values = flat.split([rows * spec.key_size, rows * spec.value_size])
         return cls(keys.view((*shape, spec.key_size)), values.view((*shape, spec.value_size)))
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # NumPy asks the system for zeros, which gives a page when it is used; to fill 1 GiB takes up to 2 s.
+    return torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)
 
 
 class KVCache:

@@ -32,6 +32,7 @@ from nanovllm.models.source_slices import SourceParameters
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
+from nanovllm.utils.remote import is_url, weights_place
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -60,6 +61,10 @@ class TransformersForCausalLM(LoadableCausalLM):
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(config.seed or 0)
                 self.head = self._made(self.config.hf, dtype)
+        elif is_url(place := weights_place(folder)):
+            raise ValueError(
+                f"{self._class.__name__} by transformers' code cannot stream {place!r}: copy it to a folder"
+            )
         else:
             self.head = self._read(folder, dtype)
         self.head.eval().requires_grad_(False)

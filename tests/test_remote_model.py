@@ -73,6 +73,13 @@ def test_weights_are_streamed(
     assert not list(Path(resolve_model("memory://model", None)).glob("*.safetensors")), "weights are not copied"
 
 
+def test_load_weights_takes_a_url(memory: Any, checkpoint: Path) -> None:
+    with LLM(checkpoint, device="cpu", max_model_len=64) as llm:
+        assert llm.load_weights("memory://model") == len(load_file(checkpoint / "model.safetensors"))
+        with pytest.raises(ValueError, match="memory://absent"):
+            llm.load_weights("memory://absent")
+
+
 def test_two_ranks_stream_the_same_weights(checkpoint: Path) -> None:
     assert tokens(f"file://{checkpoint}", tensor_parallel_size=2) == tokens(checkpoint)
 

@@ -61,10 +61,6 @@ class TransformersForCausalLM(LoadableCausalLM):
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(config.seed or 0)
                 self.head = self._made(self.config.hf, dtype)
-        elif is_url(place := weights_place(folder)):
-            raise ValueError(
-                f"{self._class.__name__} by transformers' code cannot stream {place!r}: copy it to a folder"
-            )
         else:
             self.head = self._read(folder, dtype)
         self.head.eval().requires_grad_(False)
@@ -124,6 +120,8 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
+        if is_url(place := weights_place(folder)):
+            raise ValueError(f"transformers' code cannot stream {place!r}, which {self._class.__name__} needs: copy it")
         options = {"dtype": dtype, "attn_implementation": PROBED, "use_safetensors": True, "output_loading_info": True}
         # Which are refused here, by name.
         options["ignore_mismatched_sizes"] = True

@@ -51,7 +51,8 @@ class EngineControl:
 
         Args:
             weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
-                with safetensors, which fsspec may open (`s3://`). They may be on any device, and of any plain float dtype. A tied head is ignored.
+                with safetensors, which fsspec may open (`s3://`).
+                They may be on any device, and of any plain float dtype. A tied head is ignored.
                 A folder of a PEFT adapter (LoRA) is merged into the weights, in the place of the one before it; it is
                 taken out again by `unload_adapter`, and by other weights.
             strict: refuse to leave a tensor of the model as it was.

@@ -10,7 +10,9 @@ from xxhash import xxh3_128
 
 from nanovllm.config import Config
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.remote_tensors import RemoteFile
 from nanovllm.models.stored_tensors import weight_files
+from nanovllm.utils.remote import is_url
 
 _SAMPLED_BYTES = 4096
 """Read of each tensor, since files of gigabytes take long: two checkpoints of one shape differ in most elements."""
@@ -40,6 +42,12 @@ def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: 
 
 def _add_samples(digest: xxh3_128, file: str) -> None:
     """Add a safetensors file's size, header, and samples of its tensors to a digest."""
+    if is_url(file):
+        remote = RemoteFile(file)
+        digest.update(b"%d " % remote.size + remote.header[8:])
+        for sample in remote.samples(_SAMPLED_BYTES):
+            digest.update(sample)
+        return
     with open(file, "rb") as opened:
         length = opened.read(8)
         header = opened.read(int.from_bytes(length, "little"))

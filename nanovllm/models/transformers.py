@@ -32,6 +32,7 @@ from nanovllm.models.source_slices import SourceParameters
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
+from nanovllm.utils.remote import is_url, weights_place
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -119,6 +120,8 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
+        if is_url(place := weights_place(folder)):
+            raise ValueError(f"transformers' code cannot stream {place!r}, which {self._class.__name__} needs: copy it")
         options = {"dtype": dtype, "attn_implementation": PROBED, "use_safetensors": True, "output_loading_info": True}
         # Which are refused here, by name.
         options["ignore_mismatched_sizes"] = True

@@ -40,7 +40,7 @@ def read_model_files(config: Config) -> ModelFiles:
     Raises:
         ValueError: the model cannot be had or is not supported.
     """
-    folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+    folder = resolve_model(config.model, config.revision, config.load_format != "dummy", config.trust_remote_code)
     model_config = ModelConfig.from_folder(folder, config.trust_remote_code, config.model_impl)
     if config.enable_expert_parallel:
         model_config = model_config.with_expert_parallel()

@@ -75,7 +75,9 @@ class FrontEnds:
         self._config, self._settings, self._size = config, settings, size
         # It keeps the port, and listens to nothing.
         self._place = _bound(settings.host, settings.port)
-        self._folder = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+        self._folder = resolve_model(
+            config.model, config.revision, config.load_format != "dummy", config.trust_remote_code
+        )
         self._engines = EngineProcesses(config)
         # Without a name; front ends inherit it.
         self._memory = tempfile.TemporaryFile()  # noqa: SIM115

@@ -14,6 +14,7 @@ from nanovllm.models.tensor_files import write_tensors
 from nanovllm.outputs import StepResult
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.checks import check_bool
+from nanovllm.utils.remote import is_url
 
 _POLL_SECONDS = 0.005
 
@@ -50,7 +51,8 @@ class EngineControl:
 
         Args:
             weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
-                with safetensors. They may be on any device, and of any plain float dtype. A tied head is ignored.
+                with safetensors, which fsspec may open (`s3://`).
+                They may be on any device, and of any plain float dtype. A tied head is ignored.
                 A folder of a PEFT adapter (LoRA) is merged into the weights, in the place of the one before it; it is
                 taken out again by `unload_adapter`, and by other weights.
             strict: refuse to leave a tensor of the model as it was.
@@ -70,12 +72,12 @@ class EngineControl:
         """
         check_bool("strict", strict)
         given = os.fspath(weights) if isinstance(weights, str | os.PathLike) else weights
-        if isinstance(given, str) and not os.path.isdir(given):
+        if isinstance(given, str) and not is_url(given) and not os.path.isdir(given):
             raise ValueError(f"weights: {given!r} is no folder")
         engine = self.engine_client.engine
         engine.state.require_no_requests("load_weights", engine.request_ids)
         if isinstance(given, str):
-            return self._load(os.path.abspath(given), strict)
+            return self._load(given if is_url(given) else os.path.abspath(given), strict)
         pairs = given.items() if isinstance(given, Mapping) else given
         if engine.is_in_process:
             return self._load(pairs, strict)

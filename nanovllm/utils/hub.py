@@ -7,21 +7,29 @@ import os
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from nanovllm.utils.remote import fetch_small_files, is_url
+
 _CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
+_CODE_FILES = ["*.py"]
 
 
-def resolve_model(model: str, revision: str | None, weights: bool = True) -> str:
+def resolve_model(model: str, revision: str | None, weights: bool = True, code: bool = False) -> str:
     """Return the folder of a model: `model` itself, or a Hub snapshot, downloaded unless `HF_HUB_OFFLINE` is set.
 
+    Of a folder that fsspec opens, all but the weights is copied; these are read where they are.
+
     Args:
-        model: a folder or a Hub id.
+        model: a folder, a URL of one, or a Hub id.
         revision: branch, tag or commit of a Hub id.
         weights: whether to fetch the weights, or only config and tokenizer.
+        code: whether to fetch the Python files of a URL; those of a Hub id transformers fetches.
 
     Raises:
         ValueError: `model` is neither a folder nor a Hub id that can be downloaded or is cached.
     """
+    if is_url(model):
+        return fetch_small_files(model.rstrip("/"), _CONFIG_FILES + (_CODE_FILES if code else []))
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return path

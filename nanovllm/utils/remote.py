@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from fnmatch import fnmatch
+from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 from nanovllm.utils.extras import install_hint
+
+_POINTER = "weights.url"
+"""In a folder of a remote model's small files: where its weights are."""
 
 
 def is_url(path: str) -> bool:
@@ -25,3 +34,45 @@ def filesystem(path: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; {install_hint('remote')}") from error
     return found
+
+
+def fetch_small_files(url: str, patterns: list[str]) -> str:
+    """Copy a remote folder's files of some names to a folder, removed when this process ends; return the folder.
+
+    Every process of this host may read it, and finds the weights by `weights_place`.
+
+    Raises:
+        ValueError: there is no such folder, or it cannot be read.
+    """
+    source, path = filesystem(url)
+    folder = tempfile.mkdtemp(prefix="nanovllm-model-")
+    # Unlike atexit's, also called where multiprocessing has started the process.
+    Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
+    try:
+        for name in list_names(url):
+            if any(fnmatch(name, pattern) for pattern in patterns):
+                source.get_file(f"{path}/{name}", os.path.join(folder, name))
+    except OSError as error:
+        raise ValueError(f"model folder {url!r} cannot be read: {error}") from error
+    Path(folder, _POINTER).write_text(url, encoding="utf-8")
+    return folder
+
+
+def list_names(url: str) -> list[str]:
+    """Return the names in a remote folder.
+
+    Raises:
+        ValueError: there is no such folder, or it cannot be read.
+    """
+    source, path = filesystem(url)
+    try:
+        found = source.ls(path, detail=False)
+    except OSError as error:
+        raise ValueError(f"model folder {url!r} cannot be read: {error}") from error
+    return [str(name).rstrip("/").rsplit("/", 1)[-1] for name in found]
+
+
+def weights_place(folder: str) -> str:
+    """Return where a folder's weights are: the folder itself, or a URL."""
+    pointer = Path(folder, _POINTER)
+    return folder if is_url(folder) or not pointer.is_file() else pointer.read_text(encoding="utf-8")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -16,123 +14,50 @@ from torch.multiprocessing import get_context
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import symmetric_communicator as symmetric
-from nanovllm.distributed.communicator import find_store, open_store
+from nanovllm.distributed.communicator import open_store
 from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
 from nanovllm.runner import model_runner, prompt_outputs
 from nanovllm.runner.step_limits import step_limits
+from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, part_of, run_rank
+from tests.server_process import PATIENCE_SECONDS
 from tests.test_all_reduce_rms_norm import make_buffer
 from tests.test_kernels import GPU
 
-NUM_RANKS = 2
-SIZE, MAX_ROWS = 64, 16
-CALLS = 5
-"""Of a step."""
-LIMITS = StepLimits(CALLS, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
-
-
-class Move(NamedTuple):
-    """A step: the rows of each call, and the step's number if it does not follow the one before; -1 for the last."""
-
-    rows: tuple[int, ...]
-    number: int | None = None
-
-
 MANY, FEW = Move((8,) * CALLS), Move((1,) * CALLS)
+# If numbers were of 32 bits and 65,535 to a step, call 1 of step 65,537 would have 0, and call 3 of step 65,540 that of
+# call 2 of step 3, which was the last to send the rows that it receives.
+AFTER_MANY = [
+    *[MANY, MANY, Move((8, 8, 8, 1, 1)), Move(FEW.rows, number=65_530), *[FEW] * 6],
+    *[Move((1, 16, 1, 1, 1)), FEW, FEW, Move((1, 1, 1, 8, 1))],
+]
+# After the last number comes the first again.
+AT_THE_LAST = [*[MANY] * 3, Move(FEW.rows, number=-1), *[MANY] * 3]
 
 
-class HostMemory:
-    """`PeerMemory` in memory that processes on the CPU share."""
-
-    def __init__(self, memory: torch.Tensor, rank: int) -> None:
-        self.addresses = [part.data_ptr() for part in memory]
-        self._own = memory[rank]
-        self._rank = rank
-
-    def synchronize(self) -> None:
-        """Kernels have run when their launches return."""
-
-    def clear(self) -> None:
-        # Rank 0 sends before rank 1 has done this, unless it waits.
-        time.sleep(0.3 * self._rank)
-        self._own.zero_()
-
-
-def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
-    """What a rank adds to a sum; whole numbers, so that sums are exact."""
-    generator = torch.Generator().manual_seed(CALLS * step + call)
-    return torch.randint(-99, 99, (NUM_RANKS, num_rows, SIZE), generator=generator).float()[rank]
-
-
-def run_rank(rank: int, port: int, memory: torch.Tensor, moves: list[Move], file: str) -> None:
-    """Be a rank, and write down all sums and tokens."""
-    replaced: dict[str, Any] = {
-        "PeerMemory": lambda *_: HostMemory(memory, rank),
-        "_WORD_BYTES": 2**12,
-        "_ROW_BYTES": 2**17,
-    }
-    with mock.patch.multiple(symmetric, **replaced):
-        store: Any = find_store(port, NUM_RANKS)
-        communicator = SymmetricCommunicator(rank, NUM_RANKS, torch.device("cpu"), store, LIMITS)
-    assert communicator._buffer.num_bytes <= memory.shape[1]
-    weight, results = torch.ones(SIZE), []
-    for step, move in enumerate(moves):
-        if move.number is not None:
-            number = communicator._buffer.max_steps if move.number == -1 else move.number
-            communicator._num_steps = number - 1
-            communicator._buffer.step.fill_(communicator._num_steps)
-        communicator.prepare_step()
-        communicator.begin_step()
-        for call, num_rows in enumerate(move.rows):
-            # Rank 0 comes first, and finds what was there before.
-            time.sleep(0.01 * rank)
-            x = part_of(rank, step, call, num_rows)
-            results.append(communicator.all_reduce_rms_norm(x, weight, 1e-6, None)[1])
-        time.sleep(0.01 * rank)
-        scores, tokens = torch.tensor([[1.0, 3.0], [2.0, 3.0]])[rank], torch.tensor([step + 10 * rank, step + rank])
-        results.append(communicator.all_reduce_argmax(scores, tokens))
-    torch.save(results, file)
-
-
-def run_ranks(tmp_path: Path, moves: list[Move]) -> None:
-    """Run the ranks and check every sum and every token."""
-    store: TCPStore = open_store(NUM_RANKS)
-    memory = torch.zeros(NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
+@pytest.mark.skipif(GPU, reason="kernels are compiled where there is a GPU, and run there alone")
+def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path) -> None:
+    runs = [AFTER_MANY, AT_THE_LAST]
+    stores: list[TCPStore] = [open_store(NUM_RANKS) for _ in runs]
+    memory = torch.zeros(len(runs), NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
     context = get_context("spawn")
     processes: list[BaseProcess] = []
     files = [str(tmp_path / f"{rank}") for rank in range(NUM_RANKS)]
     for rank, file in enumerate(files):
-        processes.append(context.Process(target=run_rank, args=(rank, store.port, memory, moves, file), daemon=True))
+        args = rank, [store.port for store in stores], memory, runs, file
+        processes.append(context.Process(target=run_rank, args=args, daemon=True))
         processes[-1].start()
     for process in processes:
-        process.join(100)
+        process.join(PATIENCE_SECONDS)
         assert process.exitcode == 0
-    results = [iter(torch.load(file)) for file in files]
-    for step, move in enumerate(moves):
-        for call, num_rows in enumerate(move.rows):
-            exact = part_of(0, step, call, num_rows) + part_of(1, step, call, num_rows)
-            for rank, result in enumerate(results):
-                assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
-        for result in results:
-            assert next(result).tolist() == [step + 10, step]
-
-
-@pytest.mark.skipif(GPU, reason="kernels are compiled where there is a GPU, and run there alone")
-@pytest.mark.parametrize(
-    "moves",
-    [
-        # If numbers were of 32 bits and 65,535 to a step, call 1 of step 65,537 would have 0, and call 3 of step 65,540
-        # that of call 2 of step 3, which was the last to send the rows that it receives.
-        [
-            *[MANY, MANY, Move((8, 8, 8, 1, 1)), Move(FEW.rows, number=65_530), *[FEW] * 6],
-            *[Move((1, 16, 1, 1, 1)), FEW, FEW, Move((1, 1, 1, 8, 1))],
-        ],
-        # After the last number comes the first again.
-        [*[MANY] * 3, Move(FEW.rows, number=-1), *[MANY] * 3],
-    ],
-    ids=["after 65,530 steps", "at the last step"],
-)
-def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path, moves: list[Move]) -> None:
-    run_ranks(tmp_path, moves)
+    for moves, results in zip(runs, zip(*map(torch.load, files), strict=True), strict=True):
+        found = [iter(result) for result in results]
+        for step, move in enumerate(moves):
+            for call, num_rows in enumerate(move.rows):
+                exact = part_of(0, step, call, num_rows) + part_of(1, step, call, num_rows)
+                for rank, result in enumerate(found):
+                    assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
+            for result in found:
+                assert next(result).tolist() == [step + 10, step]
 
 
 def test_the_numbers_of_a_step_are_positive_and_follow_those_of_the_step_before() -> None:

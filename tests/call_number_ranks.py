@@ -1,0 +1,86 @@
+"""What every rank does in `test_call_numbers.py`, in a process that imports no more than it needs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from nanovllm.distributed import symmetric_communicator as symmetric
+from nanovllm.distributed.communicator import find_store
+from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
+
+NUM_RANKS = 2
+SIZE, MAX_ROWS = 64, 16
+CALLS = 5
+"""Of a step."""
+LIMITS = StepLimits(CALLS, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
+
+
+class Move(NamedTuple):
+    """A step: the rows of each call, and the step's number if it does not follow the one before; -1 for the last."""
+
+    rows: tuple[int, ...]
+    number: int | None = None
+
+
+class HostMemory:
+    """`PeerMemory` in memory that processes on the CPU share."""
+
+    def __init__(self, memory: torch.Tensor, rank: int) -> None:
+        self.addresses = [part.data_ptr() for part in memory]
+        self._own = memory[rank]
+        self._rank = rank
+
+    def synchronize(self) -> None:
+        """Kernels have run when their launches return."""
+
+    def clear(self) -> None:
+        # Rank 0 sends before rank 1 has done this, unless it waits.
+        time.sleep(0.3 * self._rank)
+        self._own.zero_()
+
+
+def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
+    """What a rank adds to a sum; whole numbers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(CALLS * step + call)
+    return torch.randint(-99, 99, (NUM_RANKS, num_rows, SIZE), generator=generator).float()[rank]
+
+
+def run_rank(rank: int, ports: list[int], memory: torch.Tensor, runs: list[list[Move]], file: str) -> None:
+    """Be a rank in one run after the other, each with memory of its own, and write down all sums and tokens."""
+    results = []
+    for port, part, moves in zip(ports, memory, runs, strict=True):
+        results.append(_run(rank, port, part, moves))
+    torch.save(results, file)
+
+
+def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[torch.Tensor]:
+    replaced: dict[str, Any] = {
+        "PeerMemory": lambda *_: HostMemory(memory, rank),
+        "_WORD_BYTES": 2**12,
+        "_ROW_BYTES": 2**17,
+    }
+    with mock.patch.multiple(symmetric, **replaced):
+        store: Any = find_store(port, NUM_RANKS)
+        communicator = SymmetricCommunicator(rank, NUM_RANKS, torch.device("cpu"), store, LIMITS)
+    assert communicator._buffer.num_bytes <= memory.shape[1]
+    weight, results = torch.ones(SIZE), []
+    for step, move in enumerate(moves):
+        if move.number is not None:
+            number = communicator._buffer.max_steps if move.number == -1 else move.number
+            communicator._num_steps = number - 1
+            communicator._buffer.step.fill_(communicator._num_steps)
+        communicator.prepare_step()
+        communicator.begin_step()
+        for call, num_rows in enumerate(move.rows):
+            # Rank 0 comes first, and finds what was there before.
+            time.sleep(0.01 * rank)
+            x = part_of(rank, step, call, num_rows)
+            results.append(communicator.all_reduce_rms_norm(x, weight, 1e-6, None)[1])
+        time.sleep(0.01 * rank)
+        scores, tokens = torch.tensor([[1.0, 3.0], [2.0, 3.0]])[rank], torch.tensor([step + 10 * rank, step + rank])
+        results.append(communicator.all_reduce_argmax(scores, tokens))
+    return results

@@ -581,3 +581,19 @@ def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypa
         again, same = fp8_linear.fp8_linear(parts, made.weight, made.bias, made.norm, made.residual, gated)
         assert torch.equal(total, same) or (total - same).abs().max() < 0.01
         assert again.shape == out.shape and (again - out).abs().max() < 0.05 * out.abs().max()
+
+
+def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
+        monkeypatch.setattr(choose, name, lambda device: True)
+
+    def kernel(rows: int, size: tuple[int, int], block: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> str:
+        weight = quantize(torch.ones(size), block[0], block[1] or size[1])
+        return choose.choose_fp8(rows, dtype, weight).name
+
+    assert kernel(65, (256, 1024), (128, 128)) == kernel(65, (256, 1024), (1, 0)) == "SCALED_MM"
+    # Few rows, an output with scales of its own for each block, three blocks of inputs, another dtype.
+    assert kernel(64, (256, 1024), (128, 128)) == kernel(65, (256, 1024), (1, 128)) == "SCALED_GEMM"
+    assert kernel(65, (256, 384), (128, 128)) == kernel(65, (256, 1024), (1, 0), torch.float16) == "SCALED_GEMM"
+    monkeypatch.setattr(choose, "_scales_blocks", lambda device: False)
+    assert kernel(65, (256, 1024), (128, 128)) == "SCALED_GEMM"

@@ -16,6 +16,7 @@ import pytest
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.text import jobs
+from nanovllm.text.read_ahead import ReadAhead
 from tests.null_runner import NullRunner
 
 SETTINGS: dict[str, Any] = {
@@ -276,3 +277,11 @@ def test_an_error_is_not_its_own_cause() -> None:
                 assert error not in causes
                 causes.append(error)
                 error = error.__cause__
+
+
+def test_the_first_chunk_is_small_so_that_the_device_begins_early() -> None:
+    sizes = []
+    with ReadAhead(iter(range(2500)), len, 1000) as chunks:
+        while (size := chunks.take(wait=True)) is not None:
+            sizes.append(size)
+    assert sizes == [128, 1000, 1000, 372]

@@ -597,3 +597,16 @@ def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) ->
     assert kernel(65, (256, 384), (128, 128)) == kernel(65, (256, 1024), (1, 0), torch.float16) == "SCALED_GEMM"
     monkeypatch.setattr(choose, "_scales_blocks", lambda device: False)
     assert kernel(65, (256, 1024), (128, 128)) == "SCALED_GEMM"
+
+
+@pytest.mark.parametrize("rows", [65, 68])
+def test_rows_that_torchs_product_is_padded_with_are_dropped(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_product(rows, (512, 64), (128, 128), torch.float32, gated=True)
+    results = []
+    for kind in (choose.LinearKernel.SCALED_GEMM, choose.LinearKernel.SCALED_MM):
+        monkeypatch.setattr(fp8_linear, "choose_fp8", lambda *_, kind=kind: kind)
+        # As torch reads them, where it has no such product.
+        monkeypatch.setattr(fp8_linear, "_scaled_mm", scaled_gemm_ref)
+        results.append(fp8_linear.fp8_linear(made.x, made.weight, None, made.norm, made.residual, gated=True))
+    for found, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, want)

@@ -106,3 +106,9 @@ def test_a_missing_folder_or_file_is_named(memory: Any, checkpoint: Path, tmp_pa
     memory.rm("/model/model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"not there.*model-00002-of-00002"):
         weight_files("memory://model")
+
+
+def test_a_file_in_somebodys_folder_does_not_lead_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "weights.url").write_text("memory://elsewhere")
+    assert all(file.startswith(str(folder)) for file in weight_files(str(folder)))

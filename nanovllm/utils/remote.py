@@ -12,6 +12,7 @@ from typing import Any
 
 from nanovllm.utils.extras import install_hint
 
+_PREFIX = "nanovllm-model-"
 _POINTER = "weights.url"
 """In a folder of a remote model's small files: where its weights are."""
 
@@ -45,7 +46,7 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
         ValueError: there is no such folder, or it cannot be read.
     """
     source, path = filesystem(url)
-    folder = tempfile.mkdtemp(prefix="nanovllm-model-")
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
     # Unlike atexit's, also called where multiprocessing has started the process.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
     try:
@@ -73,6 +74,7 @@ def list_names(url: str) -> list[str]:
 
 
 def weights_place(folder: str) -> str:
-    """Return where a folder's weights are: the folder itself, or a URL."""
+    """Return where a folder's weights are: the folder itself, or of one that `fetch_small_files` has made, a URL."""
     pointer = Path(folder, _POINTER)
-    return folder if is_url(folder) or not pointer.is_file() else pointer.read_text(encoding="utf-8")
+    is_copy = pointer.parent.name.startswith(_PREFIX) and pointer.is_file()
+    return pointer.read_text(encoding="utf-8") if is_copy else folder

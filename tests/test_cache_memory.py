@@ -91,7 +91,7 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
     assert torch.equal(cache.groups[specs[0]].keys[1], layers[2].pages.k_cache)
     # Out to slots of the host's memory, and back in: what a step loads is what was there before it saves.
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", cache.block_bytes)
-    cache.copies = BlockCopies(list(cache.pages()), host_blocks.HostBlocks(3, cache.block_bytes, CPU))
+    cache.copies = BlockCopies(list(cache.stacks()), host_blocks.HostBlocks(3, cache.block_bytes, CPU))
     out, back = BlockTransfer("save", 1, 2), BlockTransfer("load", 2, 0)
     cache.begin_step(ScheduledBatch(transfers=[out]))
     for page in cache.pages():

@@ -1,8 +1,9 @@
 """Copies blocks of the KV cache to the host's memory and back while steps run.
 
-On CUDA the copy engines do it, on a stream of their own, in one call a step and direction. Copies are made in the order
-in which they are queued, so that they need not be told apart: what a slot holds is there before it is loaded. Steps and
-copies wait for each other on the device:
+On CUDA the copy engines do it, on a stream of their own. A block lies in two pieces a layer, of some 512 KiB, which the
+link moves at two thirds of its rate, so a kernel gathers a block before it is copied in one piece, or scatters it
+afterwards. Copies are made in the order in which they are queued, so that they need not be told apart: what a slot
+holds is there before it is loaded. Steps and copies wait for each other on the device:
 
 - copies for the steps before them, which may still use the blocks;
 - a step for what earlier ones load, and, if it is asked for, what it loads itself;
@@ -11,81 +12,81 @@ copies wait for each other on the device:
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from nanovllm.runner.host_blocks import HostBlocks
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 
-_STREAM_ORDER = 1
-"""Of the driver's `CUmemcpySrcAccessOrder`: sources are read in the order of the stream."""
+_HIGH_PRIORITY = -1
+"""Of a stream: a small kernel gets the next multiprocessor that is free, before the rest of a large product does."""
 
 
 class BlockCopies:
     """Copies blocks at once, by the CPU.
 
     Args:
-        pages: the cache: keys of each layer, and values, [num_blocks, ...].
+        stacks: the cache: keys of some layers, or values, [layers, num_blocks, ...] each; a block of a layer has a
+            multiple of 8 bytes.
         host: the slots.
     """
 
-    def __init__(self, pages: Sequence[torch.Tensor], host: HostBlocks) -> None:
+    def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:
         self.host = host
-        self._pages = list(pages)
-        self._page_bytes = [page[0].nbytes for page in pages]
+        # As numbers of 8 bytes, which few instructions copy, and which no copy rounds.
+        self._stacks = [stack.flatten(2).view(torch.int64) for stack in stacks]
+        self._shapes = [(len(stack), stack.shape[2]) for stack in self._stacks]
 
     def begin_step(self, batch: ScheduledBatch) -> None:
         """Let a step, whose own copies are not queued yet, wait for copies of earlier ones."""
 
     def queue(self, transfers: Sequence[BlockTransfer]) -> None:
         """Queue the loads of a step, and then its saves."""
-        for kind in ("load", "save"):
-            for transfer in (transfer for transfer in transfers if transfer.kind == kind):
-                is_load = kind == "load"
-                slot, block = transfer.source, transfer.destination
-                if not is_load:
-                    slot, block = block, slot
-                for page, saved in zip(self._pages, self.host.slot(slot).split(self._page_bytes), strict=True):
-                    here, there = page[block], saved.view(page.dtype).view(page.shape[1:])
-                    here.copy_(there) if is_load else there.copy_(here)
+        self._load([transfer for transfer in transfers if transfer.kind == "load"])
+        self._save([transfer for transfer in transfers if transfer.kind == "save"])
 
     def wait_for_loads(self) -> None:
         """Let the step being queued wait for its own loads."""
 
     def close(self) -> None:
         """Wait for all copies, and give the memory back."""
-        self._pages.clear()
+        self._stacks.clear()
         self.host.close()
 
+    def _load(self, loads: list[BlockTransfer]) -> None:
+        for load in loads:
+            self._scatter(self.host.slot(load.source), load.destination)
 
-class _Attributes(ctypes.Structure):
-    """The driver's `CUmemcpyAttributes`: the order, hints at where sources and destinations are, and flags."""
+    def _save(self, saves: list[BlockTransfer]) -> None:
+        for save in saves:
+            self._gather(save.source, self.host.slot(save.destination))
 
-    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+    def _gather(self, block: int, content: torch.Tensor) -> None:
+        """Copy a block's pages into one piece, [block bytes] uint8."""
+        for page, part in self._pages(block, content):
+            part.copy_(page)
+
+    def _scatter(self, content: torch.Tensor, block: int) -> None:
+        """Copy them back."""
+        for page, part in self._pages(block, content):
+            page.copy_(part)
+
+    def _pages(self, block: int, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield a block's pages, and their parts of its content, [layers, numbers] each."""
+        parts = content.view(torch.int64).split([layers * size for layers, size in self._shapes])
+        for stack, part, shape in zip(self._stacks, parts, self._shapes, strict=True):
+            yield stack[:, block], part.view(shape)
 
 
 class CudaBlockCopies(BlockCopies):
-    """Copies blocks by the copy engines of a GPU, between pages and pinned slots.
+    """Copies blocks by the copy engines of a GPU, between pages and pinned slots; see `BlockCopies`."""
 
-    Args:
-        pages, host: see `BlockCopies`.
-        batched: one call for all copies of a direction, as far as the driver has it (CUDA 12.8); else one for each.
-    """
-
-    def __init__(self, pages: Sequence[torch.Tensor], host: HostBlocks, batched: bool = True) -> None:
-        super().__init__(pages, host)
-        self._device = pages[0].device
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._batched = batched and hasattr(self._driver, "cuMemcpyBatchAsync")
-        self._stream = torch.cuda.Stream(self._device)
-        self._sizes = np.array(self._page_bytes, dtype=np.uint64)
-        self._addresses = np.array([page.data_ptr() for page in pages], dtype=np.uint64)
-        # Of a block's pages in its slot.
-        self._offsets = np.cumsum(self._sizes) - self._sizes
+    def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:
+        super().__init__(stacks, host)
+        self._device = stacks[0].device
+        self._stream = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        self._content = torch.empty(host.block_bytes, dtype=torch.uint8, device=self._device)
         self._loaded: torch.cuda.Event | None = None
         # Saves that may be under way: when they have ended, and the blocks.
         self._saving: list[tuple[torch.cuda.Event, set[int]]] = []
@@ -103,17 +104,9 @@ class CudaBlockCopies(BlockCopies):
 
     def queue(self, transfers: Sequence[BlockTransfer]) -> None:
         """See `BlockCopies`."""
-        loads = [transfer for transfer in transfers if transfer.kind == "load"]
-        saves = [transfer for transfer in transfers if transfer.kind == "save"]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if loads:
-            slots, blocks = [load.source for load in loads], [load.destination for load in loads]
-            self._copy(self._pages_at(blocks), self._slots_at(slots))
-            self._loaded = self._stream.record_event()
-        if saves:
-            blocks, slots = [save.source for save in saves], [save.destination for save in saves]
-            self._copy(self._slots_at(slots), self._pages_at(blocks))
-            self._saving.append((self._stream.record_event(), set(blocks)))
+        with torch.cuda.stream(self._stream):
+            super().queue(transfers)
 
     def wait_for_loads(self) -> None:
         """See `BlockCopies`."""
@@ -128,38 +121,20 @@ class CudaBlockCopies(BlockCopies):
         finally:
             super().close()
 
-    def _pages_at(self, blocks: list[int]) -> np.ndarray:
-        """Return the addresses of blocks' pages, [blocks, pages]."""
-        return self._addresses + np.array(blocks, dtype=np.uint64)[:, None] * self._sizes
+    def _load(self, loads: list[BlockTransfer]) -> None:
+        super()._load(loads)
+        if loads:
+            self._loaded = self._stream.record_event()
 
-    def _slots_at(self, slots: list[int]) -> np.ndarray:
-        """Return the addresses of the pages in slots, [slots, pages]."""
-        starts = np.array([self.host.slot(slot).data_ptr() for slot in slots], dtype=np.uint64)
-        return starts[:, None] + self._offsets
+    def _save(self, saves: list[BlockTransfer]) -> None:
+        super()._save(saves)
+        if saves:
+            self._saving.append((self._stream.record_event(), {save.source for save in saves}))
 
-    def _copy(self, destinations: np.ndarray, sources: np.ndarray) -> None:
-        """Queue copies of pages between addresses, both [blocks, pages]."""
-        sizes = np.broadcast_to(self._sizes, sources.shape)
-        if not self._batched:
-            for destination, source, size in zip(destinations.flat, sources.flat, sizes.flat, strict=True):
-                self._call(
-                    "cuMemcpyAsync", ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(size)
-                )
-            return
-        arrays = [np.ascontiguousarray(item) for item in (destinations, sources, sizes)]
-        attributes, first, failed = _Attributes(_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        self._call(
-            "cuMemcpyBatchAsync",
-            *(ctypes.c_void_p(item.ctypes.data) for item in arrays),
-            ctypes.c_size_t(sizes.size),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            ctypes.byref(failed),
-        )
+    def _gather(self, block: int, content: torch.Tensor) -> None:
+        super()._gather(block, self._content)
+        content.copy_(self._content, non_blocking=True)
 
-    def _call(self, name: str, *args: Any) -> None:
-        """Call the driver for this stream, whose context the calling thread's launches have made current."""
-        error = getattr(self._driver, name)(*args, ctypes.c_void_p(self._stream.cuda_stream))
-        if error:
-            raise RuntimeError(f"{name} failed with CUDA error {error} on {self._device}")
+    def _scatter(self, content: torch.Tensor, block: int) -> None:
+        self._content.copy_(content, non_blocking=True)
+        super()._scatter(self._content, block)

@@ -164,5 +164,10 @@ class KVCache:
 
     def pages(self) -> Iterator[torch.Tensor]:
         """The keys of each layer, and the values, [num_blocks, ...]."""
+        for stack in self.stacks():
+            yield from stack
+
+    def stacks(self) -> Iterator[torch.Tensor]:
+        """The keys, and the values, of the layers of each spec, [layers, num_blocks, ...]."""
         for group in self.groups.values():
-            yield from (*group.keys, *group.values)
+            yield from (group.keys, group.values)

@@ -87,8 +87,8 @@ def make_swap_space(
             f"swap_space={config.swap_space} GiB holds no block: one has {block_bytes / _GIB:.4f} GiB on each of "
             f"{communicator.size} ranks"
         )
-    page, most_tokens = next(iter(kv_cache.pages())), min(config.max_num_batched_tokens, config.max_model_len)
-    is_cuda = page.device.type == "cuda"
+    page, most_tokens = next(kv_cache.pages()), min(config.max_num_batched_tokens, config.max_model_len)
+    is_cuda = page.is_cuda
 
     def run_prompt(num_tokens: int) -> None:
         run_step(_prompt_batch(num_tokens, -(-num_tokens // config.kvcache_block_size)))
@@ -112,9 +112,9 @@ def make_swap_space(
 
 def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
     """Give a cache so many slots in the host's memory, until it is unbound."""
-    pages = list(kv_cache.pages())
-    blocks = HostBlocks(num_slots, kv_cache.block_bytes, pages[0].device)
-    kv_cache.copies = (CudaBlockCopies if pages[0].is_cuda else BlockCopies)(pages, blocks)
+    stacks = list(kv_cache.stacks())
+    blocks = HostBlocks(num_slots, kv_cache.block_bytes, stacks[0].device)
+    kv_cache.copies = (CudaBlockCopies if stacks[0].is_cuda else BlockCopies)(stacks, blocks)
 
 
 def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
@@ -126,15 +126,13 @@ def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
 
 
 def _link_rate(page: torch.Tensor) -> float:
-    """Return the bytes a second that are copied between a cache and the host's memory, a block's page at a time."""
+    """Return the bytes a second that are copied between a cache and the host's memory."""
     on_device = page[: max(1, _LINK_BYTES // page[0].nbytes)]
-    is_cuda = page.device.type == "cuda"
-    on_host = torch.empty(on_device.shape, dtype=page.dtype, pin_memory=is_cuda)
+    on_host = torch.empty(on_device.shape, dtype=page.dtype, pin_memory=page.is_cuda)
 
     def copy() -> None:
-        for source, destination in zip(on_device, on_host, strict=True):
-            destination.copy_(source, non_blocking=is_cuda)
-        if is_cuda:
+        on_host.copy_(on_device, non_blocking=page.is_cuda)
+        if page.is_cuda:
             torch.cuda.synchronize(page.device)
 
     return on_host.nbytes / _fastest(3, copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,6 +15,7 @@ from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCom
 
 NUM_RANKS = 2
 SIZE, MAX_ROWS = 64, 16
+ROW_BYTES = 2**17
 CALLS = 5
 """Of a step."""
 LIMITS = StepLimits(CALLS, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
@@ -42,6 +44,16 @@ class HostMemory:
         time.sleep(0.3 * self._rank)
         self._own.zero_()
 
+    def copy(self, source: int, destination: int, num_bytes: int) -> None:
+        # Rank 0 writes again before rank 1 has done this, unless it waits.
+        time.sleep(0.1 * self._rank)
+        ctypes.memmove(destination, source, num_bytes)
+
+
+def broadcast_tensor() -> torch.Tensor:
+    """What rank 0 sends after a run: more than fits into the rows at once, and not a multiple of that."""
+    return torch.arange(5 * ROW_BYTES // 4 + 3, dtype=torch.int32)
+
 
 def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
     """What a rank adds to a sum; whole numbers, so that sums are exact."""
@@ -50,7 +62,7 @@ def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
 
 
 def run_rank(rank: int, ports: list[int], memory: torch.Tensor, runs: list[list[Move]], file: str) -> None:
-    """Be a rank in one run after the other, each with memory of its own, and write down all sums and tokens."""
+    """Be a rank in one run after the other, each with memory of its own, and write down all that it gets."""
     results = []
     for port, part, moves in zip(ports, memory, runs, strict=True):
         results.append(_run(rank, port, part, moves))
@@ -61,7 +73,7 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
     replaced: dict[str, Any] = {
         "PeerMemory": lambda *_: HostMemory(memory, rank),
         "_WORD_BYTES": 2**12,
-        "_ROW_BYTES": 2**17,
+        "_ROW_BYTES": ROW_BYTES,
     }
     with mock.patch.multiple(symmetric, **replaced):
         store: Any = find_store(port, NUM_RANKS)
@@ -83,4 +95,6 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
         time.sleep(0.01 * rank)
         scores, tokens = torch.tensor([[1.0, 3.0], [2.0, 3.0]])[rank], torch.tensor([step + 10 * rank, step + rank])
         results.append(communicator.all_reduce_argmax(scores, tokens))
+    sent = broadcast_tensor()
+    results.append(communicator.broadcast(sent if rank == 0 else torch.zeros_like(sent)))
     return results

@@ -18,7 +18,7 @@ from nanovllm.distributed.communicator import open_store
 from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
 from nanovllm.runner import model_runner, prompt_outputs
 from nanovllm.runner.step_limits import step_limits
-from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, part_of, run_rank
+from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
 from tests.server_process import PATIENCE_SECONDS
 from tests.test_all_reduce_rms_norm import make_buffer
 from tests.test_kernels import GPU
@@ -58,6 +58,8 @@ def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path) -> None:
                     assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
             for result in found:
                 assert next(result).tolist() == [step + 10, step]
+        for result in found:
+            assert torch.equal(next(result), broadcast_tensor())
 
 
 def test_the_numbers_of_a_step_are_positive_and_follow_those_of_the_step_before() -> None:

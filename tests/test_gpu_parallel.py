@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -219,6 +220,21 @@ KILLER = """
 
 # In generate or so many seconds into construction; with our kernels for collectives, or with NCCL.
 MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 nccl"]
+
+
+@needs_two
+def test_weights_that_change_reach_every_rank(folder: Path, make_checkpoint: MakeCheckpoint) -> None:
+    other = make_checkpoint(seed=1, **SHAPE)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    asked = prompts((5, 40, 200), seed=1)
+    with LLM(other, **SETTINGS) as llm:
+        expected = [output["token_ids"] for output in llm.generate(asked, params, use_tqdm=False)]
+    weights = {name: tensor.cuda() for name, tensor in load_file(other / "model.safetensors").items()}
+    with LLM(folder, tensor_parallel_size=2, **SETTINGS) as llm:
+        before = [output["token_ids"] for output in llm.generate(asked, params, use_tqdm=False)]
+        assert llm.load_weights(weights, strict=True) == len(weights)
+        llm.reset_prefix_cache()
+        assert [output["token_ids"] for output in llm.generate(asked, params, use_tqdm=False)] == expected != before
 
 
 @needs_two

@@ -61,6 +61,12 @@ class PeerMemory:
         self._call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(self._num_bytes))
         self.synchronize()
 
+    def copy(self, source: int, destination: int, num_bytes: int) -> None:
+        """Copy between two addresses on GPUs of this host, after all that was launched on this rank's; wait for it."""
+        self.synchronize()
+        self._call("cuMemcpy", ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes))
+        self.synchronize()
+
     def unmap(self) -> None:
         """Unmap the other ranks' memory, which no kernel may use any more; a second call does nothing."""
         while self._mapped:

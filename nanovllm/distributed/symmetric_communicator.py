@@ -175,6 +175,23 @@ class SymmetricCommunicator(DistributedCommunicator):
         """See the base class."""
         return all_reduce_argmax(scores, token_ids, self._buffer)
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class; by way of rank 0's rows, which no step uses meanwhile, and with waits of the host."""
+        x = x.contiguous()
+        rows = self._memory.addresses[0] + self._buffer.rows_offset
+        most_bytes = self._buffer.signals_offset - self._buffer.rows_offset
+        for start in range(0, x.nbytes, most_bytes):
+            part, num_bytes = x.data_ptr() + start, min(most_bytes, x.nbytes - start)
+            if self.rank == 0:
+                self._memory.copy(part, rows, num_bytes)
+            # What is there can be read.
+            self.all_reduce_min(0)
+            if self.rank:
+                self._memory.copy(rows, part, num_bytes)
+            # All have read it.
+            self.all_reduce_min(0)
+        return x
+
     def interrupt(self) -> None:
         """See the base class."""
         self._buffer.abort.fill_(1)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pickle
+import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -36,7 +37,8 @@ class ProcessorConfig:
         model_source: a folder that every node has, or a Hub id.
         engine_kwargs: settings of `LLM`.
         sampling_params: of rows that do not say.
-        batch_size: rows that run again together when their actor dies.
+        batch_size: rows of a task, which come back together, and run again together when their actor dies; None: a
+            quarter of `max_num_seqs`. Ray hands out some ten tasks a second, so small ones leave a fast GPU waiting.
         concurrency: number of actors, or a pair of the least and the most.
         max_concurrent_batches: of an actor; None: as fit into 1.25 * `max_num_seqs` rows. With more, the first actor
             that is ready would take what others could do.
@@ -50,7 +52,7 @@ class ProcessorConfig:
     model_source: str
     engine_kwargs: Row = field(default_factory=dict)
     sampling_params: Row = field(default_factory=dict)
-    batch_size: int = 32
+    batch_size: int | None = None
     concurrency: int | tuple[int, int] = 1
     max_concurrent_batches: int | None = None
     should_continue_on_error: bool = False
@@ -61,7 +63,10 @@ class ProcessorConfig:
 
     def __post_init__(self) -> None:
         _params(self.sampling_params)
-        most = int(1.25 * self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs))
+        max_num_seqs = self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs)
+        most = int(1.25 * max_num_seqs)
+        if self.batch_size is None:
+            self.batch_size = max(1, max_num_seqs // 4)
         if self.max_concurrent_batches is None:
             self.max_concurrent_batches = max(1, most // max(1, self.batch_size))
         if not 0 < (rows := self.batch_size * self.max_concurrent_batches) <= most:
@@ -147,11 +152,16 @@ def build_processor(
         _check_cluster(config, least)
         packed, in_flight = dataset.map(pack), config.max_concurrent_batches
         packed = packed.sort("prefix") if config.sort_by_prefix else packed
+        # A task is a block, and a file may be one: of its batches an actor would have four at a time.
+        packed = packed.repartition(target_num_rows_per_block=config.batch_size)
         pool = ray.data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=in_flight)
-        answered = packed.map_batches(
-            EngineActor, fn_constructor_args=(config,), batch_size=config.batch_size, compute=pool,
-            max_concurrency=in_flight, num_gpus=config.num_gpus, num_cpus=config.num_cpus,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            # Of Ray 2.60, whose actors get `max_concurrency` no other way yet.
+            warnings.filterwarnings("ignore", message="`ray_remote_args`")
+            answered = packed.map_batches(
+                EngineActor, fn_constructor_args=(config,), batch_size=config.batch_size, compute=pool,
+                max_concurrency=in_flight, num_gpus=config.num_gpus, num_cpus=config.num_cpus,
+            )  # fmt: skip
         return answered.map(unpack)
 
     return process

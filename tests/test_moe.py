@@ -167,7 +167,7 @@ def folder_of(make_checkpoint: MakeCheckpoint, name: str, **changes: Any) -> Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "is_parallel"), [("Qwen3MoeForCausalLM", 3, True), ("MixtralForCausalLM", 2, False)]
+    ("name", "size", "is_parallel"), [("Qwen3MoeForCausalLM", 2, True), ("MixtralForCausalLM", 2, False)]
 )
 def test_ranks_say_what_transformers_says(
     make_checkpoint: MakeCheckpoint, name: str, size: int, is_parallel: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,10 @@ pytest.register_assert_rewrite("tests.mock_runner")
 
 # The tests' tensors are too small to share between threads.
 torch.set_num_threads(1)
+
+# Otherwise each of the processes that tests start compiles the library anew, and each of pytest's all tests, too.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -31,7 +31,7 @@ AFTER_MANY = [
     *[Move((1, 16, 1, 1, 1)), FEW, FEW, Move((1, 1, 1, 8, 1))],
 ]
 # After the last number comes the first again.
-AT_THE_LAST = [*[MANY] * 3, Move(FEW.rows, number=-1), *[MANY] * 3]
+AT_THE_LAST = [*[MANY] * 2, Move(FEW.rows, number=-1), *[MANY] * 2]
 
 
 @pytest.mark.skipif(GPU, reason="kernels are compiled where there is a GPU, and run there alone")

@@ -552,7 +552,7 @@ def test_a_prompt_from_the_command_line_or_the_standard_input(
         assert capsys.readouterr().out == expected["text"] + "\n"
 
 
-@pytest.mark.parametrize("recommended", [{"max_new_tokens": 64}, {}])
+@pytest.mark.parametrize("recommended", [{"max_new_tokens": 8}, {}])
 def test_commands_take_what_the_model_recommends(
     recommended: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -563,8 +563,8 @@ def test_commands_take_what_the_model_recommends(
     (tmp_path / "in.jsonl").write_bytes(
         b'{"messages": [{"role": "user", "content": "x"}]}\n' + encode([{"prompt": "x"}])[0]
     )
-    arguments = [str(tmp_path), *ENGINE, "--max-model-len", "100", "--ignore-eos"]
-    with LLM(tmp_path, device="cpu", max_model_len=100, num_kvcache_blocks=40, kvcache_block_size=16) as llm:
+    arguments = [str(tmp_path), *ENGINE, "--max-model-len", "40", "--ignore-eos"]
+    with LLM(tmp_path, device="cpu", max_model_len=40, num_kvcache_blocks=40, kvcache_block_size=16) as llm:
         params = SamplingParams(0, recommended.get("max_new_tokens"), ignore_eos=True)
         (completed,) = llm.generate(["x"], params, use_tqdm=False)
         (answered,) = llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)

@@ -533,7 +533,7 @@ def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch
     for name in replaced:
         monkeypatch.setattr(rank, name, getattr(order, name))
     # It would end this process.
-    monkeypatch.setattr(rank, "os", SimpleNamespace())
+    monkeypatch.setattr(rank, "os", SimpleNamespace(_exit=order.exit_process))
     plan = rank.WorkerPlan(Config("none", device="cpu"), MagicMock(), "none", 1, 0)
     order.Receiver.return_value.receive.side_effect = [plan, None]
     rank.run_worker(1, 2, 0, 0, 0)
@@ -541,3 +541,4 @@ def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch
     assert names.index("Compilers") < names.index("end_with_parent")
     assert order.ModelRunner.call_args.kwargs["compilers"] is order.Compilers.return_value
     assert names.index("ModelRunner") < names.index("Compilers().__exit__") < names.index("ModelRunner().exit")
+    assert names[-1] == "exit_process" and order.exit_process.call_args == call(0)

@@ -267,7 +267,7 @@ def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(make_checkpoint: MakeCheckpoint) -> Path:
-    """A model that one rank holds, or two or three, of which one may have more heads."""
+    """A model that one rank holds, or two, of which one has more heads."""
     return make_checkpoint(num_attention_heads=6, num_key_value_heads=3)
 
 
@@ -295,7 +295,7 @@ def pinning_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pinning"]
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothing(
     model: Path, expected: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +309,7 @@ def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothi
         num_loaded = llm.stats()["num_loaded_blocks"]
         while llm.stats()["num_loaded_blocks"] == num_loaded:
             llm.step()
-        if size == 3:
+        if size == 2:
             os.kill(rank_pids()[1], signal.SIGKILL)
             with pytest.raises(StepError, match="rank 1"):
                 for _ in range(1000):

@@ -6,10 +6,11 @@ A kernel passes if its error against float32 is at most twice that of the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +39,19 @@ FLOAT32_ROUNDING = 1e-5
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def over_dtypes(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each combination with each dtype; in the interpreter, where a dtype changes little else, with one in turn.
+
+    There each value of one of several axes still meets every dtype.
+    """
+    cases = []
+    for places in product(*map(range, map(len, axes))):
+        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        dtypes = DTYPES if GPU else (DTYPES[sum(places) % len(DTYPES)],)
+        cases += [(*values, dtype) for dtype in dtypes]
+    return cases
 
 
 def by_triton(op: Any) -> Callable[..., Any]:
@@ -115,11 +129,10 @@ def test_store_kv(dtype: torch.dtype, by_heads: bool) -> None:
         assert torch.equal(pages.flatten(0, 1), expected) and torch.equal(theirs.flatten(0, 1), expected)
 
 
-@pytest.mark.parametrize("tokens", BATCHES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_qkv_rope_store(tokens: int, dtype: torch.dtype, head_dim: int, with_norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "with_norm", "dtype"), over_dtypes(BATCHES, [16, 32, 64, 128], [False, True])
+)
+def test_qkv_rope_store(tokens: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
     num_heads, kv_heads, max_position, block_size = 6, 3, 64, 16
     num_blocks = tokens // block_size + 3
     qkv = randn(tokens, 2 * (num_heads + 2 * kv_heads), head_dim, dtype=dtype)[:, : num_heads + 2 * kv_heads]
@@ -520,13 +533,9 @@ if GPU:
     SHAPES += [(64, 4, 32), (128, 2, 256), (64, 3, 16)]
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shares", "tile"), [(1, 32), (7, 64), (100, 16)])
-def test_decode_attention(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int
-) -> None:
-    kv_heads = 2
+@pytest.mark.parametrize(("shape", "split", "dtype"), over_dtypes(SHAPES, [(1, 32), (7, 64), (100, 16)]))
+def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], dtype: torch.dtype) -> None:
+    (head_dim, group, block_size), (shares, tile), kv_heads = shape, split, 2
     lens = [1, 2, 16, 17, 300, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
@@ -543,8 +552,9 @@ def test_decode_attention(
 
 SMALL, WIDE = (48, 80, 2, 48), (192, 128, 8, 16)
 """Elements of a key and of a value, query heads per KV head, block size."""
-UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, 129, False), (WIDE, None, True)]
+UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, None, True), (WIDE, 129, False)]
 """With windows, and whether there are a softcap and sinks."""
+Uneven = tuple[tuple[int, int, int, int], int | None, bool]
 
 
 def uneven_case(
@@ -558,12 +568,9 @@ def uneven_case(
     return caches, tables, seq_lens, AttentionOptions(window, 0.7 if capped else None, sinks)
 
 
-@pytest.mark.parametrize(("sizes", "window", "capped"), UNEVEN)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shares", "tile"), [(1, 32), (20, 16)])
-def test_decode_attention_with_options(
-    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype, shares: int, tile: int
-) -> None:
+@pytest.mark.parametrize(("case", "split", "dtype"), over_dtypes(UNEVEN, [(1, 32), (20, 16)]))
+def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dtype: torch.dtype) -> None:
+    (sizes, window, capped), (shares, tile) = case, split
     lens = [1, 49, 50, 51, 200, *([1000, 4100] if GPU else [])]
     caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
     query = randn(len(lens), 2 * sizes[2], sizes[0], dtype=dtype)
@@ -577,11 +584,9 @@ def test_decode_attention_with_options(
     check_error(out, torch.cat([dense_attention(q, caches, table, n, options) for q, table, n in rows]), exact)
 
 
-@pytest.mark.parametrize(("sizes", "window", "capped"), UNEVEN)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_attention_with_options(
-    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("case", "dtype"), over_dtypes(UNEVEN))
+def test_prefill_attention_with_options(case: Uneven, dtype: torch.dtype) -> None:
+    sizes, window, capped = case
     pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(150, 300)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
@@ -617,14 +622,15 @@ def with_shared_prefixes(
     return lens, cache, tables, seq_lens, shared
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES if GPU else [(16, 1, 16), (64, 7, 48)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shares", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
+@pytest.mark.parametrize(
+    ("shape", "split", "dtype"),
+    over_dtypes(SHAPES if GPU else [(16, 1, 16), (64, 7, 48)], [(1, 32, 3), (100, 16, 64)]),
+)
 def test_decode_attention_over_shared_prefixes(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, tile: int, max_items: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int], split: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The result is that of the whole contexts."""
+    (head_dim, group, block_size), (shares, tile, max_items) = shape, split
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
     lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
@@ -652,13 +658,12 @@ def hopper_prefill_attention(
     hopper_prefill.hopper_prefill_attention(query, pages, out, chunks, scale, num_programs)
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), [*SHAPES, *([(64, 3, 128)] if GPU else [])])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dtype"), over_dtypes([*SHAPES, *([(64, 3, 128)] if GPU else [])]))
 @pytest.mark.parametrize(
     "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )
-def test_prefill_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype, function: Any) -> None:
-    kv_heads = 2
+def test_prefill_attention(shape: tuple[int, int, int], dtype: torch.dtype, function: Any) -> None:
+    (head_dim, group, block_size), kv_heads = shape, 2
     pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(200, 210)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)

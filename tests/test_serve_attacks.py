@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving, unexpected_lines
 
 KEY = "secret"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -32,6 +32,18 @@ def server() -> Iterator[ServerProcess]:
     limits = ("--max-requests", "8", "--max-read-seconds", str(READ_SECONDS), "--max-write-seconds", "2")
     with serving(*limits, key=KEY, NANOVLLM_API_KEY=KEY) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def open_server() -> Iterator[ServerProcess]:
+    """A server without a key, which the last test that has it ends."""
+    flags = ("--allowed-origins", "https://chat.example.com", "--grace-seconds", "3", "--access-log", "--log-requests")
+    server = ServerProcess(*flags)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()
 
 
 def connect(server: ServerProcess) -> socket.socket:
@@ -194,12 +206,11 @@ def is_readable(connection: socket.socket) -> bool:
         return False
 
 
-def test_hosts_that_are_not_this_machine_are_refused_without_a_key() -> None:
-    with serving("--allowed-origins", "https://chat.example.com") as server:
-        assert status(ask(server, HEALTH.replace(b"localhost", b"evil.example.com\r\nConnection: close"))) == 400
-        near = HEALTH.replace(b"localhost", b"localhost:1\r\nConnection: close\r\nOrigin: https://%s.example.com")
-        assert b"access-control-allow-origin: https://chat.example.com\r\n" in ask(server, near % b"chat")
-        assert b"access-control-allow-origin" not in ask(server, near % b"evil")
+def test_hosts_that_are_not_this_machine_are_refused_without_a_key(open_server: ServerProcess) -> None:
+    assert status(ask(open_server, HEALTH.replace(b"localhost", b"evil.example.com\r\nConnection: close"))) == 400
+    near = HEALTH.replace(b"localhost", b"localhost:1\r\nConnection: close\r\nOrigin: https://%s.example.com")
+    assert b"access-control-allow-origin: https://chat.example.com\r\n" in ask(open_server, near % b"chat")
+    assert b"access-control-allow-origin" not in ask(open_server, near % b"evil")
 
 
 def many(count: int, value: str) -> str:
@@ -302,17 +313,21 @@ HELD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", HELD)
-def test_a_body_is_not_kept_while_its_answer_is_streamed(path: str) -> None:
+def test_a_body_is_not_kept_while_its_answer_is_streamed(open_server: ServerProcess, path: str) -> None:
     request = post(path, {**HELD[path], "stream": True}, key=None)
-    with serving() as server, ExitStack() as stack:
-        # The first one takes memory that is kept for others.
-        ask(server, request)
-        before = memory(server)
+    with connect(open_server) as first:
+        # It takes memory that is kept for others.
+        first.sendall(request)
+        read_until(first, b'"delta":')
+    open_server.check_idle()
+    with ExitStack() as stack:
+        before = memory(open_server)
         for _ in range(8):
-            connection = stack.enter_context(connect(server))
+            connection = stack.enter_context(connect(open_server))
             connection.sendall(request)
             assert b"a" in read_until(connection, b'"delta":')
-        assert memory(server) < before + 8 * 6e6
+        assert memory(open_server) < before + 8 * 6e6
+    open_server.check_idle()
 
 
 def read_until(connection: socket.socket, end: bytes) -> bytes:
@@ -335,33 +350,14 @@ def connect_reading_little(server: ServerProcess) -> socket.socket:
 LARGE = {"prompt": "a", "ignore_eos": True, "max_tokens": 400, "logprobs": 20, "temperature": 1, "n": 16}
 
 
-def test_sigterm_ends_the_server_within_its_grace_whatever_clients_do() -> None:
-    server = ServerProcess("--grace-seconds", "3")
-    stream = post("/v1/completions", {**LARGE, "stream": True}, key=None)
-    whole = post("/v1/completions", LARGE, key=None)
-    slow = post("/tokenize", {"prompt": "a b " * 10**6}, key=None)
-    with ExitStack() as stack:
-        for sent in (b"", HEALTH, HEALTH[:20], stream[:-9], stream, stream + HEALTH, whole, slow, b"\0\0"):
-            connection = stack.enter_context(connect_reading_little(server))
-            connection.sendall(sent)
-        wait_until(lambda: server.get("/stats")["num_running"] == 48)
-        began = time.monotonic()
-        code, log = server.stop()
-        assert time.monotonic() - began < 5
-    assert code == -signal.SIGTERM and "Traceback" not in log and " INFO nanovllm.serve.process [-] ended\n" in log, log
-
-
-def test_logs_say_what_happened() -> None:
+def test_logs_say_what_happened(open_server: ServerProcess) -> None:
     request = post("/v1/completions", {"prompt": "a", "max_tokens": 2}, key=None)
-    with serving("--access-log", "--log-requests") as server:
-        for given, expected in ((b"a-1", b"a-1"), (b"a b", None), (b"a" * 129, None)):
-            answer = ask(server, request.replace(b"\r\n", b"\r\nX-Request-Id: " + given + b"\r\n", 1))
-            found = re.search(rb"x-request-id: (\S+)\r\n", answer)
-            assert found is not None and (
-                found[1] == expected if expected else re.fullmatch(rb"[0-9a-f]{32}", found[1])
-            )
-        ask(server, HEALTH.replace(b"health", b"no%0Asuch").replace(b"localhost", b"localhost\r\nConnection: close"))
-        lines = server.log().splitlines()
+    for given, expected in ((b"a-1", b"a-1"), (b"a b", None), (b"a" * 129, None)):
+        answer = ask(open_server, request.replace(b"\r\n", b"\r\nX-Request-Id: " + given + b"\r\n", 1))
+        found = re.search(rb"x-request-id: (\S+)\r\n", answer)
+        assert found is not None and (found[1] == expected if expected else re.fullmatch(rb"[0-9a-f]{32}", found[1]))
+    ask(open_server, HEALTH.replace(b"health", b"no%0Asuch").replace(b"localhost", b"localhost\r\nConnection: close"))
+    lines = open_server.log().splitlines()
     for expected_line in (
         r"INFO nanovllm\.serve\.main \[-\] loading .*qwen3-tiny",
         r"INFO nanovllm\.serve\.(process|front_ends) \[-\] serving qwen3-tiny at http://127.*",
@@ -371,3 +367,19 @@ def test_logs_say_what_happened() -> None:
         r"WARNING nanovllm\.serve\.logs \[[0-9a-f]{32}\] GET /no\\nsuch from .*: 404 Not Found",
     ):
         assert any(re.fullmatch(r"\S+ \S+ " + expected_line, line) for line in lines), (expected_line, lines)
+
+
+def test_sigterm_ends_the_server_within_its_grace_whatever_clients_do(open_server: ServerProcess) -> None:
+    stream = post("/v1/completions", {**LARGE, "stream": True}, key=None)
+    whole = post("/v1/completions", LARGE, key=None)
+    slow = post("/tokenize", {"prompt": "a b " * 10**6}, key=None)
+    assert not unexpected_lines(open_server.log())
+    with ExitStack() as stack:
+        for sent in (b"", HEALTH, HEALTH[:20], stream[:-9], stream, stream + HEALTH, whole, slow, b"\0\0"):
+            connection = stack.enter_context(connect_reading_little(open_server))
+            connection.sendall(sent)
+        wait_until(lambda: open_server.get("/stats")["num_running"] == 48)
+        began = time.monotonic()
+        code, log = open_server.stop()
+        assert time.monotonic() - began < 5
+    assert code == -signal.SIGTERM and "Traceback" not in log and " INFO nanovllm.serve.process [-] ended\n" in log, log

@@ -58,11 +58,15 @@ def answers(client: Any, file_id: str) -> dict[str, Any]:
     return {record["custom_id"]: record["response"] for record in records}
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Any:
-    server = ServerProcess(
-        "--batch-dir", str(tmp_path / "batches"), "--max-num-seqs", "4", "--max-file-bytes", "6000000"
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Any:
+    """The last test that has it ends it."""
+    server = ServerProcess("--batch-dir", str(folder), "--max-num-seqs", "4", "--max-file-bytes", "6000000")
     try:
         yield server
     finally:
@@ -85,7 +89,8 @@ def test_batches_from_end_to_end(server: ServerProcess) -> None:
     embedded = ended(client, submit(client, lines([{"input": "a"}], "/v1/embeddings"), "/v1/embeddings").id)
     assert len(answers(client, embedded.output_file_id)["r0"]["body"]["data"][0]["embedding"]) == 256
     assert next(iter(client.batches.list(limit=1))).id in (batch.id, embedded.id)
-    assert len(list(client.batches.list(limit=1))) == 2
+    listed = [one.id for one in client.batches.list(limit=1)]
+    assert len(set(listed)) == len(listed) and {batch.id, embedded.id} <= set(listed)
     client.files.delete(done.output_file_id)
     for missing in (done.output_file_id, "file-../../x"):
         with pytest.raises(openai.NotFoundError):
@@ -141,8 +146,8 @@ def test_many_lines_hold_nobody_up(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_was_ended_goes_on(server: ServerProcess, tmp_path: Path) -> None:
-    bodies = [question(f"{i} + 5", max_tokens=40, ignore_eos=True) for i in range(60)]
+def test_a_server_that_was_ended_goes_on(server: ServerProcess, folder: Path) -> None:
+    bodies = [question(f"{i} + 5", max_tokens=40, ignore_eos=True) for i in range(40)]
     client = client_of(server)
     batch = submit(client, lines(bodies))
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -150,19 +155,19 @@ def test_a_server_that_was_ended_goes_on(server: ServerProcess, tmp_path: Path) 
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert server.stop(signal.SIGTERM)[0] == -signal.SIGTERM
-    state = json.loads((tmp_path / "batches" / "batches" / f"{batch.id}.json").read_text())
+    state = json.loads((folder / "batches" / f"{batch.id}.json").read_text())
     assert state["status"] == "in_progress"
-    output = tmp_path / "batches" / "files" / f"{state['output_file_id']}.jsonl"
+    output = folder / "files" / f"{state['output_file_id']}.jsonl"
     before = output.read_bytes()
-    assert 5 <= before.count(b"\n") < 60
+    assert 5 <= before.count(b"\n") < 40
     # As a kill in the middle of a line leaves it.
     output.write_bytes(before + b'{"id": "half')
-    again = ServerProcess("--batch-dir", str(tmp_path / "batches"), "--max-num-seqs", "4")
+    again = ServerProcess("--batch-dir", str(folder), "--max-num-seqs", "4")
     try:
         client = client_of(again)
         done = ended(client, batch.id)
-        assert (done.status, done.request_counts.completed) == ("completed", 60)
-        assert len(answers(client, done.output_file_id)) == 60
+        assert (done.status, done.request_counts.completed) == ("completed", 40)
+        assert len(answers(client, done.output_file_id)) == 40
         assert client.files.content(done.output_file_id).read().startswith(before)
     finally:
         again.process.kill()

@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from nanovllm.serve.connection import Connection, ConnectionPool
 from nanovllm.serve.settings import ServeSettings
 from tests.rank_processes import rank_pids
-from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving, unexpected_lines
 
 HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
 INTRODUCTION = "Hello! I am Nano, a tiny language model"
@@ -98,11 +98,24 @@ def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
         server.check_idle()
 
 
-def test_a_thousand_streams_at_once() -> None:
+@pytest.fixture(scope="module")
+def roomy_server() -> Iterator[ServerProcess]:
+    """A server with room for a thousand requests, which the last test that has it kills."""
+    # A client of a thousand streams may be slow to send and to read, which is not what is tested here.
+    patience = (item for name in ("read", "write") for item in (f"--max-{name}-seconds", str(PATIENCE_SECONDS)))
+    server = ServerProcess("--max-requests", "1200", "--max-num-seqs", "1024", *patience)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+def test_a_thousand_streams_at_once(roomy_server: ServerProcess) -> None:
     body = request_bytes({"messages": HELLO, "max_tokens": 12, "temperature": 0, "stream": True})
 
-    async def read(server: ServerProcess) -> str:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async def read() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", roomy_server.port)
         writer.write(body)
         answer = (await reader.read()).decode()
         writer.close()
@@ -110,14 +123,13 @@ def test_a_thousand_streams_at_once() -> None:
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
         return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
-    async def run(server: ServerProcess) -> None:
-        texts = await asyncio.gather(*(read(server) for _ in range(1000)))
+    async def run() -> None:
+        texts = await asyncio.gather(*(read() for _ in range(1000)))
         assert set(texts) == {"Hello! I am Nano, a tiny language model that ships"}, set(texts)
 
-    # A client of a thousand streams may be slow to send and to read, which is not what is tested here.
-    patience = (item for name in ("read", "write") for item in (f"--max-{name}-seconds", str(PATIENCE_SECONDS)))
-    with serving("--max-requests", "1200", "--max-num-seqs", "1024", *patience) as server:
-        asyncio.run(run(server))
+    asyncio.run(run())
+    roomy_server.check_idle()
+    assert not unexpected_lines(roomy_server.log())
 
 
 # Enough to fill every buffer on the way, twice.
@@ -353,9 +365,14 @@ def test_the_event_loop_is_not_held(server: ServerProcess) -> None:
     assert len(times) > 20 and times[len(times) // 2] < 0.1, times[-5:]
 
 
-def test_sigterm_lets_what_runs_finish() -> None:
+def test_a_server_that_was_killed_starts_again_and_sigterm_lets_what_runs_finish(roomy_server: ServerProcess) -> None:
     """What does not end within the grace period: `test_serve_attacks.py`."""
-    server = ServerProcess("--grace-seconds", str(PATIENCE_SECONDS))
+    with connect(roomy_server) as connection:
+        connection.sendall(request_bytes(ENDLESS))
+        wait_for(roomy_server, "num_running", 1)
+        roomy_server.stop(signal.SIGKILL)
+    server = ServerProcess("--port", str(roomy_server.port), "--grace-seconds", str(PATIENCE_SECONDS))
+    assert server.port == roomy_server.port
     answers: list[tuple[int, bytes]] = []
     body = {**ENDLESS, "max_tokens": 100, "n": 8}
     threads = [threading.Thread(target=lambda: answers.append(post(server, body))) for _ in range(2)]
@@ -367,16 +384,6 @@ def test_sigterm_lets_what_runs_finish() -> None:
         thread.join()
     assert code == -signal.SIGTERM and "Traceback" not in error, error
     assert [status for status, _ in answers] == [200, 200]
-
-
-def test_a_server_that_was_killed_starts_again_on_its_port() -> None:
-    first = ServerProcess()
-    with connect(first) as connection:
-        connection.sendall(request_bytes(ENDLESS))
-        wait_for(first, "num_running", 1)
-        first.stop(signal.SIGKILL)
-    with serving("--port", str(first.port)) as server:
-        assert server.port == first.port and post(server, {"messages": HELLO, "max_tokens": 2})[0] == 200
 
 
 def test_a_killed_rank_ends_requests_and_health_says_so() -> None:

@@ -21,7 +21,7 @@ def test_no_request_breaks_the_server(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--checks", CHECKS]
         options = [
             "--max-examples",
-            "20",
+            "12",
             "--phases",
             "fuzzing",
             "--request-timeout",

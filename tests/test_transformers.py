@@ -329,8 +329,8 @@ WITH_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
-    # Queries, keys and values of a head after one another; all layers have biases.
-    "GPTNeoX": (3, {"num_key_value_heads": 4}),
+    # Uneven shares of the heads, whose queries, keys and values come after one another; all layers have biases.
+    "GPTNeoX": (2, {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 
 

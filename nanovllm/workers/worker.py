@@ -8,6 +8,7 @@ process, and ignores Ctrl-C.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
 from contextlib import suppress
@@ -76,6 +77,9 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
             reports.send(WorkerFailure(time.monotonic(), traceback.format_exc()[-_MOST_CHARACTERS:]))
         # Without clean-up, which could wait for the device or a thread; ranks that wait for this one notice its exit.
         os._exit(1)
+    # Python would take all that was imported apart, for a third of a second in which rank 0 waits.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _serve(rank: int, size: int, channel: Receiver, reports: Connection, compilers: Compilers) -> None:

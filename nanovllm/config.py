@@ -43,6 +43,7 @@ class Config:
 
     Attributes:
         model: a folder in the Hub's layout, or a Hub id.
+        tokenizer: a folder or Hub id with another tokenizer than the model's; None: the model's, if it has one.
         device: "auto" (CUDA if available, else the CPU), "cpu", "cuda", or "cuda:N", the first GPU if several are used.
         dtype: of what is computed, and of weights and KV cache unless they are quantised; "auto" is the checkpoint's on
             CUDA and float32 on the CPU.
@@ -81,6 +82,7 @@ class Config:
     """
 
     model: str
+    tokenizer: str | None = None
     device: str = "auto"
     dtype: Dtype = "auto"
     tensor_parallel_size: int = 1
@@ -124,6 +126,8 @@ class Config:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**64 - 1))
         if not isinstance(self.device, str):
             raise ValueError(f"device must be a string such as 'cuda:0', not {self.device!r}")
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str | os.PathLike):
+            raise ValueError(f"tokenizer must be a folder or a Hub id, not {self.tokenizer!r}")
         if self.prefix_cache is not None:
             self._check_prefix_cache(self.prefix_cache)
         for name, kind in _CHOICES.items():
@@ -154,6 +158,7 @@ class Config:
 class EngineSettings(TypedDict, total=False):
     """The fields of `Config` besides the model, as keywords of `LLM`, for type checkers and editors."""
 
+    tokenizer: str | None
     device: str
     dtype: Dtype
     tensor_parallel_size: int

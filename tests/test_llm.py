@@ -241,6 +241,21 @@ def test_request_over_the_cache(checkpoint: Path) -> None:
         assert len(output["token_ids"]) == 8
 
 
+def test_a_tokenizer_of_another_folder(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = make_checkpoint(vocab_size=600)
+    with LLM(folder, tokenizer=str(BUNDLED_MODEL), device="cpu", max_model_len=64) as llm:
+        output = llm.generate("two plus two", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
+        assert output.prompt_token_ids == llm.get_tokenizer().encode("two plus two")
+        assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids)
+    for wrong, message in (
+        (str(tmp_path), "no tokenizer's files"),
+        ("/none", "does not exist"),
+        (1, "must be a folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(folder, tokenizer=wrong, device="cpu")  # type: ignore[arg-type]
+
+
 def test_strings_need_a_tokenizer(llm: LLM) -> None:
     assert llm.tokenizer is None
     with pytest.raises(ValueError, match="no tokenizer"):
@@ -298,7 +313,7 @@ def test_numpy_numbers_are_numbers(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_num_seq": 4}, "unknown argument max_num_seq; Config takes model, device"),
+        ({"max_num_seq": 4}, "unknown argument max_num_seq; Config takes model, tokenizer, device"),
         ({"kvcache_block_size": 24}, "multiple of 16, not 24"),
         ({"kvcache_block_size": 0}, "kvcache_block_size must be >= 16, not 0"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class ModelFiles:
     Attributes:
         folder: in the Hub's layout.
         model_config: the model's shape.
-        tokenizer: transformers'; None if the folder has none.
+        tokenizer: transformers'; None if there is none.
         max_model_len: most tokens of one request: the setting, capped by the model's own limit.
         eos_token_ids: tokens that end an output.
         constraints: makes the constraints of outputs.
@@ -50,8 +51,18 @@ def read_model_files(config: Config) -> ModelFiles:
     if max_model_len < config.max_model_len:
         message = f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}"
         warnings.warn(message, stacklevel=4)
-    tokenizer = load_tokenizer(folder, config.trust_remote_code)
+    tokenizer = _read_tokenizer(config, folder)
     tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
     constraints = ConstraintFactory(tokenizer, model_config.vocab_size, eos_token_ids)
     return ModelFiles(folder, model_config, tokenizer, max_model_len, eos_token_ids, constraints)
+
+
+def _read_tokenizer(config: Config, folder: str) -> Any:
+    if config.tokenizer is None:
+        return load_tokenizer(folder, config.trust_remote_code)
+    other = resolve_model(os.fspath(config.tokenizer), None, weights=False, code=config.trust_remote_code)
+    tokenizer = load_tokenizer(other, config.trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer={config.tokenizer!r} has no tokenizer's files")
+    return tokenizer

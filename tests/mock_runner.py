@@ -122,11 +122,15 @@ class MockRunner:
         copy_seed: int = 0,
     ) -> None:
         self.num_kvcache_blocks = num_blocks
-        self.num_ready_slots = 0
+        # Slots in the host's memory that can be saved to, and how many there will be.
+        self.num_ready_slots, self.most_ready_slots = 0, num_host_slots
         self.host_memory: HostMemory | None = None
         if num_host_slots:
             # Loading always pays, and a step has time for all saves.
-            self.host_memory = HostMemory(num_host_slots, lambda: self.num_ready_slots, 1, 1e30, 1.0, 1.0)
+            self.host_memory = HostMemory(
+                num_host_slots, lambda: self.num_ready_slots, lambda: self.num_ready_slots == self.most_ready_slots,
+                block_bytes=1, bytes_per_second=1e30, tokens_per_second=1.0, step_seconds=1.0,
+            )  # fmt: skip
         self.copies = LateCopies(random.Random(copy_seed))
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
@@ -244,7 +248,7 @@ class MockRunner:
         self.copies.queue += [(batch.number, move) for move in moves]
         if batch.waits_for_loads:
             self._end_copies(self.copies.loads())
-        self.num_ready_slots = min(num_slots, self.num_ready_slots + self.copies.rng.randint(0, 4))
+        self.num_ready_slots = min(self.most_ready_slots, self.num_ready_slots + self.copies.rng.randint(0, 4))
         return transfers
 
     def _end_copies(self, moves: list[BlockTransfer]) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,19 @@ sys.exit(3)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
     assert "terminate called" not in done.stderr
+
+
+def test_an_abort_between_a_requests_ids_and_its_sequences_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine(pipeline_depth=0)
+
+    class Inbox(deque[Any]):
+        """Another thread aborts all while a request is put in."""
+
+        def extend(self, messages: Iterable[Any]) -> None:
+            engine.abort(engine.request_ids)
+            super().extend(messages)
+
+    monkeypatch.setattr(engine, "_inbox", Inbox())
+    engine.add_request([1, 2, 3], greedy(8))
+    engine.step()
+    assert engine.is_finished() and not engine.stats()["num_prompt_tokens"]

@@ -23,7 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
 from nanovllm.kernels.linear import choose, fp8_linear
-from nanovllm.kernels.linear.choose import FP8_INS
+from nanovllm.kernels.linear.choose import FP8_INS, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.quantize_rows import quantize_rows, quantize_rows_ref, quantize_rows_triton
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
@@ -610,3 +610,10 @@ def test_rows_that_torchs_product_is_padded_with_are_dropped(rows: int, monkeypa
         results.append(fp8_linear.fp8_linear(made.x, made.weight, None, made.norm, made.residual, gated=True))
     for found, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("in_features", [64, 512, 576, 1024, 1100])
+def test_parts_share_the_steps_of_a_layer_evenly(in_features: int) -> None:
+    weight = quantize(torch.ones(8, in_features), 8, in_features)
+    parts = fp8_parts(20, weight)
+    assert -(-in_features // FP8_INS) % parts == 0 and (parts > 1) == (in_features in (512, 1024))

@@ -122,6 +122,19 @@ def test_the_next_to_be_preempted_is_saved_and_loaded_again() -> None:
     assert (stats["num_preemptions"], stats["num_loaded_blocks"]) == (1, 5), stats
 
 
+def test_the_least_recently_used_makes_room_if_the_host_has_no_more_memory() -> None:
+    engine, runner = make_engine(pipeline_depth=0, block_size=4, num_blocks=12, num_host_slots=60, max_model_len=64)
+    runner.num_ready_slots = runner.most_ready_slots = 10
+    prompts = [[i] * 33 for i in range(6)]
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(4))
+        while not engine.is_finished():
+            engine.step()
+            check_engine(engine)
+    stats = engine.stats()
+    assert stats["num_host_blocks"] == 10 and stats["num_saved_blocks"] > 30, stats
+
+
 def test_what_ends_and_is_overwritten_in_the_same_step_is_saved_before() -> None:
     # Two fill the cache, and two more wait for their blocks.
     engine, runner = make_engine(
@@ -191,7 +204,7 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
 
 def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_time(clock: Clock) -> None:
     # A block takes a second on the link, and two to compute; a step half a second.
-    cache = HostCache(HostMemory(8, lambda: 8, 100, 100.0, 2.0, 0.5), 4)
+    cache = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4)
     seq, tokens = make_sequence(0, list(range(20))), list(range(20))
     cache.begin_step()
     # A step with six prompt tokens takes three seconds, in one of which the link is busy from now on.
@@ -214,7 +227,10 @@ def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_tim
 
 def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Clock) -> None:
     num_ready = 8
-    cache, blocks = HostCache(HostMemory(8, lambda: num_ready, 1, 1e9, 1.0, 1.0), 4), cached_blocks(list(range(20)))
+    cache, blocks = (
+        HostCache(HostMemory(8, lambda: num_ready, lambda: False, 1, 1e9, 1.0, 1.0), 4),
+        cached_blocks(list(range(20))),
+    )
     cache.begin_step()
     assert len(cache.plan_saves(blocks, set(), 0)) == 5
     cache.clear()
@@ -226,7 +242,7 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Cl
 
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head(clock: Clock) -> None:
-    cache = HostCache(HostMemory(5, lambda: 5, 1, 1e9, 1.0, 1.0), 4)
+    cache = HostCache(HostMemory(5, lambda: 5, lambda: True, 1, 1e9, 1.0, 1.0), 4)
     tokens = list(range(20))
     cache.begin_step()
     saves = cache.plan_saves(cached_blocks(tokens), set(), 0)

@@ -25,6 +25,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
+from nanovllm.text.input_processor import takes_long
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -254,6 +255,14 @@ def test_a_tokenizer_of_another_folder(make_checkpoint: MakeCheckpoint, tmp_path
     ):
         with pytest.raises(ValueError, match=message):
             LLM(folder, tokenizer=wrong, device="cpu")  # type: ignore[arg-type]
+
+
+def test_a_prompt_is_counted_and_cut_alike_as_a_text_and_in_a_dict(bundled: LLM) -> None:
+    text, processor = "1, 2, 3, " * 30_000, bundled.input_processor
+    whole: list[Any] = [text, {"prompt": text}, [7] * 70_000, {"prompt_token_ids": [7] * 70_000}]
+    assert [takes_long([prompt], None) for prompt in whole] == [True] * 4
+    as_text, as_dict = (processor.encode([prompt], max_tokens=5)[0] for prompt in whole[:2])
+    assert as_text == as_dict and len(as_text["prompt_token_ids"]) == 5
 
 
 def test_strings_need_a_tokenizer(llm: LLM) -> None:

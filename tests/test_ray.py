@@ -64,12 +64,13 @@ def test_no_row_is_lost_when_an_actor_is_killed() -> None:
 
 
 def test_a_bad_row_has_an_error_or_ends_the_job() -> None:
-    questions = ["2 + 3", "x " * 1000, "", "4 + 4"]
+    questions = ["2 + 3", "x " * 1000, "", "4 + 4", "bad"]
     dataset = ray.data.from_items([{"id": i, "question": text} for i, text in enumerate(questions)])
 
     def ask(row: dict[str, Any]) -> dict[str, Any]:
         content = [{"role": "user", "content": row["question"]}] if row["question"] else None
-        return {"messages": content, "sampling_params": {"temperature": 0, "max_tokens": 4 + row["id"]}}
+        params = {"temperature": 0, "max_tokens": 4 + row["id"]} if row["question"] != "bad" else "greedy"
+        return {"messages": content, "sampling_params": params}
 
     def answer(row: dict[str, Any]) -> dict[str, Any]:
         return {"id": row["id"], "answer": row["generated_text"], "__inference_error__": ""}
@@ -77,10 +78,11 @@ def test_a_bad_row_has_an_error_or_ends_the_job() -> None:
     rows = sorted(
         build_processor(config(sort_by_prefix=True), ask, answer)(dataset).take_all(), key=lambda row: row["id"]
     )
-    assert [row.get("answer") for row in rows] == ["5", None, None, "8"]
+    assert [row.get("answer") for row in rows] == ["5", None, None, "8", None]
     assert "max_model_len=256" in rows[1]["__inference_error__"]
     assert "either a prompt or messages" in rows[2]["__inference_error__"]
-    with pytest.raises(Exception, match=r"either a prompt or messages|max_model_len=256"):
+    assert rows[4]["__inference_error__"] == "sampling_params is a dict, not 'greedy'"
+    with pytest.raises(Exception, match=r"prompt or messages|max_model_len=256|is a dict"):
         build_processor(config(should_continue_on_error=False), ask)(dataset).take_all()
 
 
@@ -92,6 +94,11 @@ def test_what_would_wait_for_ever_or_is_no_parameter_is_refused() -> None:
         build_processor(ProcessorConfig(str(BUNDLED_MODEL)))(dataset)
     with pytest.raises(ValueError, match=r"must be 1 to 40, 1\.25 max_num_seqs, not 48"):
         config(max_concurrent_batches=6)
+    for concurrency in (0, (4, 1)):
+        with pytest.raises(ValueError, match="least and the most"):
+            config(concurrency=concurrency)
+    replicas = ProcessorConfig("model", {"data_parallel_size": 2, "max_num_seqs": 32})
+    assert (replicas.num_gpus, replicas.batch_size, replicas.max_rows) == (2, 16, 80)
     for params in ({"temprature": 1}, {"n": 2}, {"temperature": -1}):
         with pytest.raises(ValueError, match=r"temprature|n must be 1|temperature"):
             ProcessorConfig("model", sampling_params=params)

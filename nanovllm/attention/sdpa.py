@@ -18,7 +18,7 @@ from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
-"""Maximum padded context tokens of one segment; bounds the memory of the gathered keys and values."""
+"""Maximum padded context tokens of a segment of decode rows; bounds the memory of the gathered keys and values."""
 _MAX_QUERIES = 1024
 _SHORT = 32
 """Contexts that differ by at most this many tokens share a segment, whatever their ratio."""
@@ -66,7 +66,7 @@ class SdpaBackend(AttentionBackend):
         segments = []
         seqs: list[int] = []
         for seq in sorted(range(metadata.num_decodes), key=lens.__getitem__):
-            padded = (len(seqs) + 1) * lens[seq]
+            padded = (len(seqs) + 1) * min(lens[seq], window or lens[seq])
             if seqs and (lens[seq] > 1.5 * lens[seqs[0]] + _SHORT or padded > _MAX_GATHERED_TOKENS):
                 segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]], window))
                 seqs = []

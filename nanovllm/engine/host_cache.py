@@ -148,13 +148,13 @@ class HostCache:
         return int(min(memory.num_slots, num_bytes / memory.block_bytes))
 
     def _take_slot(self) -> int | None:
-        """Return a slot, that of the least recently used copy if all are taken; None while others are being made."""
+        """Return a slot, that of the least recently used copy if all are taken; None if one must be waited for."""
         if self._free_slots:
             return self._free_slots.pop()
         if self._num_used_slots < self._memory.num_ready_slots():
             self._num_used_slots += 1
             return self._num_used_slots - 1
-        if self._num_used_slots < self._memory.num_slots:
+        if not self._copies or not self._memory.has_all_slots():
             return None
         _, oldest = self._copies.popitem(last=False)
         return oldest.slot

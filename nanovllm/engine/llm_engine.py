@@ -227,7 +227,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
         return self.scheduler.is_drained() and not self._in_flight
 
     def stats(self, *, now: bool = False) -> dict[str, int]:
-        """Counters since the engine began, and the blocks in use now, which are always known."""
+        """Return counters since the engine began, and the blocks in use now, whether `now` is asked for or not."""
         return self.scheduler.counters()
 
     def histograms(self) -> StepHistograms:
@@ -245,7 +245,8 @@ class LLMEngine(ControlledEngine, Unpicklable):
     def run_step(self) -> NewTokens:
         """Do a step for the call that drives the engine, and return its tokens; its results are kept.
 
-        Signals are deferred until the step ends, so that the scheduler's state stays consistent.
+        Signals are deferred until the step ends, so that the scheduler's state stays consistent. Calls of other threads
+        that wait for a gap between two steps (`CallGuard.borrowers`), such as `load_weights`, come first.
         """
         with deferred_signals():
             if self._guard.borrowers:
@@ -254,7 +255,8 @@ class LLMEngine(ControlledEngine, Unpicklable):
             self._empty_inbox()
             tokens = self._step_tokens = NewTokens()
             self._history.sample_if_due(self.stats)
-            if self._is_held and not self._drains():
+            if self._is_held and not self.is_draining():
+                self._rest()
                 return tokens
             try:
                 batch = self.scheduler.schedule()
@@ -272,13 +274,10 @@ class LLMEngine(ControlledEngine, Unpicklable):
             tokens.num_prefill_tokens = batch.num_prompt_tokens if batch is not None else 0
             return tokens
 
-    def _drains(self) -> bool:
-        """Take in the results of steps under way; return whether a pause waits for requests, or rest for a moment."""
-        if self.is_draining():
-            return True
+    def _rest(self) -> None:
+        """Take in the results of steps under way, and sleep, so that a paused engine does not spin."""
         self._collect(0)
         time.sleep(_REST_SECONDS)
-        return False
 
     @property
     def is_open(self) -> bool:
@@ -357,7 +356,9 @@ class LLMEngine(ControlledEngine, Unpicklable):
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Sequence):
-                self.scheduler.add(message)
+                # An abort may have come between the request's ids and its sequences.
+                if message.seq_id in self._groups:
+                    self.scheduler.add(message)
                 continue
             for request_id in message.request_ids:
                 group = self._groups.get(request_id)

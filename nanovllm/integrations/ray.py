@@ -43,7 +43,7 @@ class ProcessorConfig:
         max_concurrent_batches: of an actor; None: as fit into 1.25 * `max_num_seqs` rows. With more, the first actor
             that is ready would take what others could do.
         should_continue_on_error: whether a row that cannot be answered has an `__inference_error__`, or ends the job.
-        num_gpus: of an actor; None: one for each rank, none with `device="cpu"`.
+        num_gpus: of an actor; None: one for each rank of each replica, none with `device="cpu"`.
         num_cpus: of an actor.
         seed: what rows' seeds follow from.
         sort_by_prefix: run rows that begin alike one after the other; the dataset is read to its end first.
@@ -63,17 +63,32 @@ class ProcessorConfig:
 
     def __post_init__(self) -> None:
         _params(self.sampling_params)
-        max_num_seqs = self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs)
+        replicas = self.engine_kwargs.get("data_parallel_size", 1)
+        max_num_seqs = replicas * self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs)
         most = int(1.25 * max_num_seqs)
         if self.batch_size is None:
             self.batch_size = max(1, max_num_seqs // 4)
         if self.max_concurrent_batches is None:
             self.max_concurrent_batches = max(1, most // max(1, self.batch_size))
-        if not 0 < (rows := self.batch_size * self.max_concurrent_batches) <= most:
+        if not 0 < (rows := self.max_rows) <= most:
             raise ValueError(f"batch_size * max_concurrent_batches must be 1 to {most}, 1.25 max_num_seqs, not {rows}")
         if self.num_gpus is None:
-            ranks = self.engine_kwargs.get("tensor_parallel_size", 1)
+            ranks = replicas * self.engine_kwargs.get("tensor_parallel_size", 1)
             self.num_gpus = 0 if self.engine_kwargs.get("device") == "cpu" else ranks
+        least, most = self.num_actors
+        if not 1 <= least <= most:
+            raise ValueError(f"concurrency is a number of actors, or the least and the most, not {self.concurrency!r}")
+
+    @property
+    def num_actors(self) -> tuple[int, int]:
+        """The least and the most."""
+        least, most = (self.concurrency,) * 2 if isinstance(self.concurrency, int) else self.concurrency
+        return least, most
+
+    @property
+    def max_rows(self) -> int:
+        """How many rows Ray may hand out to an actor at a time."""
+        return (self.batch_size or 0) * (self.max_concurrent_batches or 0)
 
 
 def row_seed(seed: int, row: Row) -> int:
@@ -89,12 +104,12 @@ class EngineActor:
         from nanovllm.async_llm import AsyncLLM  # noqa: PLC0415 (imports torch)
 
         self._config = config
-        self._llm = AsyncLLM(config.model_source, **config.engine_kwargs)
+        self._llm = AsyncLLM(config.model_source, **{"max_pending_requests": config.max_rows, **config.engine_kwargs})
         self._running = set[Any]()
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer a batch."""
-        # Held here: asyncio and Ray hold what waits for these rows weakly, and the garbage collector would end it.
+        # The event loop has weak references to tasks alone: without this one the garbage collector could end them.
         answers = asyncio.gather(*map(self._answer, map(pickle.loads, batch["row"])))
         self._running.add(answers)
         answers.add_done_callback(self._running.discard)
@@ -113,7 +128,10 @@ class EngineActor:
             return {**row, **empty, "__inference_error__": str(error)}
 
     async def _generate(self, row: Row) -> Row:
-        own = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
+        given = row.get("sampling_params") or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"sampling_params is a dict, not {given!r:.80}")
+        own = {name: value for name, value in given.items() if value is not None}
         params = _params({"seed": row_seed(self._config.seed, row), **self._config.sampling_params, **own})
         if (row.get("prompt") is None) == (row.get("messages") is None):
             raise ValueError("a row has either a prompt or messages")
@@ -136,11 +154,11 @@ def build_processor(
         postprocess: makes the result of a row that was answered; None: the row and `generated_text`,
             `generated_tokens`, `num_input_tokens`, `num_generated_tokens`, `__inference_error__`.
     """
-    least, most = config.concurrency if isinstance(config.concurrency, tuple) else (config.concurrency,) * 2
+    least, most = config.num_actors
 
     def pack(row: Row) -> Row:
         row = {**row, **(preprocess(row) if preprocess else {})}
-        # As bytes: Arrow would give all rows the keys of each.
+        # As bytes: an Arrow table has one schema, and each row would get the columns of all.
         packed = {"row": pickle.dumps(row)}
         return {**packed, "prefix": str(row.get("prompt") or row.get("messages"))} if config.sort_by_prefix else packed
 
@@ -152,7 +170,7 @@ def build_processor(
         _check_cluster(config, least)
         packed, in_flight = dataset.map(pack), config.max_concurrent_batches
         packed = packed.sort("prefix") if config.sort_by_prefix else packed
-        # A task is a block, and a file may be one: of its batches an actor would have four at a time.
+        # A task is one block. A file that is read as one would be one task, of whose batches four run at a time.
         packed = packed.repartition(target_num_rows_per_block=config.batch_size)
         pool = ray.data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=in_flight)
         with warnings.catch_warnings():
@@ -186,4 +204,6 @@ def _check_cluster(config: ProcessorConfig, num_actors: int) -> None:
     if gpus > total.get("GPU", 0):
         raise ValueError(f"{num_actors} actors need {gpus} GPUs, and the cluster has {total.get('GPU', 0)}")
     if cpus >= total.get("CPU", 0):
-        raise ValueError(f"{num_actors} actors of {config.num_cpus} CPUs leave none of {total['CPU']} to read with")
+        raise ValueError(
+            f"{num_actors} actors of {config.num_cpus} CPUs leave none of {total.get('CPU', 0)} to read with"
+        )

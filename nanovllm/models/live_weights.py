@@ -98,7 +98,7 @@ class LiveWeights:
         return [(target, self._slices[target]) for target in targets]
 
     def write(self, name: str, tensor: Any) -> None:
-        """Put a tensor that `check` has passed where it goes; see there."""
+        """Put a tensor that `check` has passed where it goes; an adapter, merged into old weights, is taken out."""
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
         if self._base:
@@ -161,10 +161,13 @@ class LiveWeights:
 
     def take_adapter_out(self) -> bool:
         """Restore the weights that an adapter has changed, to the bit; return whether there was one."""
-        base, self._base = self._base, {}
-        for target, values in base.items():
+        was_merged = bool(self._base)
+        while self._base:
+            # Kept until it is restored: a device may have no memory for what a store takes.
+            target, values = next(iter(self._base.items()))
             self._slices[target].store(str(target), values)
-        return bool(base)
+            del self._base[target]
+        return was_merged
 
     def take_nans(self) -> list[str]:
         """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
@@ -245,10 +248,10 @@ def update_weights(
         live: checks them.
         weights: tensors by their names in the checkpoint.
         write: puts one where it goes, on every rank.
-        strict: refuse to leave a tensor of the model as it was.
+        strict: raise if a tensor of the model has not come; those that have stay written.
 
     Raises:
-        ValueError: one does not fit, of which nothing is written; says how many were before it.
+        ValueError: one does not fit, of which nothing is written; says how many were before it. Or see `strict`.
     """
     written, count = set[WeightTarget](), 0
     for item in weights.items() if isinstance(weights, Mapping) else weights:

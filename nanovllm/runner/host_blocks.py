@@ -42,6 +42,11 @@ class HostBlocks:
         """How many slots, the first ones, have memory."""
         return min(self.num_slots, len(self._chunks) * self._slots_per_chunk)
 
+    @property
+    def has_all_slots(self) -> bool:
+        """Whether no further slot will have memory."""
+        return self._has_ended or self.num_ready_slots == self.num_slots
+
     def slot(self, slot: int) -> torch.Tensor:
         """Return a slot's memory, [block_bytes] uint8; waits until it has some.
 

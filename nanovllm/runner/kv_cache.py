@@ -105,13 +105,18 @@ class KVCache:
 
     @property
     def most_copied_bytes(self) -> int:
-        """Bytes of a block that `transfer` holds a copy of at a time."""
+        """Bytes of one layer's part of a block, of which a copy within the device holds a temporary one at a time."""
         return max(layer[0].nbytes for layer in self.pages())
 
     @property
     def num_ready_slots(self) -> int:
         """How many slots in the host's memory, the first ones, have memory."""
         return 0 if self.copies is None else self.copies.host.num_ready_slots
+
+    @property
+    def has_all_slots(self) -> bool:
+        """Whether no further slot will have memory."""
+        return self.copies is not None and self.copies.host.has_all_slots
 
     def unbind(self) -> None:
         """Take the pages from the layers, and give up what is kept in the host's memory."""

@@ -1,8 +1,8 @@
 """The messages between the engine and a runner: a step's plan (`ScheduledBatch`), a step under way (`StepHandle`) and a
 step's result (`StepOutput`); and the interface of a runner (`Runner`).
 
-They are plain data of plain integers, tokens of prompts packed into arrays of 32-bit ones, and can be sent to another
-process as they are. A running sequence has a *slot*, its index in the device's arrays. A runner is told of slots and
+`ScheduledBatch` and `StepOutput` are plain data, numbers and arrays of them, and can be sent to another process as they
+are. A running sequence has a *slot*, its index in the device's arrays. A runner is told of slots and
 blocks, never of sequences; the engine finds a token's sequence by `ScheduledBatch.sampled_seq_ids`.
 """
 
@@ -19,7 +19,7 @@ from nanovllm.logprobs import pack_records
 from nanovllm.sampling_params import SamplingExtra
 
 
-# These two are made for each request. Not frozen: that triples the time to make one.
+# Not frozen: that triples the time to make one, and there is one for each request.
 @dataclass(slots=True)
 class NewRequest:
     """Puts a sequence into a slot: all that the slot must hold from now on."""
@@ -187,7 +187,8 @@ class HostMemory:
 
     Attributes:
         num_slots: blocks of the device that fit.
-        num_ready_slots: returns how many slots, the first ones, can be saved to; grows up to all of them.
+        num_ready_slots: returns how many slots, the first ones, can be saved to.
+        has_all_slots: returns whether no more will be: all are ready, or the host has no more memory.
         block_bytes: bytes of a block, on one rank.
         bytes_per_second: of copies between the host and one rank's device.
         tokens_per_second: of prompts that are computed.
@@ -196,6 +197,7 @@ class HostMemory:
 
     num_slots: int
     num_ready_slots: Callable[[], int]
+    has_all_slots: Callable[[], bool]
     block_bytes: int
     bytes_per_second: float
     tokens_per_second: float

@@ -103,6 +103,7 @@ def make_swap_space(
     return HostMemory(
         num_slots,
         lambda: current_cache().num_ready_slots,
+        lambda: current_cache().has_all_slots,
         block_bytes,
         bytes_per_second=bytes_per_second,
         tokens_per_second=num_tokens / prompt_seconds,

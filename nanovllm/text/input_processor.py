@@ -187,7 +187,7 @@ class InputProcessor:
         if max_tokens is not None:
             # What no such number of tokens can reach need not be encoded.
             most = self.max_characters
-            prompts = [prompt[-most:] if isinstance(prompt, str) else prompt for prompt in prompts]
+            prompts = [_last_characters(prompt, most) for prompt in prompts]
         found: list[TokensPrompt] = []
         encoded = self._encode(prompts, add_special_tokens)
         all_ids = good_items([prompt.token_ids for prompt in encoded])
@@ -333,6 +333,15 @@ def _params_key(params: Any) -> Any:
     return key
 
 
+def _last_characters(prompt: Any, most: int) -> Any:
+    """Return a prompt whose text, if it has one to be encoded, has at most so many characters, the last ones."""
+    if isinstance(prompt, str):
+        return prompt[-most:]
+    if isinstance(prompt, dict) and isinstance(text := prompt.get("prompt"), str) and "prompt_token_ids" not in prompt:
+        return {**prompt, "prompt": text[-most:]}
+    return prompt
+
+
 class ParsedPrompt(NamedTuple):
     """A prompt as it is given: its token ids, not checked yet, or its text, or both, and its salt."""
 
@@ -371,7 +380,7 @@ def takes_long(prompts: list[Any], params: Any) -> bool:
     # What is of no such type is refused by the input processor.
     if getattr(params, "structured_outputs", None) is not None:
         return True
-    texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
+    texts = [p.get("prompt_token_ids") or p.get("prompt") if isinstance(p, dict) else p for p in prompts]
     bad_words = getattr(params, "bad_words", None)
     texts += bad_words if isinstance(bad_words, list) else []
     return sum(len(text) for text in texts if isinstance(text, (str, list))) > LONG_TEXT

@@ -67,7 +67,11 @@ FP8_INS = 128
 
 
 class LinearKernel(Enum):
-    """What computes a linear layer: each kernel is the function of that name in the file of that name."""
+    """What computes a linear layer.
+
+    SCALED_MM is `torch._scaled_mm`, and CUBLAS torch's own product, also on the CPU; each other kernel is the function
+    of that name in the file of that name.
+    """
 
     GEMV = auto()
     RESIDENT_GEMM = auto()
@@ -133,8 +137,8 @@ def should_quantize_rows(num_rows: int, dtype: torch.dtype, device: torch.device
 
 def fp8_parts(num_rows: int, weight: Fp8Matrix) -> int:
     """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm."""
-    num_steps = weight.values.shape[1] // FP8_INS
-    return SPLITK_PARTS if num_rows <= MAX_SPLITK_ROWS and num_steps % SPLITK_PARTS == 0 and num_steps else 1
+    num_steps = -(-weight.values.shape[1] // FP8_INS)
+    return SPLITK_PARTS if num_rows <= MAX_SPLITK_ROWS and num_steps % SPLITK_PARTS == 0 else 1
 
 
 def resident_outs(out_features: int, num_programs: int) -> int:
@@ -161,11 +165,11 @@ def should_use_resident(num_rows: int, weight: torch.Tensor, normed: bool, gated
 
 
 class SplitKTile(NamedTuple):
-    """Outputs per program of `splitk_gemm`, inputs per step, and pipeline stages (`slots`)."""
+    """Outputs per program of `splitk_gemm`, inputs per step, and pipeline stages."""
 
     outs: int
     step: int
-    slots: int
+    stages: int
 
 
 def splitk_tiles(num_rows: int, gated: bool, parts: int) -> list[SplitKTile]:
@@ -187,7 +191,7 @@ def find_splitk_tile(num_rows: int, weight: torch.Tensor, gated: bool, parts: in
     num_processors, shared_bytes = device_limits(weight.device)
     for tile in splitk_tiles(num_rows, gated, parts):
         programs = -(-num_rows // SPLITK_ROWS) * (out_features // tile.outs) * parts
-        program_bytes = tile.slots * (SPLITK_ROWS + tile.outs * (2 if gated else 1)) * tile.step * 2
+        program_bytes = tile.stages * (SPLITK_ROWS + tile.outs * (2 if gated else 1)) * tile.step * 2
         even = in_features % (parts * tile.step) == 0 and out_features % tile.outs == 0
         if even and programs <= num_processors * (shared_bytes // program_bytes):
             return tile

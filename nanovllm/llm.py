@@ -231,9 +231,9 @@ class LLM(EngineControl, Unpicklable):
             1 True
         """
         self.require_ready()
-        requests = list(as_prompts(prompts))
-        params, priorities = expand_params(sampling_params, len(requests)), check_priorities(priority, len(requests))
-        processed = self.input_processor.process(requests, params, priorities, streams=True)
+        given = list(as_prompts(prompts))
+        params, priorities = expand_params(sampling_params, len(given)), check_priorities(priority, len(given))
+        processed = self.input_processor.process(given, params, priorities, streams=True)
         return self._stream(processed)
 
     def stream_chat(
@@ -387,11 +387,11 @@ class LLM(EngineControl, Unpicklable):
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
-        requests = list(as_prompts(prompts))
+        given = list(as_prompts(prompts))
         self.require_ready()
-        limits, width = self.limits, SamplingParams(0, params.max_tokens)
+        limits, greedy = self.limits, SamplingParams(temperature=0, max_tokens=params.max_tokens)
         with self.engine_client.driving():
-            processed = self.input_processor.process(requests, [width] * len(requests), [0] * len(requests))
+            processed = self.input_processor.process(given, [greedy] * len(given), [0] * len(given))
             searches = [
                 BeamSearch(
                     r.token_ids.tolist(), params, self.eos_token_ids, limits.max_tokens(len(r.token_ids), r.params)

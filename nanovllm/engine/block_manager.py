@@ -5,6 +5,10 @@ prefix cache are in more than one table, and nobody writes to those; a freed blo
 again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its
 head. All of it is O(1) a block. Outputs of one request also share the last block of its prompt, until they write to it.
 
+The prefix cache finds a block by its key: the *identity* of the block before it, and its own tokens, as bytes.
+Identities are serial numbers that are never used again, so equal keys are equal prefixes (vLLM hashes both instead).
+The first block's parent is a *root*, which a salt and each reset change.
+
 Where all layers have a sliding window, a sequence holds the blocks of the window and of what it computes next: what
 lies before is released as it goes on, and need not be there when a prefix is found again.
 
@@ -141,7 +145,11 @@ class BlockManager:
             self._load(seq, slots)
 
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
-        """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned."""
+        """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned.
+
+        `register` counts the full blocks that are computed. Only then is the last token taken back, which is computed
+        whatever is cached, since the next one is sampled from its output.
+        """
         num_loaded = seq.num_registered_blocks + len(slots)
         self.loads.add(slots, seq.block_table[seq.num_registered_blocks : num_loaded])
         seq.num_computed_tokens = num_loaded * self.block_size
@@ -183,7 +191,11 @@ class BlockManager:
         return block_ids
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
-        """Whether `source` still holds what a sequence needs of their prompt, and no more of it is registered."""
+        """Whether a sequence can share the blocks that `source` has of their prompt.
+
+        It always can without a window. With one, `source` must hold all blocks that the sequence will attend to, and
+        have registered none past the prompt, where the sequence will register its own.
+        """
         first, _ = self.held.span(seq.num_tokens - 1, seq.num_tokens)
         num_released, num_full = source.num_released_blocks, seq.num_tokens // self.block_size
         return not num_released or (num_released <= first and source.num_registered_blocks <= num_full)

@@ -26,6 +26,10 @@ _sort_key = attrgetter("sort_key")
 class DecodeRows:
     """The sequences that decode, in the order in which they run.
 
+    Of a row's `num_tokens`, `_num_known` have values: those in the sequence's own list and `_num_recent` in `_recent`.
+    The others are in steps under way. A row is *affected* by a step if the scheduler must look at its token; a step is
+    *quiet* if no row can need a block or reach its last token in it.
+
     Args:
         num_slots: sequences that may run at once.
         block_size: tokens of a block.
@@ -46,8 +50,8 @@ class DecodeRows:
         self._num_known = np.zeros(num_slots, dtype=np.int64)
         self._recent = np.empty((num_slots, block_size), dtype=np.int32)
         self._num_recent = np.zeros(num_slots, dtype=np.int64)
-        # Tokens that the sequence's blocks hold; and those in blocks that its request's other outputs may share.
-        self._num_held = np.zeros(num_slots, dtype=np.int64)
+        # Tokens that the sequence's blocks have room for; and those in blocks that other outputs may share.
+        self._capacity = np.zeros(num_slots, dtype=np.int64)
         self._num_shared = np.zeros(num_slots, dtype=np.int64)
         # Tokens with which it ends, whatever they are.
         self._most_tokens = np.zeros(num_slots, dtype=np.int64)
@@ -114,7 +118,7 @@ class DecodeRows:
 
     def note_blocks(self, seq: Sequence) -> None:
         """Note how many tokens a sequence's blocks hold, after blocks were added."""
-        self._num_held[seq.slot] = len(seq.block_table) * self.block_size
+        self._capacity[seq.slot] = len(seq.block_table) * self.block_size
 
     def note_token(self, seq: Sequence) -> None:
         """Count a token that was appended to a sequence."""
@@ -134,7 +138,7 @@ class DecodeRows:
             return []
         slots = self.slots
         num_tokens = self.num_tokens[slots]
-        rows = np.flatnonzero((num_tokens > self._num_held[slots]) | (num_tokens <= self._num_shared[slots]))
+        rows = np.flatnonzero((num_tokens > self._capacity[slots]) | (num_tokens <= self._num_shared[slots]))
         return [self._seqs[row] for row in rows]
 
     def plan(self) -> list[Sequence]:
@@ -146,7 +150,7 @@ class DecodeRows:
             return []
         num_tokens, most_tokens = self.num_tokens[slots], self._most_tokens[slots]
         if len(slots) and (num_tokens > self._num_shared[slots]).all():
-            left = np.minimum(self._num_held[slots] + 1, most_tokens - 1) - num_tokens
+            left = np.minimum(self._capacity[slots] + 1, most_tokens - 1) - num_tokens
             self._num_quiet_steps = max(0, int(left.min()))
         return [self._seqs[row] for row in np.flatnonzero(num_tokens >= most_tokens)]
 

@@ -280,8 +280,9 @@ class Scheduler:
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
 
-        What needs blocks that this step loads gets its first chunk one step later, unless there is nothing else to do
-        while they come.
+        A prompt some of whose blocks this step loads gets its first chunk one step later, so that other rows do not
+        wait for the copies. If there are no others, the step itself waits for its loads, on the device, and computes
+        these prompts.
         """
         before = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.is_prefill]
         loading: list[Sequence] = []

@@ -1,4 +1,7 @@
-"""The state of one output of a request: plain data that the scheduler and the block manager write."""
+"""The state of one output of a request, which the scheduler and the block manager write.
+
+While it decodes, its counts and newest tokens are in `DecodeRows`; reading `Sequence.token_ids` takes them from there.
+"""
 
 from __future__ import annotations
 

@@ -131,4 +131,5 @@ class Attention(CachedAttention):
             query = qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping)
         if rows is None:
             return self.backend.forward(query, pages, metadata, self.scale, self.options).flatten(1)
+        # Tiles without a sampled row are not computed, and their rows have anything in them.
         return self.backend.forward(query, pages, metadata.for_samples(), self.scale, self.options)[rows].flatten(1)

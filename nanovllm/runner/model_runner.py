@@ -183,7 +183,10 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         return self.kv_cache
 
     def _capture(self) -> None:
-        """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`."""
+        """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`.
+
+        A step of a size is run the first time, which loads modules, and captured the second time.
+        """
         if not self.capture_sizes.shapes or self.config.enforce_eager:
             return
         self.graphs = StepGraphs()
@@ -390,8 +393,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         self.communicator.prepare_step()
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
-        # What does run finds its data by these: torch the embeddings of tokens and of positions, flash-attn keys and
-        # values.
+        # Torch's and flash-attn's own kernels do run, and read memory at these indices.
         inputs.token_ids.zero_()
         inputs.positions.zero_()
         inputs.metadata.block_tables[: shape.num_decodes].zero_()

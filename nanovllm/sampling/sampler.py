@@ -149,6 +149,7 @@ class Sampler:
         indices = extra.logprob_indices
         if indices is None:
             return None
+        # In other modes each row that asks for them is an edited one, see `SamplingState.rows_of`.
         if self.logprobs_mode == "raw_logprobs" or edited is None or extra.logprobs_in_edited is None:
             return token_logprobs(self._whole_rows(logits, indices), token_ids[indices], extra.num_logprobs)
         kept = edited.rows

@@ -212,7 +212,7 @@ class InputProcessor:
     def _encode(
         self, prompts: list[Any], add_special_tokens: bool = True, template: Callable[[Any], str] | None = None
     ) -> list[ParsedPrompt]:
-        """Return parts of prompts with their token ids, not checked yet; in the place of these why they have none."""
+        """Return prompts with their token ids, not checked yet; those that have none have an error in their place."""
         parts: list[ParsedPrompt] = []
         for prompt in prompts:
             try:
@@ -343,7 +343,10 @@ def _last_characters(prompt: Any, most: int) -> Any:
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as it is given: its token ids, not checked yet, or its text, or both, and its salt."""
+    """A prompt as it is given: its token ids, not checked yet, or its text, or both, and its salt.
+
+    In a list of prompts, those that cannot be parsed or encoded have a ValueError for `token_ids`.
+    """
 
     token_ids: Any
     text: str | None = None

@@ -54,8 +54,8 @@ SPLITK_ROWS = 64
 PERSISTENT_ROWS = 128
 """Rows per output tile of `persistent_gemm`; each warpgroup takes half."""
 PERSISTENT_COLUMNS = 128
-"""Half of a tile's columns in `persistent_gemm`; each half's weight rows are contiguous. Also the head size that
-`persistent_qkv_rope_store` supports."""
+"""Half of a tile's columns in `persistent_gemm`; each half's weight rows are contiguous. In
+`persistent_qkv_rope_store` a half is a head, so it supports heads of this size."""
 PERSISTENT_INS = 64
 """Inputs per step of `persistent_gemm`."""
 

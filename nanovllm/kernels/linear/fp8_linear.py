@@ -45,7 +45,17 @@ def fp8_linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`; see `norm_linear`."""
+    """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`; see `norm_linear`.
+
+    Args:
+        x: [num_rows, in_features]; or, with a norm, [parts, num_rows, in_features] float32, whose sum is meant.
+        weight: [out_features, in_features] in e4m3; gate and up, one after the other, if `gated`.
+        bias, norm, residual: of the layer, before it, and [num_rows, in_features] to add before the norm.
+        gated: return `silu(gate) * up`, which has half the features.
+
+    Returns:
+        [num_rows, out_features] in the dtype of x, or of the norm's weight, and [num_rows, in_features].
+    """
     dtype = x.dtype if norm is None else norm.weight.dtype
     kernel = choose_fp8(x.shape[-2], dtype, weight)
     if kernel is LinearKernel.SCALED_MM:
@@ -73,7 +83,7 @@ def fp8_linear(
 def fp8_linear_into(
     x: torch.Tensor, weight: Fp8Matrix, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the x and the residual of the next layer's norm; see `linear_into`."""
+    """Return x and residual for the norm that follows the layer, x maybe in parts to be summed; see `linear_into`."""
     kernel, parts = choose_fp8(len(x), x.dtype, weight), fp8_parts(len(x), weight)
     if kernel is LinearKernel.SCALED_GEMM and parts > 1:
         rows, _ = quantize_rows(x, weight.block_ins)

@@ -112,3 +112,9 @@ def test_a_file_in_somebodys_folder_does_not_lead_elsewhere(checkpoint: Path, tm
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / "weights.url").write_text("memory://elsewhere")
     assert all(file.startswith(str(folder)) for file in weight_files(str(folder)))
+
+
+def test_a_local_folders_name_is_no_chain_of_file_systems(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model::memory")
+    assert weight_files(str(folder)) == [str(folder / "model.safetensors")]
+    assert tokens(folder) == tokens(checkpoint)

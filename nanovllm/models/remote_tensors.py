@@ -37,7 +37,7 @@ class _Entry:
     stop: int
 
 
-class RemoteFile:
+class SafetensorsFile:
     """One file of tensors.
 
     Raises:
@@ -117,7 +117,7 @@ class RemoteFile:
 class RemoteTensor:
     """A tensor of a remote file, as `WeightSlice.fill` takes it: of a large one, the rows asked for are read."""
 
-    file: RemoteFile
+    file: SafetensorsFile
     number: int
 
     def get_shape(self) -> list[int]:

@@ -22,16 +22,31 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def absolute_folder(path: str) -> str:
+    """Return a folder's path as other processes of this host find it; a URL is one.
+
+    Raises:
+        ValueError: there is no such local folder.
+    """
+    if is_url(path):
+        return path
+    if not os.path.isdir(path):
+        raise ValueError(f"{path!r} is no folder")
+    return os.path.abspath(path)
+
+
 def filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a path, and the path in it.
+    """Return fsspec's file system of a path, local or not, and the path in it.
 
     Raises:
         ValueError: fsspec or what it needs for this kind of path is not installed, or the kind is unknown.
     """
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
+        from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
 
-        found: tuple[Any, str] = url_to_fs(path)
+        # In a local name `::` means nothing, unlike where fsspec reads it.
+        found: tuple[Any, str] = url_to_fs(path) if is_url(path) else (LocalFileSystem(), os.path.abspath(path))
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; {install_hint('remote')}") from error
     return found
@@ -60,7 +75,7 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
 
 
 def list_names(url: str) -> list[str]:
-    """Return the names in a remote folder.
+    """Return the names in a folder, local or not.
 
     Raises:
         ValueError: there is no such folder, or it cannot be read.

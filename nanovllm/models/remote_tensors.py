@@ -75,7 +75,8 @@ class SafetensorsFile:
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes `start ... stop - 1`."""
         try:
-            data: bytes = self._filesystem.cat_file(self._path, start, stop) if stop > start else b""
+            # By name: what follows the path differs among file systems.
+            data: bytes = self._filesystem.cat_file(self._path, start=start, end=stop) if stop > start else b""
         except OSError as error:
             raise ValueError(f"{self.url!r} cannot be read: {error}") from error
         if len(data) != stop - start:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import remote_tensors
+from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.utils.hub import resolve_model
 
@@ -107,6 +108,19 @@ def test_a_missing_folder_or_file_is_named(memory: Any, checkpoint: Path, tmp_pa
     memory.rm("/model/model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"not there.*model-00002-of-00002"):
         weight_files("memory://model")
+
+
+@pytest.mark.parametrize("method", ["ls", "get_file", "size", "cat_file", "cat_ranges"])
+def test_errors_of_a_stores_client_name_the_url(method: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lacking credentials is no OSError of S3's client.
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Unable to locate credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, method, fail)
+    with pytest.raises(ValueError, match=r"memory://model.* failed: Unable to locate credentials"):
+        SafetensorsFile("memory://model/model.safetensors").samples(8)
+        list(stored_tensors("memory://model"))
+        resolve_model("memory://model", None)
 
 
 def test_a_file_in_somebodys_folder_does_not_lead_elsewhere(checkpoint: Path, tmp_path: Path) -> None:

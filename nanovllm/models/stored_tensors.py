@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.models.remote_tensors import SafetensorsFile
-from nanovllm.utils.remote import filesystem, is_url, list_names, weights_place
+from nanovllm.utils.remote import filesystem, is_url, list_names, storage_errors, weights_place
 
 _INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"-of-(\d+)\.safetensors$")
@@ -37,8 +37,10 @@ def weight_files(folder: str) -> list[str]:
             f"{place!r} has {len(names)} of {total} files of weights and no {_INDEX}: is it being written?"
         )
     source, path = filesystem(place)
-    # They may be in folders below.
-    if absent := [name for name in names if name not in present and not source.isfile(f"{path}/{name}")]:
+    with storage_errors(place, ValueError):
+        # They may be in folders below.
+        absent = [name for name in names if name not in present and not source.isfile(f"{path}/{name}")]
+    if absent:
         raise ValueError(f"{_INDEX} in {place!r} names files that are not there: {absent}")
     return [os.path.join(place, name) for name in names]
 
@@ -46,8 +48,10 @@ def weight_files(folder: str) -> list[str]:
 def _indexed_names(place: str) -> list[str]:
     """Return the files that the index of a folder names."""
     source, path = filesystem(place)
+    with storage_errors(place, ValueError):
+        content = source.cat_file(f"{path}/{_INDEX}")
     try:
-        index = json.loads(source.cat_file(f"{path}/{_INDEX}"))
+        index = json.loads(content)
     except ValueError as error:
         raise ValueError(f"{_INDEX} in {place!r} is not JSON: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -52,6 +54,20 @@ def filesystem(path: str) -> tuple[Any, str]:
     return found
 
 
+@contextmanager
+def storage_errors(path: str, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Raise, as one of a kind that names the path, whatever error a file system raises.
+
+    Clients of object stores have errors of their own: that they find no credentials, or no server, is no OSError.
+    """
+    try:
+        yield
+    except FileExistsError as error:
+        raise FileExistsError(f"{path!r} is there already") from error
+    except Exception as error:
+        raise kind(f"access to {path!r} failed: {str(error) or repr(error)}") from error
+
+
 def fetch_small_files(url: str, patterns: list[str]) -> str:
     """Copy a remote folder's files of some names to a folder, removed when this process ends; return the folder.
 
@@ -64,12 +80,10 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
     folder = tempfile.mkdtemp(prefix=_PREFIX)
     # Unlike atexit's, also called where multiprocessing has started the process.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
-    try:
-        for name in list_names(url):
-            if any(fnmatch(name, pattern) for pattern in patterns):
-                source.get_file(f"{path}/{name}", os.path.join(folder, name))
-    except OSError as error:
-        raise ValueError(f"model folder {url!r} cannot be read: {error}") from error
+    names = [name for name in list_names(url) if any(fnmatch(name, pattern) for pattern in patterns)]
+    with storage_errors(url, ValueError):
+        for name in names:
+            source.get_file(f"{path}/{name}", os.path.join(folder, name))
     Path(folder, _POINTER).write_text(url, encoding="utf-8")
     return folder
 
@@ -81,10 +95,8 @@ def list_names(url: str) -> list[str]:
         ValueError: there is no such folder, or it cannot be read.
     """
     source, path = filesystem(url)
-    try:
+    with storage_errors(url, ValueError):
         found = source.ls(path, detail=False)
-    except OSError as error:
-        raise ValueError(f"model folder {url!r} cannot be read: {error}") from error
     return [str(name).rstrip("/").rsplit("/", 1)[-1] for name in found]
 
 

@@ -60,6 +60,8 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
             engine.abort([gone := rng.choice(list(wanted))])
             del wanted[gone]
         runner.interrupt = step < 40 and rng.random() < 0.02
+        if rng.random() < 0.02:
+            engine.reset_prefix_cache()
         try:
             finished = engine.step().finished
         except KeyboardInterrupt:
@@ -148,6 +150,28 @@ def test_what_ends_and_is_overwritten_in_the_same_step_is_saved_before() -> None
         check_engine(engine)
     stats = engine.stats()
     assert stats["num_lost_blocks"] == 0 and stats["num_saved_blocks"] > 10, stats
+
+
+@DEPTHS
+def test_nothing_is_saved_that_nobody_finds_after_a_reset(depth: int) -> None:
+    engine, runner = make_engine(pipeline_depth=depth, block_size=4, num_blocks=13, num_host_slots=60, max_model_len=64)
+    runner.num_ready_slots = 60
+    engine.add_request([0] * 16, greedy(24))
+    while engine.block_manager.num_free_blocks > 5:
+        engine.step()
+    assert not engine.block_manager.reset()
+    saved = engine.stats()["num_saved_blocks"]
+    # Few blocks are free, while it runs and when it has ended; one that came later has all the saves.
+    while not engine.is_finished():
+        engine.step()
+        check_engine(engine)
+    assert engine.block_manager.reset(), "its blocks are forgotten"
+    for i in range(1, 5):
+        engine.add_request([i] * 8, greedy(4))
+    while not engine.is_finished():
+        engine.step()
+        check_engine(engine)
+    assert engine.stats()["num_saved_blocks"] - saved <= 4 * 2
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (8.0, 1)])

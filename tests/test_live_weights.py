@@ -296,6 +296,12 @@ def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path]
         assert llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False) == 3
         llm.reset_prefix_cache()
         assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48
+        # Of a folder that is refused nothing is written.
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ValueError, match=r"no \*.safetensors"):
+            llm.load_weights(tmp_path / "empty")
+        llm.reset_prefix_cache()
+        assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48
         with pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"):
             llm.load_weights(pair[1])
         llm.reset_prefix_cache()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import remote_tensors
+from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.utils.hub import resolve_model
 
@@ -56,7 +57,8 @@ def test_weights_are_streamed(
     largest, read = 2**16, []
     cat_file = MemoryFileSystem.cat_file
 
-    def counted(self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    # S3's has the version of the file after its path.
+    def counted(self: Any, path: str, *, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         data: bytes = cat_file(self, path, start, end, **kwargs)
         if path.endswith(".safetensors"):
             read.append(len(data))
@@ -108,7 +110,26 @@ def test_a_missing_folder_or_file_is_named(memory: Any, checkpoint: Path, tmp_pa
         weight_files("memory://model")
 
 
+@pytest.mark.parametrize("method", ["ls", "get_file", "size", "cat_file", "cat_ranges"])
+def test_errors_of_a_stores_client_name_the_url(method: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lacking credentials is no OSError of S3's client.
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Unable to locate credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, method, fail)
+    with pytest.raises(ValueError, match=r"memory://model.* failed: Unable to locate credentials"):
+        SafetensorsFile("memory://model/model.safetensors").samples(8)
+        list(stored_tensors("memory://model"))
+        resolve_model("memory://model", None)
+
+
 def test_a_file_in_somebodys_folder_does_not_lead_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / "weights.url").write_text("memory://elsewhere")
     assert all(file.startswith(str(folder)) for file in weight_files(str(folder)))
+
+
+def test_a_local_folders_name_is_no_chain_of_file_systems(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model::memory")
+    assert weight_files(str(folder)) == [str(folder / "model.safetensors")]
+    assert tokens(folder) == tokens(checkpoint)

@@ -464,7 +464,10 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
             prompt_logprobs_start=data.draw(st.integers(0, len(prompt))),
         )
         wanted[engine.add_request(prompt, params)] = prompt, params
+    reset_at = data.draw(st.integers(0, 20))
     while not engine.is_finished():
+        if engine.stats()["num_steps"] == reset_at:
+            engine.reset_prefix_cache()
         result = engine.step()
         check_engine(engine)
         for request_id, output in result.finished:

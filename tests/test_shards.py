@@ -21,6 +21,7 @@ from nanovllm.cli import main
 from tests.batch_lines import ENGINE
 
 memory = pytest.importorskip("fsspec.implementations.memory")
+local = pytest.importorskip("fsspec.implementations.local")
 RUN = "0123456789abcdef"
 PROMPTS = ["1 2", "a b", "", "sort 3 1", "x " * 500, "5 + 5", "7 8 9"]
 LINES = [json.dumps({"prompt": text, "max_tokens": 3}) * bool(text) + "\n" for text in PROMPTS]
@@ -173,6 +174,41 @@ def test_parts_are_whole_and_written_once(tmp_path: Path) -> None:
     assert len(again.answered) == 5
     with pytest.raises(ValueError, match="of 2 shards"):
         PartFiles(str(tmp_path / "out"), WHOLE).load(RUN)
+
+
+@pytest.mark.parametrize("method", ["ls", "open", "pipe_file", "rm_file"])
+def test_errors_of_a_stores_client_name_the_path(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = memory.MemoryFileSystem()
+    files.pipe("/failing/00000-of-00001-000000.jsonl", answered_line(1, "a"))
+
+    # Lacking credentials is no OSError of S3's client.
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Unable to locate credentials")
+
+    monkeypatch.setattr(memory.MemoryFileSystem, method, fail)
+    parts = PartFiles("memory://failing", WHOLE)
+    with pytest.raises(OSError, match=r"memory://failing.* failed: Unable to locate credentials"):
+        parts.load(RUN)
+        parts.write([answered_line(2, "a")])
+        parts.finish()
+        parts.clear()
+        InputFile("memory://failing/in")
+
+
+def test_no_file_of_an_input_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").write_text("a\nb\n")
+    files, opened = local.LocalFileSystem, list[Any]()
+    plain_open = files.open
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opened.append(plain_open(self, *args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(files, "open", watched)
+    source = InputFile(f"file://{tmp_path}/in")
+    assert list(source.lines) == [b"a\n", b"b\n"]
+    # Some read ahead in threads until they are closed.
+    assert opened and all(file.closed for file in opened)
 
 
 def test_reading_takes_no_more_memory_for_a_longer_input() -> None:

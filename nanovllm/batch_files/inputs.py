@@ -17,7 +17,7 @@ from typing import Any
 
 from nanovllm.batch_files.digests import AnsweredRequests, request_digest
 from nanovllm.batch_files.shards import WHOLE, Shard
-from nanovllm.utils.remote import filesystem, is_url
+from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
 # First bytes, and the module that reads what follows; Python has `compression.zstd` from 3.14 on.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x28\xb5\x2f\xfd": "compression.zstd"}
@@ -92,7 +92,8 @@ class InputFile:
         name = "the standard input" if path == "-" else path
         self.lines = _read_later(self._file, name) if self.is_stream else _read_lines(self._file, name)
         if is_url(path):
-            # Some file systems give one file, with one position, to all who open it.
+            # Some file systems give one file, with one position, to all who open it; others read ahead until it closes.
+            self._file.close()
             self.lines = self._lines_again()
 
     def fileno(self) -> int | None:
@@ -139,7 +140,8 @@ class InputFile:
 def _open(path: str) -> Any:
     if is_url(path):
         files, found = filesystem(path)
-        return files.open(found, "rb")
+        with storage_errors(path):
+            return files.open(found, "rb")
     # Not `sys.stdin`, whose lock the interpreter wants at its end, while a thread may hold it.
     return open(0 if path == "-" else path, "rb", closefd=path != "-")
 

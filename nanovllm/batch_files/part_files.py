@@ -11,12 +11,13 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 
 from nanovllm.batch_files.digests import AnsweredRequests
 from nanovllm.batch_files.shards import Shard
 from nanovllm.batch_files.stored_results import check_run, stored_results
-from nanovllm.utils.remote import filesystem, is_url
+from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
 PART_LINES = 10_000
 """Lines of a part if nobody says how many."""
@@ -42,16 +43,15 @@ class PartFolder:
         """Return the names of all parts, those of a shard in the order in which they were written."""
         # Object stores' listings are cached.
         self._files.invalidate_cache()
-        try:
-            paths: list[str] = self._files.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
+        paths: list[str] = []
+        with storage_errors(self.path), suppress(FileNotFoundError):
+            paths = self._files.ls(self._root, detail=False)
         names = (path.rpartition("/")[2] for path in paths)
         return sorted(name for name in names if _NAME.fullmatch(name))
 
     def read(self, name: str) -> Iterator[bytes]:
         """Yield the lines of a part."""
-        with self._files.open(f"{self._root}/{name}", "rb") as file:
+        with storage_errors(f"{self.path}/{name}"), self._files.open(f"{self._root}/{name}", "rb") as file:
             yield from gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
 
     def create(self, name: str, content: bytes) -> None:
@@ -63,12 +63,14 @@ class PartFolder:
         path = f"{self._root}/{name}"
         if self._is_local:
             _create_file(path, content)
-        else:
+            return
+        with storage_errors(f"{self.path}/{name}"):
             self._files.pipe_file(path, content, mode="create")
 
     def remove(self, name: str) -> None:
         """Remove a part."""
-        self._files.rm_file(f"{self._root}/{name}")
+        with storage_errors(f"{self.path}/{name}"):
+            self._files.rm_file(f"{self._root}/{name}")
 
 
 class PartFiles:

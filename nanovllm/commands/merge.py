@@ -14,7 +14,7 @@ from nanovllm.batch_files.inputs import InputFile
 from nanovllm.batch_files.part_files import PartFolder
 from nanovllm.batch_files.stored_results import StoredResult, check_run, stored_results
 from nanovllm.utils.flags import CommandParser, user_errors
-from nanovllm.utils.remote import filesystem, is_url
+from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
 
 class ShardOutputs:
@@ -96,9 +96,11 @@ def _files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
 def _write(path: str, outputs: ShardOutputs) -> None:
     """Write the results to a new file, which is there in whole or not at all."""
     files, found = filesystem(path)
-    if files.exists(found):
+    with storage_errors(path):
+        is_there = files.exists(found)
+    if is_there:
         raise ValueError(f"{path} is there already: give another output")
-    with ExitStack() as stack:
+    with storage_errors(path), ExitStack() as stack:
         if is_url(path):
             stack.enter_context(files.transaction)
             file: Any = files.open(found, "wb")

@@ -21,7 +21,7 @@ import typing
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from itertools import count, filterfalse, islice
 
 from nanovllm.engine.block import ROOT_IDENTITY, Block
 from nanovllm.engine.block_source import BlockLoads, BlockSource
@@ -131,10 +131,9 @@ class BlockManager:
         seq.registered_identity = found[-1].identity if found else seq.root_identity
         seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
-        if self.host is not None:
-            self._fetch(self.host, seq)
-        if self.source is not None:
-            self._fetch(self.source, seq)
+        for other in (self.host, self.source):
+            if other is not None:
+                self._fetch(other, seq)
         return True
 
     def _fetch(self, source: BlockSource, seq: Sequence) -> None:
@@ -167,13 +166,14 @@ class BlockManager:
         """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted.
 
         Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
-        them. A sequence's are saved first ones first, so that with the last one all are.
+        them. A sequence's are saved first ones first, so that with the last one all are; none of those that nobody
+        finds any more.
         """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
         if len(self._free) >= self._num_clean_blocks:
             return
-        for seq in reversed(running):
+        for seq in filterfalse(self._precedes_reset, reversed(running)):
             registered = [self.blocks[block_id] for block_id in seq.block_table[: seq.num_registered_blocks]]
             if registered and (key := registered[-1].key) is not None and key not in host:
                 yield from registered
@@ -228,7 +228,7 @@ class BlockManager:
         """Give the sequence its own copy, in a free block, of the block that it is about to write to."""
         index = seq.num_computed_tokens // self.block_size
         source, copy = seq.block_table[index], self._take_free_block()
-        self._release(source)
+        self._release(seq, source)
         seq.block_table[index] = copy
         return BlockTransfer("copy", source, copy)
 
@@ -238,9 +238,8 @@ class BlockManager:
 
     def append_block(self, seq: Sequence) -> int:
         """Add one block, which must be free, to a sequence's table; returns its id."""
-        block_id = self._take_free_block()
-        seq.block_table.append(block_id)
-        return block_id
+        seq.block_table.append(self._take_free_block())
+        return seq.block_table[-1]
 
     def extend(self, seq: Sequence) -> list[int]:
         """Give a sequence with a window blocks for its next tokens, as far as they are free; returns their indices."""
@@ -257,22 +256,22 @@ class BlockManager:
             return
         first, _ = self.held.span(seq.num_computed_tokens, seq.num_tokens)
         for index in range(seq.num_released_blocks, first):
-            self._release(seq.block_table[index])
+            self._release(seq, seq.block_table[index])
         seq.num_released_blocks = max(seq.num_released_blocks, first)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
         for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
-            self._release(block_id)
+            self._release(seq, block_id)
         seq.block_table.clear()
-        seq.num_released_blocks = 0
-        seq.num_registered_blocks = 0
-        seq.num_computed_tokens = 0
+        seq.num_released_blocks = seq.num_registered_blocks = seq.num_computed_tokens = 0
 
-    def _release(self, block_id: int) -> None:
+    def _release(self, seq: Sequence, block_id: int) -> None:
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
+            if self._precedes_reset(seq):
+                self._unregister(block)
             self._free[block_id] = None
             # What can never be found again is reused before anything that can.
             self._free.move_to_end(block_id, last=block.key is not None)
@@ -318,14 +317,12 @@ class BlockManager:
         self._evicted = None if self._evicted is None else EvictedPrefixes()
         if self.host is not None:
             self.host.clear()
-        cached, self._cached = self._cached, {}
-        for key, block in cached.items():
-            if block.ref_count:
-                self._cached[key] = block
-                if self._evicted is not None:
-                    self._evicted.on_registered(key)
-            else:
+        for key, block in list(self._cached.items()):
+            if block.ref_count == 0:
+                del self._cached[key]
                 block.key = None
+            elif self._evicted is not None:
+                self._evicted.on_registered(key)
         return not self._cached
 
     def register(self, seq: Sequence) -> None:
@@ -399,6 +396,10 @@ class BlockManager:
     def _root(self, salt: str | None) -> Identity:
         """Return the identity that first blocks have as their parent, which is another one after a `reset`."""
         return ROOT_IDENTITY - self._num_resets if salt is None else f"{self._num_resets} {salt}"
+
+    def _precedes_reset(self, seq: Sequence) -> bool:
+        """Whether nobody finds a sequence's blocks, since it was given its first ones before a `reset`."""
+        return seq.root_identity != self._root(seq.request.cache_salt)
 
     def _take_free_block(self) -> int:
         block_id, _ = self._free.popitem(last=False)

@@ -64,12 +64,19 @@ class ControlledEngine(DrivenEngine):
         """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps():
             self._require_weights("load_weights")
-            self._drop_prefix_files()
+            is_unchanged = False
             try:
                 loaded = self._weights.load_weights(weights, strict)
+            except ValueError:
+                # Of a folder that is refused nothing is written; how many pairs were, is not known here.
+                is_unchanged = isinstance(weights, str)
+                raise
             except LoadFailedError as error:
                 self.state.missing = error.missing
                 raise
+            finally:
+                if not is_unchanged:
+                    self._drop_prefix_files()
             was_missing, self.state.missing = self.state.missing, loaded.missing
             if was_missing.count and not loaded.missing.count:
                 # Graphs could not be captured before.

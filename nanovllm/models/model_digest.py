@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from xxhash import xxh3_128
 
 from nanovllm.config import Config
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.remote_tensors import RemoteFile
+from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.models.stored_tensors import weight_files
-from nanovllm.utils.remote import is_url
 
 _SAMPLED_BYTES = 4096
 """Read of each tensor, since files of gigabytes take long: two checkpoints of one shape differ in most elements."""
@@ -36,23 +34,8 @@ def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: 
     others = None if is_native else max_model_len, config.seed or 0 if is_dummy else None
     digest.update(json.dumps([*settings, *others]).encode())
     for file in [] if is_dummy else weight_files(folder):
-        _add_samples(digest, file)
-    return digest.digest()
-
-
-def _add_samples(digest: xxh3_128, file: str) -> None:
-    """Add a safetensors file's size, header, and samples of its tensors to a digest."""
-    if is_url(file):
-        remote = RemoteFile(file)
-        digest.update(b"%d " % remote.size + remote.header[8:])
-        for sample in remote.samples(_SAMPLED_BYTES):
+        stored = SafetensorsFile(file)
+        digest.update(b"%d " % stored.size + stored.header[8:])
+        for sample in stored.samples(_SAMPLED_BYTES):
             digest.update(sample)
-        return
-    with open(file, "rb") as opened:
-        length = opened.read(8)
-        header = opened.read(int.from_bytes(length, "little"))
-        digest.update(b"%d " % os.path.getsize(file) + header)
-        tensors = json.loads(header)
-        for start, end in sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"):
-            opened.seek(len(length) + len(header) + start)
-            digest.update(opened.read(min(end - start, _SAMPLED_BYTES)))
+    return digest.digest()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.remote import filesystem
+from nanovllm.utils.remote import filesystem, storage_errors
 
 _RANGE_BYTES = 32 * 2**20
 """Neighbouring tensors are read together up to this: an object store takes tens of milliseconds for each request."""
@@ -37,7 +37,7 @@ class _Entry:
     stop: int
 
 
-class RemoteFile:
+class SafetensorsFile:
     """One file of tensors.
 
     Raises:
@@ -47,10 +47,8 @@ class RemoteFile:
     def __init__(self, url: str) -> None:
         self.url = url
         self._filesystem, self._path = filesystem(url)
-        try:
+        with storage_errors(url, ValueError):
             self.size: int = self._filesystem.size(self._path)
-        except OSError as error:
-            raise ValueError(f"{url!r} cannot be read: {error}") from error
         length = int.from_bytes(self.read(0, 8), "little")
         if length > _MOST_HEADER_BYTES:
             raise ValueError(f"{url!r} is damaged: its header cannot have {length} bytes")
@@ -74,10 +72,9 @@ class RemoteFile:
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes `start ... stop - 1`."""
-        try:
-            data: bytes = self._filesystem.cat_file(self._path, start, stop) if stop > start else b""
-        except OSError as error:
-            raise ValueError(f"{self.url!r} cannot be read: {error}") from error
+        with storage_errors(self.url, ValueError):
+            # By name: what follows the path differs among file systems.
+            data: bytes = self._filesystem.cat_file(self._path, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
             raise ValueError(f"{self.url!r} is damaged: it ends after {self.size} bytes, {stop} are needed")
         return data
@@ -86,7 +83,9 @@ class RemoteFile:
         """Return the first bytes of each tensor; the file system may fetch them side by side."""
         starts = [entry.start for entry in self.entries]
         stops = [min(entry.stop, entry.start + num_bytes) for entry in self.entries]
-        found: list[bytes] = self._filesystem.cat_ranges([self._path] * len(starts), starts, stops, on_error="raise")
+        paths = [self._path] * len(starts)
+        with storage_errors(self.url, ValueError):
+            found: list[bytes] = self._filesystem.cat_ranges(paths, starts, stops, on_error="raise")
         return found
 
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
@@ -117,7 +116,7 @@ class RemoteFile:
 class RemoteTensor:
     """A tensor of a remote file, as `WeightSlice.fill` takes it: of a large one, the rows asked for are read."""
 
-    file: RemoteFile
+    file: SafetensorsFile
     number: int
 
     def get_shape(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The tensors in the safetensors of a folder."""
+"""The tensors in the safetensors of a folder, on this host or where fsspec reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.models.remote_tensors import RemoteFile
-from nanovllm.utils.checks import read_json
-from nanovllm.utils.remote import filesystem, is_url, list_names, weights_place
+from nanovllm.models.remote_tensors import SafetensorsFile
+from nanovllm.utils.remote import filesystem, is_url, list_names, storage_errors, weights_place
 
 _INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"-of-(\d+)\.safetensors$")
@@ -25,12 +24,9 @@ def weight_files(folder: str) -> list[str]:
         ValueError: there are none, or one is missing.
     """
     place = weights_place(folder)
-    present = list_names(place) if is_url(place) else os.listdir(place)
+    present = list_names(place)
     if _INDEX in present:
-        weight_map = _read_index(place).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{_INDEX} in {place!r} has no weight_map from tensors to files")
-        names = sorted(set(weight_map.values()))
+        names = _indexed_names(place)
     else:
         names = sorted(name for name in present if name.endswith(".safetensors"))
     if not names:
@@ -40,24 +36,28 @@ def weight_files(folder: str) -> list[str]:
         raise ValueError(
             f"{place!r} has {len(names)} of {total} files of weights and no {_INDEX}: is it being written?"
         )
-    # The local ones may be in folders below.
-    absent = set(names) - set(present)
-    if not is_url(place):
-        absent = {name for name in absent if not os.path.isfile(os.path.join(place, name))}
+    source, path = filesystem(place)
+    with storage_errors(place, ValueError):
+        # They may be in folders below.
+        absent = [name for name in names if name not in present and not source.isfile(f"{path}/{name}")]
     if absent:
-        raise ValueError(f"{_INDEX} in {place!r} names files that are not there: {sorted(absent)}")
+        raise ValueError(f"{_INDEX} in {place!r} names files that are not there: {absent}")
     return [os.path.join(place, name) for name in names]
 
 
-def _read_index(place: str) -> dict[str, Any]:
-    if not is_url(place):
-        return read_json(os.path.join(place, _INDEX))
+def _indexed_names(place: str) -> list[str]:
+    """Return the files that the index of a folder names."""
     source, path = filesystem(place)
+    with storage_errors(place, ValueError):
+        content = source.cat_file(f"{path}/{_INDEX}")
     try:
-        index = json.loads(source.cat_file(f"{path}/{_INDEX}"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{_INDEX} in {place!r} cannot be read: {error}") from error
-    return index if isinstance(index, dict) else {}
+        index = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{_INDEX} in {place!r} is not JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{_INDEX} in {place!r} has no weight_map from tensors to files")
+    return sorted(set(weight_map.values()))
 
 
 def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
@@ -67,13 +67,15 @@ def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
         ValueError: no weights there, or a file missing or damaged.
     """
     for file in weight_files(folder):
-        if is_url(file):
-            for name, tensor in RemoteFile(file).tensors():
-                yield file, name, tensor
-            continue
-        try:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 (not a dict)
-                    yield file, name, weights.get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file!r} is damaged: {error}") from error
+        tensors = SafetensorsFile(file).tensors() if is_url(file) else _mapped_tensors(file)
+        for name, tensor in tensors:
+            yield file, name, tensor
+
+
+def _mapped_tensors(file: str) -> Iterator[tuple[str, Any]]:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a dict)
+                yield name, weights.get_slice(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file!r} is damaged: {error}") from error

@@ -14,7 +14,7 @@ from nanovllm.models.tensor_files import write_tensors
 from nanovllm.outputs import StepResult
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.checks import check_bool
-from nanovllm.utils.remote import is_url
+from nanovllm.utils.remote import absolute_folder
 
 _POLL_SECONDS = 0.005
 
@@ -72,12 +72,12 @@ class EngineControl:
         """
         check_bool("strict", strict)
         given = os.fspath(weights) if isinstance(weights, str | os.PathLike) else weights
-        if isinstance(given, str) and not is_url(given) and not os.path.isdir(given):
-            raise ValueError(f"weights: {given!r} is no folder")
+        if isinstance(given, str):
+            given = absolute_folder(given)
         engine = self.engine_client.engine
         engine.state.require_no_requests("load_weights", engine.request_ids)
         if isinstance(given, str):
-            return self._load(given if is_url(given) else os.path.abspath(given), strict)
+            return self._load(given, strict)
         pairs = given.items() if isinstance(given, Mapping) else given
         if engine.is_in_process:
             return self._load(pairs, strict)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -22,19 +24,48 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def absolute_folder(path: str) -> str:
+    """Return a folder's path as other processes of this host find it; a URL is one.
+
+    Raises:
+        ValueError: there is no such local folder.
+    """
+    if is_url(path):
+        return path
+    if not os.path.isdir(path):
+        raise ValueError(f"{path!r} is no folder")
+    return os.path.abspath(path)
+
+
 def filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a path, and the path in it.
+    """Return fsspec's file system of a path, local or not, and the path in it.
 
     Raises:
         ValueError: fsspec or what it needs for this kind of path is not installed, or the kind is unknown.
     """
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
+        from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
 
-        found: tuple[Any, str] = url_to_fs(path)
+        # In a local name `::` means nothing, unlike where fsspec reads it.
+        found: tuple[Any, str] = url_to_fs(path) if is_url(path) else (LocalFileSystem(), os.path.abspath(path))
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; {install_hint('remote')}") from error
     return found
+
+
+@contextmanager
+def storage_errors(path: str, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Raise, as one of a kind that names the path, whatever error a file system raises.
+
+    Clients of object stores have errors of their own: that they find no credentials, or no server, is no OSError.
+    """
+    try:
+        yield
+    except FileExistsError as error:
+        raise FileExistsError(f"{path!r} is there already") from error
+    except Exception as error:
+        raise kind(f"access to {path!r} failed: {str(error) or repr(error)}") from error
 
 
 def fetch_small_files(url: str, patterns: list[str]) -> str:
@@ -49,27 +80,23 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
     folder = tempfile.mkdtemp(prefix=_PREFIX)
     # Unlike atexit's, also called where multiprocessing has started the process.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
-    try:
-        for name in list_names(url):
-            if any(fnmatch(name, pattern) for pattern in patterns):
-                source.get_file(f"{path}/{name}", os.path.join(folder, name))
-    except OSError as error:
-        raise ValueError(f"model folder {url!r} cannot be read: {error}") from error
+    names = [name for name in list_names(url) if any(fnmatch(name, pattern) for pattern in patterns)]
+    with storage_errors(url, ValueError):
+        for name in names:
+            source.get_file(f"{path}/{name}", os.path.join(folder, name))
     Path(folder, _POINTER).write_text(url, encoding="utf-8")
     return folder
 
 
 def list_names(url: str) -> list[str]:
-    """Return the names in a remote folder.
+    """Return the names in a folder, local or not.
 
     Raises:
         ValueError: there is no such folder, or it cannot be read.
     """
     source, path = filesystem(url)
-    try:
+    with storage_errors(url, ValueError):
         found = source.ls(path, detail=False)
-    except OSError as error:
-        raise ValueError(f"model folder {url!r} cannot be read: {error}") from error
     return [str(name).rstrip("/").rsplit("/", 1)[-1] for name in found]
 
 

@@ -34,7 +34,7 @@ class ProcessorConfig:
     """How a dataset is answered. A bad value is a ValueError.
 
     Attributes:
-        model_source: a folder that every node has, or a Hub id.
+        model_source: a folder that every node has, one that fsspec opens (`s3://`), or a Hub id.
         engine_kwargs: settings of `LLM`.
         sampling_params: of rows that do not say.
         batch_size: rows of a task, which come back together, and run again together when their actor dies; None: a

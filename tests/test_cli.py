@@ -335,6 +335,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "ssl_ca_certs": (["x"], "x"),
     "chat_template": (["{{ x }}"], "{{ x }}"),
     "default_chat_template_kwargs": (['{"enable_thinking": false}'], {"enable_thinking": False}),
+    "tokenizer": (["x"], "x"),
     "api_key": (["x", "y"], ["x", "y"]),
     "served_model_name": (["x", "y"], ["x", "y"]),
 }

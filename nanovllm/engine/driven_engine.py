@@ -19,7 +19,7 @@ class DrivenEngine(ABC):
 
     def __init__(self) -> None:
         self.state = EngineState()
-        self._is_paused = False
+        self._holds_steps = False
         self._guard = CallGuard()
 
     def begin(self, call: Call) -> None:
@@ -54,7 +54,7 @@ class DrivenEngine(ABC):
                 try:
                     yield
                 finally:
-                    self._is_paused = self.state.holds_steps
+                    self._holds_steps = self.state.holds_steps
                     self._empty_inbox()
         finally:
             self.end(call)

@@ -255,7 +255,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
             self._empty_inbox()
             tokens = self._step_tokens = NewTokens()
             self._history.sample_if_due(self.stats)
-            if self._is_paused and not self.is_draining():
+            if self._holds_steps and not self.is_draining():
                 self._rest()
                 return tokens
             try:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.imports import without_collection
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -58,8 +56,7 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: ranks other than 0 do without transformers, which takes seconds to import."""
     for module, names in _MODULES.items():
         if name in names:
-            with without_collection():
-                return getattr(import_module(f"nanovllm.{module}"), name)
+            return getattr(import_module(f"nanovllm.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

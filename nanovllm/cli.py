@@ -17,7 +17,6 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import CommandParser, add_flags, flag_dest
-from nanovllm.utils.imports import without_collection
 
 # What imports torch is imported by the command that needs it, so that help and errors come at once.
 _WITH_OWN_PARSER = {
@@ -98,7 +97,7 @@ def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments:
 
 
 def _load(module: str) -> ModuleType:
-    with spinner("Starting nanovllm"), without_collection():
+    with spinner("Starting nanovllm"):
         return import_module(module)
 
 

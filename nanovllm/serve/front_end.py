@@ -20,7 +20,6 @@ from nanovllm.config import Config
 from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.serve.logs import log_config
 from nanovllm.serve.settings import ServeSettings
-from nanovllm.utils.imports import without_collection
 from nanovllm.utils.parent import end_with_parent
 
 READY = "ready"
@@ -102,14 +101,13 @@ def run_front_end(descriptor: int, parent: int) -> None:
 
 def _answer(plan: FrontEndPlan, control: Connection) -> int:
     # What imports torch and Prometheus' client.
-    with without_collection():
-        from nanovllm.llm import LLM  # noqa: PLC0415
-        from nanovllm.replicas.loaded_model import over_replicas  # noqa: PLC0415
-        from nanovllm.replicas.model_files import read_model_files  # noqa: PLC0415
-        from nanovllm.replicas.replicated_engine import ReplicatedEngine  # noqa: PLC0415
-        from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
-        from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
-        from nanovllm.serve.server_counts import ServerCounts, memory_size  # noqa: PLC0415
+    from nanovllm.llm import LLM  # noqa: PLC0415
+    from nanovllm.replicas.loaded_model import over_replicas  # noqa: PLC0415
+    from nanovllm.replicas.model_files import read_model_files  # noqa: PLC0415
+    from nanovllm.replicas.replicated_engine import ReplicatedEngine  # noqa: PLC0415
+    from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
+    from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
+    from nanovllm.serve.server_counts import ServerCounts, memory_size  # noqa: PLC0415
 
     causes = EngineCauses(control, plan.engines)
     # Requests without a seed have other noise than those of any other front end.

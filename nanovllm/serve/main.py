@@ -18,7 +18,6 @@ from nanovllm.config import Config
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.extras import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
-from nanovllm.utils.imports import without_collection
 
 _INSTALL = f"nanovllm serve needs further packages: {install_hint('serve')}"
 _logger = logging.getLogger(__name__)
@@ -82,12 +81,11 @@ def _load_front_ends(config: Config, settings: ServeSettings, size: int) -> Call
 
 def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
     """Load the model, say if it runs on the CPU, and return what runs the server."""
-    with without_collection():
-        import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
-        from nanovllm.llm import LLM  # noqa: PLC0415
-        from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
-        from nanovllm.serve.process import run_server  # noqa: PLC0415
+    from nanovllm.llm import LLM  # noqa: PLC0415
+    from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
+    from nanovllm.serve.process import run_server  # noqa: PLC0415
 
     llm = LLM(**vars(config))
     if config.device == "auto" and not torch.cuda.is_available():

@@ -14,14 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.spawn import get_executable
 
-_PROGRAM = """\
-import sys
-sys.path[:] = {path}
-from nanovllm.utils.imports import without_collection
-with without_collection():
-    from {module} import {function}
-{function}({arguments})
-"""
+_PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {function}({arguments})"
 
 
 def start_python(

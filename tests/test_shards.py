@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from nanovllm.batch_files.inputs import InputFile, UnansweredLines
 from nanovllm.batch_files.part_files import PartFiles, PartFolder
 from nanovllm.batch_files.shards import WHOLE, Shard
 from nanovllm.cli import main
+from nanovllm.commands import merge
+from nanovllm.utils.remote import storage_errors
 from tests.batch_lines import ENGINE
 
 memory = pytest.importorskip("fsspec.implementations.memory")
@@ -193,6 +195,19 @@ def test_errors_of_a_stores_client_name_the_path(method: str, monkeypatch: pytes
         parts.finish()
         parts.clear()
         InputFile("memory://failing/in")
+
+
+def test_a_shard_that_cannot_be_read_is_named_and_not_the_output(tmp_path: Path) -> None:
+    class Outputs:
+        def results(self) -> Iterator[bytes]:
+            yield b"{}\n"
+            with storage_errors("memory://shard"):
+                raise RuntimeError("gone")
+
+    outputs: Any = Outputs()
+    with pytest.raises(OSError, match=r"^access to 'memory://shard' failed: gone$"):
+        merge._write(str(tmp_path / "out"), outputs)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_file_of_an_input_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

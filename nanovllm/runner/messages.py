@@ -2,8 +2,8 @@
 step's result (`StepOutput`); and the interface of a runner (`Runner`).
 
 `ScheduledBatch` and `StepOutput` are plain data, numbers and arrays of them, and can be sent to another process as they
-are. A running sequence has a *slot*, its index in the device's arrays. A runner is told of slots and
-blocks, never of sequences; the engine finds a token's sequence by `ScheduledBatch.sampled_seq_ids`.
+are. A running sequence has a *slot*, its index in the device's arrays. A runner is told of slots and blocks, never of
+sequences; the engine finds a token's sequence by `ScheduledBatch.sampled_seq_ids`.
 """
 
 from __future__ import annotations

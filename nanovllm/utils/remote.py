@@ -54,14 +54,21 @@ def filesystem(path: str) -> tuple[Any, str]:
     return found
 
 
+class StorageError(OSError):
+    """Access to a path failed; the message names it."""
+
+
 @contextmanager
-def storage_errors(path: str, kind: type[Exception] = OSError) -> Iterator[None]:
+def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[None]:
     """Raise, as one of a kind that names the path, whatever error a file system raises.
 
     Clients of object stores have errors of their own: that they find no credentials, or no server, is no OSError.
     """
     try:
         yield
+    # Of another path, which is read inside this block.
+    except StorageError:
+        raise
     except FileExistsError as error:
         raise FileExistsError(f"{path!r} is there already") from error
     except Exception as error:

@@ -37,10 +37,10 @@ def _load_weights(step, load_from, ring, more):
     _x_desc, desc, _row, column, second, first_in = load_from
     _xs, weights, full = ring
     COLUMNS: gl.constexpr = desc.block_shape[0]
-    slot = step % weights.shape[0]
+    stage = step % weights.shape[0]
     for half in gl.static_range(weights.shape[1] // COLUMNS):
         place = [column + half * second, first_in + step * weights.shape[2]]
-        tma_load(desc, place, full.index(slot), weights.index(slot).slice(half * COLUMNS, COLUMNS), pred=more)
+        tma_load(desc, place, full.index(stage), weights.index(stage).slice(half * COLUMNS, COLUMNS), pred=more)
 
 
 @gluon.jit
@@ -48,27 +48,27 @@ def _load_inputs(step, load_from, ring, more):
     """Start copying a step's input tile if `more`."""
     desc, _weight_desc, row, _column, _second, first_in = load_from
     xs, _weights, full = ring
-    slot = step % xs.shape[0]
-    tma_load(desc, [row, first_in + step * xs.shape[2]], full.index(slot), xs.index(slot), pred=more)
+    stage = step % xs.shape[0]
+    tma_load(desc, [row, first_in + step * xs.shape[2]], full.index(stage), xs.index(stage), pred=more)
 
 
 @gluon.jit
 def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
     """Return an output tile, [ROWS, columns] float32; the copies of the first stages have been started."""
     xs, weights, full = ring
-    SLOTS: gl.constexpr = xs.shape[0]
+    STAGES: gl.constexpr = xs.shape[0]
     COLUMNS: gl.constexpr = weights.shape[1]
     acc = gl.zeros([_ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, COLUMNS, 16]))
     for step in range(STEPS):
-        slot = step % SLOTS
-        mbarrier.wait(full.index(slot), step // SLOTS & 1)
-        acc = warpgroup_mma(xs.index(slot), weights.index(slot).permute((1, 0)), acc, is_async=True)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        acc = warpgroup_mma(xs.index(stage), weights.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         # After this all warps have finished the previous step, and its stage can be refilled.
         barrier()
-        ahead = step - 1 + SLOTS
+        ahead = step - 1 + STAGES
         more = (step > 0) & (ahead < STEPS)
-        mbarrier.expect(full.index(ahead % SLOTS), BYTES, pred=more)
+        mbarrier.expect(full.index(ahead % STAGES), BYTES, pred=more)
         _load_inputs(ahead, load_from, ring, more)
         _load_weights(ahead, load_from, ring, more)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -80,18 +80,18 @@ def _multiply(load_from, ring, STEPS: gl.constexpr, BYTES: gl.constexpr):
 @kernel(do_not_specialize=["num_rows"])
 def _splitk_gemm_kernel(
     x_desc, weight_desc, out_ptr, num_rows, out_features,
-    OUTS: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, GATED: gl.constexpr,
+    OUTS: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = OUTS * (2 if GATED else 1)
-    FILLED: gl.constexpr = SLOTS if SLOTS < STEPS else STEPS
+    FILLED: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     BYTES: gl.constexpr = (_ROWS + COLUMNS) * STEP * 2
     dtype: gl.constexpr = x_desc.dtype
     column, row, part = gl.program_id(0) * OUTS, gl.program_id(1) * _ROWS, gl.program_id(2)
-    xs = gl.allocate_shared_memory(dtype, [SLOTS, _ROWS, STEP], x_desc.layout)
-    weights = gl.allocate_shared_memory(dtype, [SLOTS, COLUMNS, STEP], weight_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
+    xs = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, STEP], x_desc.layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, STEP], weight_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
     ring = (xs, weights, full)
     load_from = (x_desc, weight_desc, row, column, out_features, part * (STEPS * STEP))
     for step in gl.static_range(FILLED):
@@ -132,13 +132,13 @@ def splitk_gemm(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, part
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and parts > 1)
-    outs, step, slots = find_splitk_tile(num_rows, weight, gated, parts) or splitk_tiles(num_rows, gated, parts)[0]
+    outs, step, stages = find_splitk_tile(num_rows, weight, gated, parts) or splitk_tiles(num_rows, gated, parts)[0]
     assert in_features % (parts * step) == 0 and out_features % outs == 0
     shape = (num_rows, out_features) if parts == 1 else (parts, num_rows, out_features)
     out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
     _splitk_gemm_kernel[(out_features // outs, -(-num_rows // _ROWS.value), parts)](
         descriptor(x, [_ROWS.value, step]), descriptor(weight, [outs, step]), out, num_rows, out_features,
-        OUTS=outs, STEP=step, STEPS=in_features // parts // step, SLOTS=slots, GATED=gated,
+        OUTS=outs, STEP=step, STEPS=in_features // parts // step, STAGES=stages, GATED=gated,
         num_warps=_WARPS.value, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -35,6 +35,7 @@ class HostMemory:
         self.addresses = [part.data_ptr() for part in memory]
         self._own = memory[rank]
         self._rank = rank
+        self._num_copies = 0
 
     def synchronize(self) -> None:
         """Kernels have run when their launches return."""
@@ -45,8 +46,9 @@ class HostMemory:
         self._own.zero_()
 
     def copy(self, source: int, destination: int, num_bytes: int) -> None:
-        # Rank 0 writes again before rank 1 has done this, unless it waits.
-        time.sleep(0.1 * self._rank)
+        # Unless they wait, rank 1 reads before rank 0 has written, and later rank 0 writes before rank 1 has read.
+        time.sleep(0.2 if self._rank else 0.6 * (not self._num_copies))
+        self._num_copies += 1
         ctypes.memmove(destination, source, num_bytes)
 
 

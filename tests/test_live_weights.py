@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.quantization.loading import WeightSlice
 from tests.conftest import MakeCheckpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
@@ -302,8 +304,13 @@ def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path]
             llm.load_weights(tmp_path / "empty")
         llm.reset_prefix_cache()
         assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48
-        with pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"):
-            llm.load_weights(pair[1])
+        # Of pairs some may be.
+        some = [("model.norm.weight", stored(pair[1])["model.norm.weight"]), ("other", torch.ones(1))]
+        with (
+            pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"),
+            pytest.raises(ValueError, match="1 tensors were written before"),
+        ):
+            llm.load_weights(some)
         llm.reset_prefix_cache()
         assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 0
         with pytest.raises(RuntimeError, match="the model has other weights than its folder"):
@@ -384,7 +391,9 @@ def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **confi
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
-def test_an_adapter_is_merged_and_taken_out_again(pair: tuple[Path, Path], tmp_path: Path, size: int) -> None:
+def test_an_adapter_is_merged_and_taken_out_again(
+    pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
         before, wanted = answers(llm), []
         for number in (1, 2):
@@ -400,6 +409,13 @@ def test_an_adapter_is_merged_and_taken_out_again(pair: tuple[Path, Path], tmp_p
             found = answers(llm)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want] and want != before
         assert llm.unload_adapter() and not llm.unload_adapter()
+        llm.reset_prefix_cache()
+        assert answers(llm) == before
+        llm.load_weights(tmp_path / "1")
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+            patch.setattr(WeightSlice, "store", Mock(side_effect=RuntimeError("no memory")))
+            llm.unload_adapter()
+        assert llm.unload_adapter()
         llm.reset_prefix_cache()
         assert answers(llm) == before
         # Other weights come without it.

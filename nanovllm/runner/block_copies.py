@@ -34,7 +34,7 @@ class BlockCopies:
 
     def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:
         self.host = host
-        # As numbers of 8 bytes, which few instructions copy, and which no copy rounds.
+        # As int64, since wide loads are fewer, and no dtype is left that a copy could convert.
         self._stacks = [stack.flatten(2).view(torch.int64) for stack in stacks]
         self._shapes = [(len(stack), stack.shape[2]) for stack in self._stacks]
 

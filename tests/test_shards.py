@@ -210,6 +210,11 @@ def test_a_shard_that_cannot_be_read_is_named_and_not_the_output(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_new_folder_may_be_given_as_a_url(tmp_path: Path) -> None:
+    PartFolder(f"file://{tmp_path}/new").create("00000-of-00001-000000.jsonl", b"{}\n")
+    assert PartFolder(f"{tmp_path}/new").names() == ["00000-of-00001-000000.jsonl"]
+
+
 def test_no_file_of_an_input_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").write_text("a\nb\n")
     files, opened = local.LocalFileSystem, list[Any]()

@@ -17,7 +17,7 @@ from types import TracebackType
 from nanovllm.batch_files.digests import AnsweredRequests
 from nanovllm.batch_files.shards import Shard
 from nanovllm.batch_files.stored_results import check_run, stored_results
-from nanovllm.utils.remote import filesystem, is_url, storage_errors
+from nanovllm.utils.remote import filesystem, storage_errors
 
 PART_LINES = 10_000
 """Lines of a part if nobody says how many."""
@@ -36,8 +36,9 @@ class PartFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._is_local = not is_url(path)
         self._files, self._root = filesystem(path)
+        # `file://` is, too.
+        self._is_local = "file" in self._files.protocol
 
     def names(self) -> list[str]:
         """Return the names of all parts, those of a shard in the order in which they were written."""

@@ -61,7 +61,10 @@ def read_model_files(config: Config) -> ModelFiles:
 def _read_tokenizer(config: Config, folder: str) -> Any:
     if config.tokenizer is None:
         return load_tokenizer(folder, config.trust_remote_code)
-    other = resolve_model(os.fspath(config.tokenizer), None, weights=False, code=config.trust_remote_code)
+    try:
+        other = resolve_model(os.fspath(config.tokenizer), None, weights=False, code=config.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"tokenizer={config.tokenizer!r}: {error}") from error
     tokenizer = load_tokenizer(other, config.trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"tokenizer={config.tokenizer!r} has no tokenizer's files")

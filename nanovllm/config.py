@@ -65,7 +65,7 @@ class Config:
         prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".
         load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
-        quantization: "fp8" rounds the linear layers of a checkpoint to e4m3, with a scale for each output, as it loads;
+        quantization: "fp8" rounds linear layers and experts of a checkpoint to e4m3, a scale an output, as it loads;
             how a quantised one is stored stands in its config.json.
         model_impl: whose code runs the model: "native" is this library's, "transformers" that of transformers over this
             library's attention and cache; "auto" is the native one where there is one.

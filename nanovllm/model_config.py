@@ -189,14 +189,13 @@ class ModelConfig:
         return replace(self, experts=replace(self.experts, is_parallel=True))
 
     def with_quantization(self, quantization: Quantization) -> ModelConfig:
-        """Return the config of the same model whose linear layers are stored so.
+        """Return the config of the same model whose linear layers and experts are stored so.
 
         Raises:
             ValueError: they are stored otherwise already, or cannot be.
         """
-        if self.hf is not None or self.experts is not None:
-            kind = "that transformers' code runs" if self.hf is not None else "with mixtures of experts"
-            raise ValueError(f"quantization={quantization!r} is not supported for models {kind}")
+        if self.hf is not None:
+            raise ValueError(f"quantization={quantization!r} is not supported for models that transformers' code runs")
         if self.quantization is not None:
             # The checkpoint's own e4m3.
             return self
@@ -291,7 +290,6 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
-        "quantization_config of mixtures of experts": architecture.has_experts and QuantizationConfig.from_hf(hf),
         "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention", "sliding_attention"},
     }
     for name, value in unsupported.items():

@@ -1,4 +1,4 @@
-"""How a checkpoint stores the matrices of its linear layers, read from config.json's `quantization_config`.
+"""How a checkpoint stores the matrices of its linear layers and experts: config.json's `quantization_config`.
 
 The formats are `fp8` of transformers and vLLM, and `float-quantized` of compressed-tensors: e4m3 values with scales
 that multiply. What is not supported is refused by name, before any weight is read.
@@ -27,7 +27,7 @@ _COMPRESSED_KEYS = {
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Linear layers have e4m3 values and float32 scales; embedding, head, norms and routers stay as they are.
+    """Linear layers and experts have e4m3 values and float32 scales; embedding, head, norms and routers stay.
 
     Attributes:
         granularity: what has one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by

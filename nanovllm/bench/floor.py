@@ -67,8 +67,7 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     """The time that the work takes at the ceilings: see the module."""
     model, itemsize = llm.model_config, 2 if ON_GPU else 4
     weights = ModelWeights.of(model)
-    # A byte for each of the layers' weights.
-    bytes_saved = weights.dense * (itemsize - 1) if model.quantization is not None else 0
+    layer_itemsize = 1 if model.quantization is not None else itemsize
     heads_size = model.num_heads * model.head_dim
     kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
     kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_itemsize
@@ -87,7 +86,8 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
         while waiting and len(live) < llm.config.max_num_running:
             live.append(waiting.pop())
         kv_tokens = sum(context - work.shared_prefix for context, _ in live) + work.shared_prefix
-        weight_seconds = (weights.read_by(len(live)) * itemsize - bytes_saved) / ceilings.read_bandwidth
+        layer_bytes = (weights.read_by(len(live)) - weights.head) * layer_itemsize
+        weight_seconds = (layer_bytes + weights.head * itemsize) / ceilings.read_bandwidth
         seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
         seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
         live = [(context + 1, left - 1) for context, left in live if left > 1]

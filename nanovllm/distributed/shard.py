@@ -98,7 +98,7 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
         intermediate=_mlp_shard(model, rank, size),
         vocab=_padded_shard(model.vocab_size, rank, size),
-        experts=experts_shard(model.experts, rank, size) if model.experts is not None else None,
+        experts=experts_shard(model.experts, rank, size, _column_unit(model)) if model.experts is not None else None,
     )
 
 
@@ -106,7 +106,11 @@ def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
     if all(layer.has_experts for layer in model.layers):
         # There is none.
         return Shard.whole(model.intermediate_size)
-    return _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, _input_unit(model)))
+    return _column_shard("intermediate_size", model.intermediate_size, rank, size, _column_unit(model))
+
+
+def _column_unit(model: ModelConfig) -> int:
+    return max(_MLP_UNIT, _input_unit(model))
 
 
 def _input_unit(model: ModelConfig) -> int:
@@ -114,11 +118,11 @@ def _input_unit(model: ModelConfig) -> int:
     return BLOCK if model.quantization is not None and model.quantization.granularity == "block" else 1
 
 
-def experts_shard(experts: ExpertsConfig, rank: int, size: int) -> ExpertsShard:
-    """Return the shard of each mixture that rank `rank` of `size` holds; see `shard_of`."""
+def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:
+    """Return the shard of each mixture that rank `rank` of `size` holds, columns in units; see `shard_of`."""
     count, columns = experts.num_experts, experts.intermediate_size
     if not experts.is_parallel:
-        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size, _MLP_UNIT))
+        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size, unit))
     if size > count:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {count} experts")
     return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns))

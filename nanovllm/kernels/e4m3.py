@@ -20,11 +20,11 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Fp8Matrix(NamedTuple):
-    """The matrix of a linear layer; each value is multiplied by the scale of its block.
+    """The matrix of a linear layer, or one for each expert; each value is multiplied by the scale of its block.
 
     Attributes:
-        values: [out_features, in_features], float8_e4m3fn.
-        scales: [out_features / block_outs, in_features / block_ins], rounded up, float32.
+        values: [out_features, in_features], or [num_experts, out_features, in_features]; float8_e4m3fn.
+        scales: [out_features / block_outs, in_features / block_ins], rounded up, or as many for each expert; float32.
         block_outs, block_ins: outputs and inputs of a block, which may be cut at the matrix' end.
     """
 
@@ -41,7 +41,7 @@ class Fp8Matrix(NamedTuple):
     @property
     def scaling(self) -> dict[str, Any]:
         """The scales as arguments of kernels; with `SCALE_INS` 0 an output has one, by which its sum is multiplied."""
-        block_ins = self.block_ins if self.scales.shape[1] > 1 else 0
+        block_ins = self.block_ins if self.scales.shape[-1] > 1 else 0
         native = converts_e4m3(self.values.device)
         return {"scale_ptr": self.scales, "SCALE_OUTS": self.block_outs, "SCALE_INS": block_ins, "NATIVE": native}
 
@@ -49,6 +49,10 @@ class Fp8Matrix(NamedTuple):
         """Return the matrix of outputs `start ... stop - 1`; `start` is a multiple of `block_outs`."""
         scales = self.scales[start // self.block_outs : -(-stop // self.block_outs)]
         return self._replace(values=self.values[start:stop], scales=scales)
+
+    def expert(self, number: int) -> Fp8Matrix:
+        """Return the matrix of one expert."""
+        return self._replace(values=self.values[number], scales=self.scales[number])
 
 
 def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:

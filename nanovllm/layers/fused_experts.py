@@ -14,9 +14,10 @@ from nanovllm.kernels.moe.fused_experts import fused_experts, kernel_rows
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import DeferredBranch, Normed
-from nanovllm.quantization.experts import DenseExpertsWeight
+from nanovllm.quantization.config import make_experts_weight
 from nanovllm.quantization.loading import LoadableModule
 from nanovllm.quantization.weight import MatrixShard
+from nanovllm.quantization_config import QuantizationConfig
 
 
 class Router(LoadableModule):
@@ -48,22 +49,42 @@ class Router(LoadableModule):
 class _ExpertsLinear(nn.Module):
     """One projection of all experts, which holds its weight by the name that it has in checkpoints."""
 
-    def __init__(self, experts: Shard, shard: MatrixShard) -> None:
+    def __init__(
+        self, experts: Shard, shard: MatrixShard, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
         super().__init__()
-        self.weight = DenseExpertsWeight(experts, shard)
+        self.weight = make_experts_weight(quant_config, prefix, experts, shard)
 
 
 class FusedExperts(nn.Module):
     """All experts of a layer: of each rank some, or a slice of every one.
 
     The result is one rank's part of a sum, which is left to the norm that follows.
+
+    Args:
+        hidden_size: of inputs and outputs.
+        shard: of this rank.
+        communicator: connects it with the others.
+        quant_config, prefix: see `make_weight`.
     """
 
-    def __init__(self, hidden_size: int, shard: ExpertsShard, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        shard: ExpertsShard,
+        communicator: Communicator,
+        *,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
         super().__init__()
         hidden, size = Shard.whole(hidden_size), shard.intermediate
-        self.gate_up_proj = _ExpertsLinear(shard.experts, MatrixShard({"gate": size, "up": size}, hidden))
-        self.down_proj = _ExpertsLinear(shard.experts, MatrixShard({None: hidden}, size))
+        self.gate_up_proj = _ExpertsLinear(
+            shard.experts, MatrixShard({"gate": size, "up": size}, hidden), quant_config, f"{prefix}.gate_up_proj"
+        )
+        self.down_proj = _ExpertsLinear(
+            shard.experts, MatrixShard({None: hidden}, size), quant_config, f"{prefix}.down_proj"
+        )
         self.communicator = communicator
 
     def forward(self, x: torch.Tensor, routing: Routing) -> DeferredBranch:
@@ -74,7 +95,7 @@ class FusedExperts(nn.Module):
         self, x: torch.Tensor, routing: Routing, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        out = fused_experts(x, routing, gate_up.values, down.values, gate_up.experts.start)
+        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start)
         if self.communicator.size > 1 and out.dim() == 3:
             out = out.sum(0)
         return out, residual

@@ -84,11 +84,14 @@ class MLP(nn.Module):
 class SparseMLP(nn.Module):
     """A mixture of SwiGLU experts, of which a router chooses some for each token."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
         self.gate = Router(config.hidden_size, config.experts)
-        self.experts = FusedExperts(config.hidden_size, shard.experts, communicator)
+        self.experts = FusedExperts(
+            config.hidden_size, shard.experts, communicator,
+            quant_config=config.quantization, prefix=f"{prefix}.experts",
+        )  # fmt: skip
 
     def forward(self, x: Normed) -> DeferredBranch:
         """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
@@ -131,8 +134,8 @@ class Decoder(nn.Module):
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
             attention = SelfAttention(config, shard, rotaries[layer.has_rope], options, f"{prefix}.self_attn")
-            is_sparse = layer.has_experts
-            mlp = SparseMLP(config, shard, communicator) if is_sparse else MLP(config, shard, f"{prefix}.mlp")
+            mlp_prefix, is_sparse = f"{prefix}.mlp", layer.has_experts
+            mlp = SparseMLP(config, shard, communicator, mlp_prefix) if is_sparse else MLP(config, shard, mlp_prefix)
             self.layers.append(DecoderLayer(config, communicator, attention, mlp))
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
+from nanovllm.quantization.fp8 import Fp8Values
 from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard
+from nanovllm.quantization_config import QuantizationConfig
 
 
-class DenseExpertsWeight(LoadableModule):
-    """One matrix for each expert, in the dtype of the activations. Its name in the model is `<layer>.weight`.
+class ExpertsWeight(LoadableModule, ABC):
+    """One matrix for each expert. Its name in the model is `<layer>.weight`.
 
-    Args:
+    Attributes:
         experts: this rank's experts.
         shard: this rank's part of each one's matrix.
+    """
+
+    experts: Shard
+    shard: MatrixShard
+
+    @property
+    @abstractmethod
+    def matrices(self) -> ExpertsMatrices:
+        """What kernels take."""
+
+
+class DenseExpertsWeight(ExpertsWeight):
+    """Values in the dtype of the activations.
+
+    Args:
+        experts, shard: see the base class.
 
     Attributes:
         values: [experts of this rank, outputs of this rank, inputs of this rank].
@@ -26,6 +47,11 @@ class DenseExpertsWeight(LoadableModule):
         self.experts = experts
         self.shard = shard
         self.values = nn.Parameter(torch.empty(experts.size, *shard.size), requires_grad=False)
+
+    @property
+    def matrices(self) -> torch.Tensor:
+        """See the base class."""
+        return self.values
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         """Return this rank's part of each projection of each expert: nothing of those that other ranks have."""
@@ -39,4 +65,35 @@ class DenseExpertsWeight(LoadableModule):
             for (part, outputs), region in zip(self.shard.outputs.items(), regions, strict=True):
                 held = outputs if is_here else Shard(outputs.total, outputs.total, outputs.total)
                 slices[WeightTarget(f"{layer}.weight", part, number)] = WeightSlice.of((held, inputs), region)
+        return slices
+
+
+class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
+    """Values in e4m3.
+
+    Args:
+        experts, shard: see the base class.
+        config: see `Fp8Values`.
+    """
+
+    def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
+        super().__init__(shard, config, (experts.size,))
+        self.experts = experts
+
+    @property
+    def matrices(self) -> ExpertsMatrices:
+        """See the base class."""
+        return self.matrix
+
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        """Return this rank's part of each projection of each expert: nothing of those that other ranks have."""
+        layer, experts = name.rpartition(".")[0], self.experts
+        slices: dict[WeightTarget, WeightSlice] = {}
+        for number in range(experts.total):
+            is_here, start = experts.start <= number < experts.stop, 0
+            matrix = self.matrix.expert(number - experts.start if is_here else 0)
+            for part, outputs in self.shard.outputs.items():
+                held = outputs if is_here else Shard(0, 0, outputs.total)
+                slices |= self.part_slices(layer, part, number, held, matrix.outputs(start, start + held.size))
+                start += held.size
         return slices

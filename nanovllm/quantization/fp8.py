@@ -13,30 +13,27 @@ from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.fp8_linear import fp8_linear, fp8_linear_into
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.quantization.loading import WeightSlice, WeightTarget
+from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
 from nanovllm.quantization_config import BLOCK, QuantizationConfig
 
 
-class Fp8Weight(Weight):
+class Fp8Values(LoadableModule):
     """Values in e4m3. Their scales are those of the whole matrix, so that ranks round as one does.
 
     Args:
         shard: this rank's part of the matrix; blocks of scales must not be cut between inputs.
         config: what has one scale, and what the checkpoint has of it.
-        has_bias: whether the layer has a bias.
+        stack: sizes of the dimensions before the matrix's own: of experts their number.
 
     Attributes:
-        values: [outputs of this rank, inputs of this rank], float8_e4m3fn.
+        values: [*stack, outputs of this rank, inputs of this rank], float8_e4m3fn.
         scales: of `block_outs` by `block_ins` values each, float32; see `Fp8Matrix`.
-        bias: [outputs of this rank], or None.
     """
-
-    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.MAX_OWN_FP8_ROWS + 1, choose.MAX_SPLITK_ROWS + 1
 
     scales: torch.Tensor
 
-    def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
+    def __init__(self, shard: MatrixShard, config: QuantizationConfig, stack: tuple[int, ...] = ()) -> None:
         super().__init__()
         num_outs, num_ins = shard.size
         self.shard, self.config = shard, config
@@ -46,10 +43,10 @@ class Fp8Weight(Weight):
         self.block_ins = BLOCK if self.has_blocks else num_ins
         # Of projections that are not whole blocks each output has scales of its own.
         self.block_outs = BLOCK if self.has_blocks and _are_aligned(list(shard.outputs.values())) else 1
-        num_blocks = -(-num_outs // self.block_outs), -(-num_ins // self.block_ins)
-        self.values = nn.Parameter(torch.empty(num_outs, num_ins, dtype=torch.float8_e4m3fn), requires_grad=False)
-        self.register_buffer("scales", torch.empty(num_blocks, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(num_outs), requires_grad=False) if has_bias else None
+        out_blocks, in_blocks = -(-num_outs // self.block_outs), -(-num_ins // self.block_ins)
+        values = torch.empty(*stack, num_outs, num_ins, dtype=torch.float8_e4m3fn)
+        self.values = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scales", torch.empty(*stack, out_blocks, in_blocks, dtype=torch.float32))
 
     @property
     def matrix(self) -> Fp8Matrix:
@@ -57,29 +54,66 @@ class Fp8Weight(Weight):
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See the base class; `dtype` is the bias's."""
+        """See the base class; what is here has dtypes of its own."""
         self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
         self.scales = torch.empty_like(self.scales, device=device)
+
+    def part_slices(
+        self, layer: str, part: str | None, expert: int | None, outputs: Shard, region: Fp8Matrix
+    ) -> dict[WeightTarget, WeightSlice]:
+        """Return the slices of one projection's values and scales.
+
+        Args:
+            layer: its name in the model.
+            part, expert: see `WeightTarget`.
+            outputs: of this rank.
+            region: where they go.
+        """
+        config, inputs = self.config, self.shard.inputs
+        slices: dict[WeightTarget, WeightSlice] = {}
+        weight = WeightTarget(f"{layer}.weight", part, expert)
+        if not config.is_stored:
+            slices[weight] = QuantizingSlice.of_rows(outputs, inputs, region)
+        else:
+            slices[weight] = E4M3Slice.of((outputs, inputs), region.values.data)
+            scales = ScaleSlice.of_blocks(config, outputs, inputs, region)
+            slices[WeightTarget(f"{layer}.weight_scale", part, expert)] = scales
+        if config.has_input_scale:
+            slices[WeightTarget(f"{layer}.input_scale", part, expert)] = ScaleSlice.unused()
+        return slices
+
+
+class Fp8Weight(Fp8Values, Weight):
+    """A linear layer's values in e4m3.
+
+    Args:
+        shard, config: see the base class.
+        has_bias: whether the layer has a bias.
+
+    Attributes:
+        bias: [outputs of this rank], or None.
+    """
+
+    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.MAX_OWN_FP8_ROWS + 1, choose.MAX_SPLITK_ROWS + 1
+
+    def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
+        super().__init__(shard, config)
+        self.bias = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False) if has_bias else None
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See the base class; `dtype` is the bias's."""
+        super().allocate(dtype, device)
         if self.bias is not None:
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         """Return this rank's part of each projection's values, scales and bias."""
-        layer, config, inputs = name.rpartition(".")[0], self.config, self.shard.inputs
+        layer = name.rpartition(".")[0]
         slices: dict[WeightTarget, WeightSlice] = {}
         start = 0
         for part, outputs in self.shard.outputs.items():
             stop = start + outputs.size
-            region = self.matrix.outputs(start, stop)
-            if not config.is_stored:
-                slices[WeightTarget(f"{layer}.weight", part)] = QuantizingSlice.of_rows(outputs, inputs, region)
-            else:
-                values = E4M3Slice.of((outputs, inputs), region.values.data)
-                slices[WeightTarget(f"{layer}.weight", part)] = values
-                scales = ScaleSlice.of_blocks(config, outputs, inputs, region)
-                slices[WeightTarget(f"{layer}.weight_scale", part)] = scales
-            if config.has_input_scale:
-                slices[WeightTarget(f"{layer}.input_scale", part)] = ScaleSlice.unused()
+            slices |= self.part_slices(layer, part, None, outputs, self.matrix.outputs(start, stop))
             if self.bias is not None:
                 bias = WeightSlice.of((outputs,), self.bias.data[start:stop])
                 slices[WeightTarget(f"{layer}.bias", part)] = bias
@@ -142,9 +176,11 @@ class ScaleSlice(WeightSlice):
         blocks = -(-outputs.total // BLOCK), -(-inputs.total // BLOCK)
         first, last = outputs.start // BLOCK, -(-outputs.stop // BLOCK)
         index = slice(first, last), slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
-        # The region may be on the meta device.
-        rows = torch.arange(outputs.start, outputs.stop, device="cpu") // BLOCK - first
-        return cls(blocks, index, region, (blocks,), rows if matrix.block_outs == 1 else None)
+        rows = None
+        if matrix.block_outs == 1:
+            # The region may be on the meta device.
+            rows = torch.arange(outputs.start, outputs.stop, device="cpu") // BLOCK - first
+        return cls(blocks, index, region, (blocks,), rows)
 
     @classmethod
     def unused(cls) -> ScaleSlice:

@@ -15,7 +15,7 @@ from nanovllm.kernels.rms_norm import Norm
 
 
 @jit
-def _load_scales(
+def load_scales(
     scale_ptr, outs, out_mask,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def _load_scales(
 
 
 @jit
-def _scaled_product(
+def scaled_product(
     weight, x, scales,
     BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -64,9 +64,9 @@ def _gemv_kernel(
     if GATED:
         up_weight = tl.load(weight_ptr + tl.cast(out_features, tl.int64) * IN + offsets, mask=mask, other=0.0)
     if SCALE_OUTS:
-        scales = _load_scales(scale_ptr, outs, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
+        scales = load_scales(scale_ptr, outs, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
         if GATED:
-            up_scales = _load_scales(scale_ptr, outs + out_features, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
+            up_scales = load_scales(scale_ptr, outs + out_features, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
     if HAS_NORM:
         norm_weight = tl.load(norm_weight_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
@@ -86,14 +86,14 @@ def _gemv_kernel(
             if tl.program_id(0) == 0:
                 tl.store(normed_ptr + ins, x.to(dtype), mask=in_mask)
     if SCALE_OUTS:
-        out = _scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+        out = scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
     else:
         out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
     if GATED:
         if SCALE_OUTS:
-            up = _scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+            up = scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
         else:
             up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
         out = round_to(out, dtype)

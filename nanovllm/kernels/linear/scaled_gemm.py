@@ -67,6 +67,41 @@ def _add_step(
     return acc + part * scales if HAS_BLOCKS else acc + part
 
 
+@jit
+def multiply_scaled(
+    x_ptrs, x_scale_ptrs, weight_ptrs, scale_ptrs, up_ptrs, up_scale_ptrs, first_step, num_steps, in_features,
+    EVEN: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, HAS_BLOCKS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Return the product of some steps, scaled, and if gated that with up's weights, too.
+
+    x_ptrs: [INS, ROWS], of the first step of all; weight_ptrs, up_ptrs: [OUTS, INS]; the scales' of the first blocks.
+    The products are [OUTS, ROWS] float32 with `WEIGHTS_FIRST`, otherwise [ROWS, OUTS].
+    """
+    INS: tl.constexpr = x_ptrs.shape[0]
+    OUTS: tl.constexpr = weight_ptrs.shape[0]
+    ROWS: tl.constexpr = x_ptrs.shape[1]
+    ins = tl.arange(0, INS)
+    all_steps = tl.cdiv(in_features, INS)
+    acc = tl.zeros([OUTS, ROWS] if WEIGHTS_FIRST else [ROWS, OUTS], dtype=tl.float32)
+    up = acc
+    x_scales = tl.load(x_scale_ptrs + (first_step if HAS_BLOCKS else 0))
+    for step in range(first_step, first_step + num_steps):
+        in_mask = step * INS + ins < in_features
+        x = tl.load(x_ptrs + step * INS) if EVEN else tl.load(x_ptrs + step * INS, mask=in_mask[:, None], other=0.0)
+        next_scales = x_scales
+        if HAS_BLOCKS:
+            next_scales = tl.load(x_scale_ptrs + tl.minimum(step + 1, all_steps - 1))
+        acc = _add_step(acc, weight_ptrs, x, scale_ptrs, x_scales, step, in_mask, EVEN, HAS_BLOCKS, WEIGHTS_FIRST)
+        if GATED:
+            up = _add_step(up, up_ptrs, x, up_scale_ptrs, x_scales, step, in_mask, EVEN, HAS_BLOCKS, WEIGHTS_FIRST)
+        x_scales = next_scales
+    if not HAS_BLOCKS:
+        acc *= _outer(tl.load(scale_ptrs), x_scales, WEIGHTS_FIRST)
+        if GATED:
+            up *= _outer(tl.load(up_scale_ptrs), x_scales, WEIGHTS_FIRST)
+    return acc, up
+
+
 @jit(do_not_specialize=["num_rows"])
 def _scaled_gemm_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features, num_steps,
@@ -92,24 +127,11 @@ def _scaled_gemm_kernel(
     scaled_outs = index // group_tiles * OUTS if ONE_SCALE else known_outs
     scale_ptrs = scale_ptr + scaled_outs // SCALE_OUTS * (all_steps if HAS_BLOCKS else 1)
     up_scale_ptrs = scale_ptr + (scaled_outs + out_features) // SCALE_OUTS * (all_steps if HAS_BLOCKS else 1)
-    acc = tl.zeros([OUTS, ROWS] if WEIGHTS_FIRST else [ROWS, OUTS], dtype=tl.float32)
-    up = acc
     wait_for_previous(PDL)
-    x_scales = tl.load(x_scale_ptrs + (first_step if HAS_BLOCKS else 0))
-    for step in range(first_step, first_step + num_steps):
-        in_mask = step * INS + ins < in_features
-        x = tl.load(x_ptrs + step * INS) if EVEN else tl.load(x_ptrs + step * INS, mask=in_mask[:, None], other=0.0)
-        next_scales = x_scales
-        if HAS_BLOCKS:
-            next_scales = tl.load(x_scale_ptrs + tl.minimum(step + 1, all_steps - 1))
-        acc = _add_step(acc, weight_ptrs, x, scale_ptrs, x_scales, step, in_mask, EVEN, HAS_BLOCKS, WEIGHTS_FIRST)
-        if GATED:
-            up = _add_step(up, up_ptrs, x, up_scale_ptrs, x_scales, step, in_mask, EVEN, HAS_BLOCKS, WEIGHTS_FIRST)
-        x_scales = next_scales
-    if not HAS_BLOCKS:
-        acc *= _outer(tl.load(scale_ptrs), x_scales, WEIGHTS_FIRST)
-        if GATED:
-            up *= _outer(tl.load(up_scale_ptrs), x_scales, WEIGHTS_FIRST)
+    acc, up = multiply_scaled(
+        x_ptrs, x_scale_ptrs, weight_ptrs, scale_ptrs, up_ptrs, up_scale_ptrs, first_step, num_steps, in_features,
+        EVEN, WEIGHTS_FIRST, HAS_BLOCKS, GATED,
+    )  # fmt: skip
     acc = acc if WEIGHTS_FIRST else tl.trans(acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + known_outs).to(tl.float32)[:, None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.moe.route import Routing
 
@@ -20,9 +21,29 @@ _STEP_BYTES = 256
 
 
 @jit
+def _add_product(
+    acc, x, weight_ptrs, mask, scale_ptrs, out_mask, start,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Add the product of x and the weights of a step, which are in one block of inputs, to acc."""
+    weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+    if SCALE_OUTS:
+        # e4m3 becomes float32 by way of float16.
+        narrow: tl.constexpr = tl.float16 if x.dtype == tl.float32 else x.dtype
+        weight = from_e4m3(weight, narrow, NATIVE).to(x.dtype)
+    if SCALE_INS:
+        scales = tl.load(scale_ptrs + start // SCALE_INS, mask=out_mask, other=0.0)
+        acc += tl.dot(x, weight, input_precision="ieee") * scales[None, :]
+    else:
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    return acc
+
+
+@jit
 def _multiply(
-    x_ptrs, x_mask, weight_ptrs, up_offset, out_mask, in_features,
+    x_ptrs, x_mask, weight_ptrs, up_offset, out_mask, in_features, scale_ptrs, up_scale_ptrs,
     EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Return the product, [rows, outputs] float32, and of a gated layer that with up's weights, too."""
     ins = tl.arange(0, INS)
@@ -34,31 +55,59 @@ def _multiply(
             row_mask = row_mask & (start + ins < in_features)[None, :]
             mask = mask & (start + ins < in_features)[:, None]
         x = tl.load(x_ptrs[:, None] + (start + ins)[None, :], mask=row_mask, other=0.0)
-        weight = tl.load(weight_ptrs[None, :] + (start + ins)[:, None], mask=mask, other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        ptrs = weight_ptrs[None, :] + (start + ins)[:, None]
+        acc = _add_product(acc, x, ptrs, mask, scale_ptrs, out_mask, start, SCALE_OUTS, SCALE_INS, NATIVE)
         if GATED:
-            up_weight = tl.load(weight_ptrs[None, :] + up_offset + (start + ins)[:, None], mask=mask, other=0.0)
-            up = tl.dot(x, up_weight, up, input_precision="ieee")
+            ptrs = weight_ptrs[None, :] + up_offset + (start + ins)[:, None]
+            up = _add_product(up, x, ptrs, mask, up_scale_ptrs, out_mask, start, SCALE_OUTS, SCALE_INS, NATIVE)
+    if SCALE_OUTS and not SCALE_INS:
+        acc *= tl.load(scale_ptrs, mask=out_mask, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(up_scale_ptrs, mask=out_mask, other=0.0)[None, :]
     return acc, up
+
+
+@jit
+def find_scales(
+    scale_ptr, expert, outs, in_features, out_features,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to the scales of one expert's outputs, of their first inputs, and if gated to those of up's."""
+    num_blocks = tl.cdiv(in_features, SCALE_INS) if SCALE_INS else 1
+    first = expert * tl.cdiv(out_features * (2 if GATED else 1), SCALE_OUTS)
+    ptrs = scale_ptr + (first + outs // SCALE_OUTS) * num_blocks
+    return ptrs, scale_ptr + (first + (outs + out_features) // SCALE_OUTS) * num_blocks if GATED else ptrs
 
 
 @jit
 def multiply_expert(
     x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype: tl.constexpr,
     EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+    scale_ptr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Return rows times one expert's weights, [rows, outs] float32; if gated, SiLU of the gate's times up's.
 
-    x_ptrs: of the rows; weight_ptr: of the weights of all experts.
+    x_ptrs: of the rows; weight_ptr: of the weights of all experts; scale_ptr and what follows: see `Fp8Matrix.scaling`.
     """
     size = tl.cast(out_features, tl.int64) * in_features
     weight_ptrs = weight_ptr + expert * size * (2 if GATED else 1) + outs.to(tl.int64) * in_features
-    out, up = _multiply(x_ptrs, row_mask, weight_ptrs, size, outs < out_features, in_features, EVEN, INS, GATED)
-    if GATED:
-        # Rounded as by separate ops.
-        out = round_to(out, dtype)
-        out = out / (1 + tl.exp(-out)) * round_to(up, dtype)
-    return out
+    scale_ptrs, up_scale_ptrs = scale_ptr, scale_ptr
+    if SCALE_OUTS:
+        scale_ptrs, up_scale_ptrs = find_scales(
+            scale_ptr, expert, outs, in_features, out_features, SCALE_OUTS, SCALE_INS, GATED
+        )
+    out, up = _multiply(
+        x_ptrs, row_mask, weight_ptrs, size, outs < out_features, in_features, scale_ptrs, up_scale_ptrs,
+        EVEN, INS, GATED, SCALE_OUTS, SCALE_INS, NATIVE,
+    )  # fmt: skip
+    return swiglu(out, up, dtype) if GATED else out
+
+
+@jit
+def swiglu(gate, up, dtype: tl.constexpr):
+    """Return SiLU(gate) * up of float32 sums, rounded as by separate ops."""
+    gate = round_to(gate, dtype)
+    return gate / (1 + tl.exp(-gate)) * round_to(up, dtype)
 
 
 @jit(do_not_specialize=["num_rows", "first_expert"])
@@ -66,6 +115,7 @@ def _expert_gemm_kernel(
     x_ptr, experts_ptr, scales_ptr, weight_ptr, out_ptr, num_rows, first_expert, num_experts, in_features, out_features,
     EVEN: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, OUTS: tl.constexpr,
     INS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     slot = tl.program_id(1)
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -88,8 +138,9 @@ def _expert_gemm_kernel(
         x_ptrs = x_ptr + (tl.arange(0, ROWS) if GATED else row_slots) * in_features
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         out = multiply_expert(
-            x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype, EVEN, INS, GATED
-        )
+            x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype, EVEN, INS, GATED,
+            scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
+        )  # fmt: skip
         if not GATED:
             out *= tl.load(scales_ptr + row_slots, mask=row_mask, other=0.0)[:, None]
         mask = row_mask[:, None] & (outs < out_features)[None, :]
@@ -97,7 +148,12 @@ def _expert_gemm_kernel(
 
 
 def expert_gemm(
-    x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torch.Tensor, first_expert: int, gated: bool
+    x: torch.Tensor,
+    routing: Routing,
+    weight: torch.Tensor | Fp8Matrix,
+    out: torch.Tensor,
+    first_expert: int,
+    gated: bool,
 ) -> None:
     """Multiply up to MAX_ROWS rows with the weights of their experts.
 
@@ -111,10 +167,13 @@ def expert_gemm(
     """
     num_rows, top_k = routing.experts.shape
     in_features, out_features = x.shape[-1], out.shape[-1]
+    scaling = {}
+    if isinstance(weight, Fp8Matrix):
+        scaling, weight = weight.scaling, weight.bytes
     assert num_rows <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     outs, ins = _OUTS // 2 if gated else _OUTS, _STEP_BYTES // x.element_size()
     _expert_gemm_kernel[(triton.cdiv(out_features, outs), num_rows * top_k)](
         x, routing.experts, routing.weights, weight, out, num_rows, first_expert, len(weight), in_features,
         out_features, EVEN=in_features % ins == 0, ROWS=MAX_ROWS, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
-        OUTS=outs, INS=ins, GATED=gated, num_warps=4, num_stages=4, **pdl_options(x.device),
+        OUTS=outs, INS=ins, GATED=gated, num_warps=4, num_stages=4, **pdl_options(x.device), **scaling,
     )  # fmt: skip

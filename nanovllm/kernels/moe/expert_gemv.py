@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
+from nanovllm.kernels.linear.gemv import load_scales, scaled_product
+from nanovllm.kernels.moe.expert_gemm import find_scales, swiglu
 from nanovllm.kernels.moe.route import Routing
 
 _WEIGHTS = 4096
@@ -21,6 +23,7 @@ _MOST_BY_FEW_WARPS = 16384
 def _gate_up_gemv_kernel(
     x_ptr, experts_ptr, weight_ptr, out_ptr, first_expert, num_experts, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     choice = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -35,12 +38,34 @@ def _gate_up_gemv_kernel(
     gate_weight = tl.load(ptrs, mask=mask, other=0.0)
     up_weight = tl.load(ptrs + size, mask=mask, other=0.0)
     x = tl.load(x_ptr + ins, mask=ins < IN, other=0.0).to(tl.float32)
-    # Rounded as by separate ops.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate = round_to(tl.sum(gate_weight.to(tl.float32) * x[None, :], axis=1), dtype)
-    up = round_to(tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1), dtype)
-    out = gate / (1 + tl.exp(-gate)) * up
+    if SCALE_OUTS:
+        num_blocks: tl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS if SCALE_INS else 1
+        scale_ptr += expert * tl.cdiv(2 * out_features, SCALE_OUTS) * num_blocks
+        scales = load_scales(scale_ptr, outs, is_out, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
+        up_scales = load_scales(scale_ptr, outs + out_features, is_out, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
+        gate = scaled_product(gate_weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+        up = scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+    else:
+        gate = tl.sum(gate_weight.to(tl.float32) * x[None, :], axis=1)
+        up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
+    out = swiglu(gate, up, dtype)
     tl.store(out_ptr + choice * out_features + outs, out.to(dtype), mask=outs < out_features)
+
+
+@jit
+def _load_expert_scales(
+    scale_ptr, experts, is_here, outs, out_features,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of outputs of several experts, [experts, outs, blocks of inputs]."""
+    NUM_BLOCKS: tl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS if SCALE_INS else 1
+    blocks = tl.arange(0, BLOCK_IN // SCALE_INS if SCALE_INS else 1)[None, None, :]
+    ptrs, _ = find_scales(
+        scale_ptr, experts[:, None, None], outs[None, :, None], IN, out_features, SCALE_OUTS, SCALE_INS, False
+    )
+    mask = is_here[:, None, None] & (outs < out_features)[None, :, None] & (blocks < NUM_BLOCKS)
+    return tl.load(ptrs + blocks, mask=mask, other=0.0)
 
 
 @jit(do_not_specialize=["first_expert"])
@@ -48,6 +73,7 @@ def _down_gemv_kernel(
     x_ptr, experts_ptr, scales_ptr, weight_ptr, out_ptr, first_expert, num_experts, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
@@ -59,10 +85,20 @@ def _down_gemv_kernel(
     offsets = (experts * size)[:, None, None] + (outs.to(tl.int64) * IN)[None, :, None] + ins[None, None, :]
     mask = is_here[:, None, None] & (outs < out_features)[None, :, None] & (ins < IN)[None, None, :]
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    if SCALE_OUTS:
+        weight_scales = _load_expert_scales(
+            scale_ptr, experts, is_here, outs, out_features, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS
+        )
     wait_for_previous(PDL)
     x_mask = is_here[:, None] & (ins < IN)[None, :]
     x = tl.load(x_ptr + choices[:, None] * IN + ins[None, :], mask=x_mask, other=0.0).to(tl.float32)
-    products = tl.sum(weight.to(tl.float32) * x[:, None, :], axis=2)
+    if SCALE_OUTS:
+        by_input = from_e4m3(weight, tl.float16, NATIVE).to(tl.float32) * x[:, None, :]
+        EACH: tl.constexpr = SCALE_INS if SCALE_INS else BLOCK_IN
+        by_block = tl.sum(tl.reshape(by_input, [CHOICES, BLOCK_OUT, BLOCK_IN // EACH, EACH]), axis=3)
+        products = tl.sum(by_block * weight_scales, axis=2)
+    else:
+        products = tl.sum(weight.to(tl.float32) * x[:, None, :], axis=2)
     out = tl.sum(products * scales[:, None], axis=0)
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=outs < out_features)
 
@@ -72,7 +108,9 @@ def _block_out(each: int) -> int:
     return min(16, max(1, _WEIGHTS // each))
 
 
-def gate_up_gemv(x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torch.Tensor, first_expert: int) -> None:
+def gate_up_gemv(
+    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
+) -> None:
     """Compute SiLU(gate) * up of one row for each of its experts.
 
     Args:
@@ -83,16 +121,21 @@ def gate_up_gemv(x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: t
         first_expert: the number of the first of them.
     """
     (rows, in_features), (_, top_k, size) = x.shape, out.shape
+    scaling = {}
+    if isinstance(weight, Fp8Matrix):
+        scaling, weight = weight.scaling, weight.bytes
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in = triton.next_power_of_2(in_features)
     block_out = _block_out(2 * block_in)
     _gate_up_gemv_kernel[(triton.cdiv(size, block_out), top_k)](
         x, routing.experts, weight, out, first_expert, len(weight), size,
-        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4, **pdl_options(x.device),
+        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4, **pdl_options(x.device), **scaling,
     )  # fmt: skip
 
 
-def down_gemv(x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torch.Tensor, first_expert: int) -> None:
+def down_gemv(
+    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
+) -> None:
     """Compute the weighted sum of the products of one row's experts.
 
     Args:
@@ -103,11 +146,14 @@ def down_gemv(x: torch.Tensor, routing: Routing, weight: torch.Tensor, out: torc
         first_expert: the number of the first expert; those that are not here count nothing.
     """
     (_, top_k, size), (rows, out_features) = x.shape, out.shape
+    scaling = {}
+    if isinstance(weight, Fp8Matrix):
+        scaling, weight = weight.scaling, weight.bytes
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in, choices = triton.next_power_of_2(size), triton.next_power_of_2(top_k)
     block_out = _block_out(choices * block_in)
     _down_gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, routing.experts, routing.weights, weight, out, first_expert, len(weight), out_features,
         IN=size, BLOCK_IN=block_in, BLOCK_OUT=block_out, TOP_K=top_k, CHOICES=choices,
-        num_warps=4 if choices * block_in <= _MOST_BY_FEW_WARPS else 8, **pdl_options(x.device),
+        num_warps=4 if choices * block_in <= _MOST_BY_FEW_WARPS else 8, **pdl_options(x.device), **scaling,
     )  # fmt: skip

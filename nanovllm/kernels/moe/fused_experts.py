@@ -1,4 +1,8 @@
-"""SwiGLU experts, of which each token has some."""
+"""SwiGLU experts, of which each token has some.
+
+Beside weights in e4m3 the rows of a step are treated as in linear layers (`fp8_linear`): up to 16 stay in 16 bits, more
+are rounded to e4m3 before each product, where the GPU multiplies it.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,66 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
+from nanovllm.kernels.e4m3 import Fp8Matrix
+from nanovllm.kernels.linear.choose import should_quantize_rows
+from nanovllm.kernels.linear.fp8_linear import fp8_linear_ref
+from nanovllm.kernels.linear.quantize_rows import quantize_rows, quantize_rows_ref
+from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref
 from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
 from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, tile_limits
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.moe.sort_slots import sort_slots
+from nanovllm.kernels.moe.sort_slots import SortedSlots, sort_slots
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
+
+ExpertsMatrices = torch.Tensor | Fp8Matrix
+"""One matrix for each expert, [num_experts, out_features, in_features]."""
+
+
+def _linear_ref(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return functional.linear(x, weight[expert])
+    if quantizes_rows:
+        return scaled_gemm_ref(quantize_rows_ref(x, weight.block_ins)[0], weight.expert(expert), x.dtype)
+    return fp8_linear_ref(x, weight.expert(expert))[0]
 
 
 def fused_experts_ref(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first_expert: int = 0
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertsMatrices,
+    down: ExpertsMatrices,
+    first_expert: int = 0,
+    quantizes_rows: bool = False,
 ) -> torch.Tensor:
-    """Plain torch form of `fused_experts`."""
+    """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
     experts = routing.experts - first_expert
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
-        if 0 <= expert < len(gate_up):
+        if 0 <= expert < len(_values(down)):
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            activated = silu_and_mul_ref(functional.linear(x[tokens], gate_up[expert]))
+            activated = silu_and_mul_ref(_linear_ref(x[tokens], gate_up, expert, quantizes_rows))
             weights = routing.weights[tokens, choices].unsqueeze(1)
-            out.index_add_(0, tokens, functional.linear(activated, down[expert]).float() * weights)
+            out.index_add_(0, tokens, _linear_ref(activated, down, expert, quantizes_rows).float() * weights)
     return out.to(x.dtype)
 
 
+def _values(weight: ExpertsMatrices) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.values
+
+
+def _grouped_product(
+    x: torch.Tensor, routing: Routing, order: SortedSlots, weight: ExpertsMatrices, out: torch.Tensor, gated: bool
+) -> None:
+    """Compute `grouped_gemm`, of rows in e4m3 if the weights are and the device multiplies these."""
+    if isinstance(weight, Fp8Matrix) and should_quantize_rows(len(routing.experts), x.dtype, x.device):
+        grouped_gemm(quantize_rows(x, weight.block_ins)[0], routing, order, weight, out, gated)
+    else:
+        grouped_gemm(x, routing, order, weight, out, gated)
+
+
 def fused_experts(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first_expert: int = 0
+    x: torch.Tensor, routing: Routing, gate_up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0
 ) -> torch.Tensor:
     """Return the weighted sum of what each token's experts make of it.
 
@@ -46,7 +85,7 @@ def fused_experts(
     """
     if not uses_triton(x.device):
         return fused_experts_ref(x, routing, gate_up, down, first_expert)
-    (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, down.shape
+    (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
     activated = torch.empty(num_tokens, top_k, size, dtype=x.dtype, device=x.device)
     if num_tokens == 1:
         out = torch.empty_like(x)
@@ -61,8 +100,8 @@ def fused_experts(
         expert_gemm(activated, routing, down, parts, first_expert, gated=False)
     else:
         order = sort_slots(routing, first_expert, num_experts)
-        grouped_gemm(x, routing, order, gate_up, activated.flatten(0, 1), gated=True)
-        grouped_gemm(activated.flatten(0, 1), routing, order, down, parts.flatten(0, 1), gated=False)
+        _grouped_product(x, routing, order, gate_up, activated.flatten(0, 1), gated=True)
+        _grouped_product(activated.flatten(0, 1), routing, order, down, parts.flatten(0, 1), gated=False)
     return parts.transpose(0, 1)
 
 

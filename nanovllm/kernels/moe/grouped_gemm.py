@@ -1,6 +1,7 @@
 """The experts of many rows: rows sorted by expert, then one persistent product over the tiles of all experts.
 
-How many rows an expert has is known on the device alone. Neither the grid nor a shape depends on it.
+How many rows an expert has is known on the device alone. Neither the grid nor a shape depends on it. Beside weights in
+e4m3 rows are either 16 or 32 bits wide, or e4m3, too; of the latter sums are made as in `scaled_gemm`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.moe.expert_gemm import multiply_expert
+from nanovllm.kernels.e4m3 import Fp8Matrix
+from nanovllm.kernels.linear.choose import FP8_INS
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows
+from nanovllm.kernels.linear.scaled_gemm import multiply_scaled
+from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert, swiglu
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import SortedSlots
 
@@ -42,6 +47,10 @@ _TILES = {8: Tile(16, 64, 256, 4), 24: Tile(32, 64, 256, 4), 64: Tile(64, 128, 1
 """By the most rows that an expert has on the average: few enough rows that most experts' weights are read once."""
 _LARGEST_TILE, _HOPPER_TILE = Tile(128, 128, 128, 8), Tile(128, 256, 128, 8)
 """With more. Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
+_FP8_TILES = {8: Tile(16, 128, FP8_INS, 4), 24: Tile(32, 128, FP8_INS, 4), 64: Tile(64, 128, FP8_INS, 4)}
+"""The same for rows in e4m3, whose weights are the operand of 64 rows, and twice that of a product without a gate."""
+_LARGEST_FP8_TILE = Tile(128, 128, FP8_INS, 8)
+"""With more. Sums have registers for those of a step beside them."""
 
 
 def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
@@ -51,10 +60,40 @@ def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
 
 def choose_tile(x: torch.Tensor, routing: Routing) -> Tile:
     """Return the tile for rows of x's dtype and device, of which each has some of all experts."""
-    for most, tile in _TILES.items():
+    is_fp8 = x.element_size() == 1
+    for most, tile in (_FP8_TILES if is_fp8 else _TILES).items():
         if routing.experts.numel() <= most * routing.num_experts or (tile.rows == 64 and x.element_size() == 4):
             return tile
+    if is_fp8:
+        return _LARGEST_FP8_TILE
     return _HOPPER_TILE if is_hopper(x.device) else _LARGEST_TILE
+
+
+@jit
+def _multiply_scaled_expert(
+    x_ptr, x_scale_ptr, x_rows, weight_ptr, scale_ptr, expert, first_out, in_features, out_features,
+    dtype: tl.constexpr, EVEN: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, ONE_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Compute `multiply_expert` of rows in e4m3."""
+    ins, num_steps = tl.arange(0, INS), tl.cdiv(in_features, INS)
+    # What lies beyond the end is computed from what does not, and is not stored.
+    outs = tl.minimum(first_out + tl.arange(0, OUTS), out_features - 1)
+    size = tl.cast(out_features, tl.int64) * in_features
+    weight_ptr += expert * size * (2 if GATED else 1)
+    weight_ptrs = weight_ptr + outs.to(tl.int64)[:, None] * in_features + ins[None, :]
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * in_features + ins[:, None]
+    x_scale_ptrs = x_scale_ptr + x_rows * (num_steps if SCALE_INS else 1)
+    scale_ptrs, up_scale_ptrs = find_scales(
+        scale_ptr, expert, first_out if ONE_SCALE else outs, in_features, out_features, SCALE_OUTS, SCALE_INS, GATED
+    )
+    WEIGHTS_FIRST: tl.constexpr = x_rows.shape[0] <= 64
+    out, up = multiply_scaled(
+        x_ptrs, x_scale_ptrs, weight_ptrs, scale_ptrs, weight_ptrs + size, up_scale_ptrs, 0, num_steps, in_features,
+        EVEN, WEIGHTS_FIRST, SCALE_INS > 0, GATED,
+    )  # fmt: skip
+    out = swiglu(out, up, dtype) if GATED else out
+    return tl.trans(out) if WEIGHTS_FIRST else out
 
 
 @jit
@@ -62,6 +101,8 @@ def _grouped_gemm_kernel(
     x_ptr, slots_ptr, starts_ptr, scales_ptr, weight_ptr, out_ptr, num_experts, in_features, out_features,
     EVEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
     INS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
+    x_scale_ptr=None, ONE_SCALE: tl.constexpr = False,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     experts = tl.arange(0, EXPERTS)
@@ -84,15 +125,23 @@ def _grouped_gemm_kernel(
         start = tl.sum(tl.where(is_this, starts, 0), axis=0)
         stop = tl.sum(tl.where(is_this, stops, 0), axis=0)
         places = start + (tile - tile_start) % row_tiles * ROWS + tl.arange(0, ROWS)
-        outs = (tile - tile_start) // row_tiles * OUTS + tl.arange(0, OUTS)
+        first_out = (tile - tile_start) // row_tiles * OUTS
+        outs = first_out + tl.arange(0, OUTS)
         row_mask = places < stop
         slots = tl.load(slots_ptr + places, mask=row_mask, other=0)
         x_rows = slots // TOP_K if GATED else places
         out_rows = places if GATED else slots
-        out = multiply_expert(
-            x_ptr + x_rows.to(tl.int64) * in_features, row_mask, weight_ptr, expert, outs, in_features, out_features,
-            dtype, EVEN, INS, GATED,
-        )  # fmt: skip
+        if x_scale_ptr is None:
+            out = multiply_expert(
+                x_ptr + x_rows.to(tl.int64) * in_features, row_mask, weight_ptr, expert, outs, in_features,
+                out_features, dtype, EVEN, INS, GATED, scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
+            )  # fmt: skip
+        else:
+            x_rows = tl.where(row_mask, x_rows, 0)
+            out = _multiply_scaled_expert(
+                x_ptr, x_scale_ptr, x_rows, weight_ptr, scale_ptr, expert, first_out, in_features, out_features,
+                dtype, EVEN, OUTS, INS, GATED, SCALE_OUTS, SCALE_INS, ONE_SCALE,
+            )  # fmt: skip
         if not GATED:
             out *= tl.load(scales_ptr + slots, mask=row_mask, other=0.0)[:, None]
         mask = row_mask[:, None] & (outs < out_features)[None, :]
@@ -100,12 +149,18 @@ def _grouped_gemm_kernel(
 
 
 def grouped_gemm(
-    x: torch.Tensor, routing: Routing, order: SortedSlots, weight: torch.Tensor, out: torch.Tensor, gated: bool
+    x: torch.Tensor | Fp8Rows,
+    routing: Routing,
+    order: SortedSlots,
+    weight: torch.Tensor | Fp8Matrix,
+    out: torch.Tensor,
+    gated: bool,
 ) -> None:
     """Multiply rows with the weights of their experts.
 
     Args:
-        x: [num_tokens, in_features], or if not gated [num_tokens * top_k, in_features], sorted; contiguous.
+        x: [num_tokens, in_features], or if not gated [num_tokens * top_k, in_features], sorted; contiguous. Rows in
+            e4m3 have a scale each, or one for 128 inputs if the weights, which are e4m3, too, have blocks of these.
         routing: the experts of each token.
         order: its slots by expert; from the kernel ahead if gated, else from an older one.
         weight: [num_experts, out_features, in_features], or with twice the outputs if gated.
@@ -114,7 +169,15 @@ def grouped_gemm(
         gated: return SiLU(gate) * up.
     """
     num_rows, top_k = routing.experts.shape
+    scaling = {}
+    if isinstance(weight, Fp8Matrix):
+        scaling, weight = weight.scaling, weight.bytes if isinstance(x, torch.Tensor) else weight.values
     (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
+    if isinstance(x, Fp8Rows):
+        is_even = not gated or out_features % FP8_INS == 0
+        can_share = scaling["SCALE_INS"] > 0 and scaling["SCALE_OUTS"] == FP8_INS and is_even
+        scaling |= {"x_scale_ptr": x.scales, "ONE_SCALE": can_share}
+        x = x.values
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     tile = choose_tile(x, routing)
     outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
@@ -122,10 +185,10 @@ def grouped_gemm(
     stages = max(1, min(_STAGES, shared_bytes // tile.stage_bytes))
     most_tiles = (num_experts + num_rows * top_k // tile.rows) * triton.cdiv(out_features, outs)
     # Products of fewer than 64 rows on a warpgroup's tensor cores hold a stage in registers.
-    buffers = stages if tile.rows >= 64 else stages - 1
+    buffers = stages if tile.rows >= 64 or x.element_size() == 1 else stages - 1
     resident = num_processors * max(1, shared_bytes // (max(1, buffers) * tile.stage_bytes))
     _grouped_gemm_kernel[(max(1, min(most_tiles, resident)),)](
         x, order.slots, order.starts, routing.weights, weight, out, num_experts, in_features, out_features,
         EVEN=in_features % ins == 0, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, ROWS=tile.rows,
-        OUTS=outs, INS=ins, GATED=gated, num_warps=tile.warps, num_stages=stages, **pdl_options(x.device),
+        OUTS=outs, INS=ins, GATED=gated, num_warps=tile.warps, num_stages=stages, **pdl_options(x.device), **scaling,
     )  # fmt: skip

@@ -200,7 +200,7 @@ def make_routing(rows: int, num_experts: int, top_k: int) -> Routing:
 def test_kernels(rows: int, block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not rounded, of a rank's experts with others' before and after."""
     monkeypatch.setattr(experts_op, "should_quantize_rows", lambda *args: False)
-    gate_up, down = make_stack(3, 256, 300, block), make_stack(3, 300, 128, block)
+    gate_up, down = make_stack(3, 512, 300, block), make_stack(3, 300, 256, block)
     routing, x = make_routing(rows, 5, 3), randn(rows, 300, dtype=dtype)
     out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, 1)
     same = fused_experts_ref(x, routing, gate_up, down, 1)

@@ -47,8 +47,8 @@ _TILES = {8: Tile(16, 64, 256, 4), 24: Tile(32, 64, 256, 4), 64: Tile(64, 128, 1
 """By the most rows that an expert has on the average: few enough rows that most experts' weights are read once."""
 _LARGEST_TILE, _HOPPER_TILE = Tile(128, 128, 128, 8), Tile(128, 256, 128, 8)
 """With more. Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
-_FP8_TILES = {8: Tile(16, 128, FP8_INS, 4), 24: Tile(32, 128, FP8_INS, 4), 64: Tile(64, 128, FP8_INS, 4)}
-"""The same for rows in e4m3, whose weights are the operand of 64 rows, and twice that of a product without a gate."""
+_FP8_TILES = {8: Tile(16, 128, FP8_INS, 4), 24: Tile(32, 128, FP8_INS, 4), 64: Tile(64, 128, FP8_INS, 8)}
+"""The same for rows in e4m3, beside which weights are the operand of 64 rows: gate's and up's, or two without gate."""
 _LARGEST_FP8_TILE = Tile(128, 128, FP8_INS, 8)
 """With more. Sums have registers for those of a step beside them."""
 
@@ -172,15 +172,16 @@ def grouped_gemm(
     scaling = {}
     if isinstance(weight, Fp8Matrix):
         scaling, weight = weight.scaling, weight.bytes if isinstance(x, torch.Tensor) else weight.values
-    (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
     if isinstance(x, Fp8Rows):
-        is_even = not gated or out_features % FP8_INS == 0
-        can_share = scaling["SCALE_INS"] > 0 and scaling["SCALE_OUTS"] == FP8_INS and is_even
-        scaling |= {"x_scale_ptr": x.scales, "ONE_SCALE": can_share}
-        x = x.values
+        scaling["x_scale_ptr"], x = x.scales, x.values
+    (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     tile = choose_tile(x, routing)
     outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
+    if "x_scale_ptr" in scaling:
+        # All outputs of a tile are in one block.
+        is_even = FP8_INS % outs == 0 and (not gated or out_features % FP8_INS == 0)
+        scaling["ONE_SCALE"] = scaling["SCALE_INS"] > 0 and scaling["SCALE_OUTS"] == FP8_INS and is_even
     num_processors, shared_bytes = device_limits(x.device)
     stages = max(1, min(_STAGES, shared_bytes // tile.stage_bytes))
     most_tiles = (num_experts + num_rows * top_k // tile.rows) * triton.cdiv(out_features, outs)

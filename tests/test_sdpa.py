@@ -47,7 +47,7 @@ def test_decode_rows_and_chunks(
         query_tiles=nothing, sample_tiles=nothing, seq_lens_host=lens, query_lens_host=query_lens[3:],
     )  # fmt: skip
     backend = SdpaBackend(16)
-    metadata.plan = backend.plan(metadata)
+    backend.plan([metadata])
     assert len(metadata.plan[None]) == most_pieces
     out = backend.forward(query, KVPages(cache[0], cache[1]), metadata, 32**-0.5)
     pieces = query.split(query_lens)
@@ -85,7 +85,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         variant, array = backend.plan_host(contexts)
         backend.receive(torch.from_numpy(array).to(device))
         assert isinstance(variant, DecodeVariant) and variant.uses_cascade
-    backend.take_specs([KVCacheSpec(2, 16, 16, options.window, torch.float32) for options in LAYERS])
+    backend.take_groups([[KVCacheSpec(2, 16, 16, options.window, torch.float32) for options in LAYERS]])
     tiles = int32([0, 0])
     metadata = AttentionMetadata(
         num_decodes=num_decodes,
@@ -99,7 +99,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         query_lens_host=[num_queries],
         variant=variant,
     )
-    metadata.plan = backend.plan(metadata)
+    backend.plan([metadata])
     query, pages = randn(sum(query_lens), 4, 16), KVPages(cache[0], cache[1])
     rows = list(zip(query.split(query_lens), tables, lens, strict=True))
     exact = [torch.cat([dense_attention(q, cache, table, n, options) for q, table, n in rows]) for options in LAYERS]

@@ -113,9 +113,9 @@ class BlockManager:
             [block for block in blocks[first:] if block is not None]
             for blocks, (first, _) in zip(matched, spans, strict=True)
         ]
-        num_new = sum(end - num_matched for _, end in spans)
-        num_revived = sum(block.ref_count == 0 for blocks in found for block in blocks) if num_matched else 0
-        num_missing = num_new + num_revived - len(self._free)
+        num_missing = sum([end - num_matched for _, end in spans]) - len(self._free)
+        if num_matched:
+            num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
         if num_missing > 0:
             # With a window, one block more may make a whole prefix usable.
             seq.fits_from = self._num_gained + (num_missing if not self.held.windowed else 1)
@@ -124,7 +124,7 @@ class BlockManager:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
             block.num_hits += 1
-        seq.block_tables = []
+        seq.block_tables.clear()
         for group, (blocks, (first, end)) in enumerate(zip(found, spans, strict=True)):
             block_ids = [0] * first + [block.block_id for block in blocks]
             block_ids += [self._take_free_block() for _ in range(end - num_matched)]
@@ -152,7 +152,7 @@ class BlockManager:
         whatever is cached, since the next one is sampled from its output.
         """
         num_loaded = seq.num_registered_blocks + len(slots)
-        self.loads.add(slots, seq.block_tables[0].block_ids[seq.num_registered_blocks : num_loaded])
+        self.loads.add(slots, seq.block_tables[0][seq.num_registered_blocks : num_loaded])
         seq.num_computed_tokens = num_loaded * self.block_size
         self.register(seq)
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
@@ -176,7 +176,7 @@ class BlockManager:
         if len(self._free) >= self._num_clean_blocks:
             return
         for seq in filterfalse(self._precedes_reset, reversed(running)):
-            block_ids = seq.block_tables[0].block_ids[: seq.num_registered_blocks]
+            block_ids = seq.block_tables[0][: seq.num_registered_blocks]
             registered = [self.blocks[block_id] for block_id in block_ids]
             if registered and (key := registered[-1].key) is not None and key not in host:
                 yield from registered
@@ -207,10 +207,10 @@ class BlockManager:
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
-        seq.block_tables = []
+        seq.block_tables.clear()
         for group, table in enumerate(source.block_tables):
             identity = table.registered_identity if has_released else self._root(seq, group)
-            seq.block_tables.append(BlockTable(table.block_ids[:num_blocks], table.num_released, identity))
+            seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
             for block_id in seq.block_tables[group].held:
                 self.blocks[block_id].ref_count += 1
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
@@ -226,10 +226,10 @@ class BlockManager:
         """
         index = seq.num_computed_tokens // self.block_size
         for group, table in enumerate(seq.block_tables):
-            if index >= len(table.block_ids):
+            if index >= len(table):
                 return group
             if seq.siblings:
-                block = self.blocks[table.block_ids[index]]
+                block = self.blocks[table[index]]
                 if block.ref_count > 1 or block.key is not None:
                     return group
         return None
@@ -239,17 +239,17 @@ class BlockManager:
         group = self._lacking_group(seq)
         assert group is not None
         index, table = seq.num_computed_tokens // self.block_size, seq.block_tables[group]
-        if index == len(table.block_ids):
+        if index == len(table):
             return self._append_block(seq, group), []
-        source, copy = table.block_ids[index], self._take_free_block()
+        source, copy = table[index], self._take_free_block()
         self._release(seq, source)
-        table.block_ids[index] = copy
+        table[index] = copy
         return NewBlock(seq.slot, index, copy, group), [BlockTransfer("copy", source, copy)]
 
     def _append_block(self, seq: Sequence, group: int) -> NewBlock:
-        block_ids = seq.block_tables[group].block_ids
-        block_ids.append(self._take_free_block())
-        return NewBlock(seq.slot, len(block_ids) - 1, block_ids[-1], group)
+        table = seq.block_tables[group]
+        table.append(self._take_free_block())
+        return NewBlock(seq.slot, len(table) - 1, table[-1], group)
 
     def extend(self, seq: Sequence) -> list[NewBlock]:
         """Give a sequence blocks for its next tokens in groups with windows, as far as they are free, evenly."""
@@ -259,7 +259,7 @@ class BlockManager:
         new = []
         for num_blocks in range(seq.num_blocks, max(ends.values())):
             for group, end in ends.items():
-                if len(seq.block_tables[group].block_ids) == num_blocks < end and self._free:
+                if len(seq.block_tables[group]) == num_blocks < end and self._free:
                     new.append(self._append_block(seq, group))
         return new
 
@@ -267,7 +267,7 @@ class BlockManager:
         """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
         for group in self.held.windowed:
             table, first = seq.block_tables[group], self.held.first(group, seq.num_computed_tokens)
-            for block_id in table.block_ids[table.num_released : first]:
+            for block_id in table[table.num_released : first]:
                 self._release(seq, block_id)
             table.num_released = max(table.num_released, first)
 
@@ -277,7 +277,7 @@ class BlockManager:
             for block_id in block_ids:
                 if block_id is not None:
                     self._release(seq, block_id)
-        seq.block_tables = []
+        seq.block_tables.clear()
         seq.num_registered_blocks = seq.num_computed_tokens = 0
 
     def _release(self, seq: Sequence, block_id: int) -> None:
@@ -342,7 +342,7 @@ class BlockManager:
             for table in seq.block_tables:
                 key = table.registered_identity, tokens
                 # Of two sequences that compute the same block, the first one's is the one that others find.
-                block = self._cache.blocks.get(key) or self._register(self.blocks[table.block_ids[i]], key)
+                block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
                 table.registered_identity = block.identity
         seq.num_registered_blocks = num_full
 
@@ -374,7 +374,7 @@ class BlockManager:
         assert table.num_released <= most_released, f"{seq} has released a block too early"
         # A chunk that begins inside a registered block does not store.
         num_kept = seq.num_registered_blocks if seq.is_prefill else 0
-        for block_id in table.block_ids[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
+        for block_id in table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
             is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
             assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
 

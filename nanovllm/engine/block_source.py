@@ -41,7 +41,7 @@ class BlockLoads:
 
     def has_blocks_of(self, seq: Sequence) -> bool:
         """Whether a sequence needs blocks that are to be loaded, and that were not taken yet."""
-        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_tables[0].block_ids)
+        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_tables[0])
 
     def clear(self) -> None:
         """Load nothing of all that."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 
-class BlockTable:
-    """Blocks by their index in the sequence.
+
+class BlockTable(list[int]):
+    """Block ids by their index in the sequence.
 
     Attributes:
-        block_ids: the blocks; the released ones mean nothing.
-        num_released: leading entries of `block_ids` that the sequence has no more: they are outside the window.
-        registered_identity: that of the last registered block in the prefix cache; see `Sequence`.
+        num_released: leading entries that mean nothing: the blocks are outside the window, and the sequence has them no
+            more.
+        registered_identity: in the prefix cache, that of the block at the end of `Sequence.num_registered_blocks`.
     """
 
-    __slots__ = ("block_ids", "num_released", "registered_identity")
+    __slots__ = ("num_released", "registered_identity")
 
-    def __init__(self, block_ids: list[int], num_released: int, registered_identity: int | str) -> None:
-        self.block_ids = block_ids
+    def __init__(self, block_ids: Iterable[int], num_released: int, registered_identity: int | str) -> None:
+        super().__init__(block_ids)
         self.num_released = num_released
         self.registered_identity = registered_identity
 
     @property
     def held(self) -> list[int]:
         """The blocks that the sequence has."""
-        return self.block_ids[self.num_released :]
+        return self[self.num_released :]

@@ -55,9 +55,9 @@ class HeldBlocks:
     def num_usable(self, matched: Sequence[Sequence[Block | None]], num_tokens: int) -> int:
         """Return the length of the longest prefix that is cached as far as what follows sees, in each group.
 
-        matched: of each group, its blocks; None where one was evicted, and is missing.
+        matched: of each group, its blocks, in none more than in the group before; None where one was evicted.
         """
-        longest = min(len(blocks) for blocks in matched)
+        longest = len(matched[-1])
         if not self.windowed:
             return longest
         usable = set(range(longest + 1))

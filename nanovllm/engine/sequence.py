@@ -217,7 +217,7 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Leading blocks that it has been given in every group of layers."""
-        return min([len(table.block_ids) for table in self.block_tables], default=0)
+        return min([len(table) for table in self.block_tables], default=0)
 
     @property
     def num_in_flight(self) -> int:

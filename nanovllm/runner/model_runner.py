@@ -135,7 +135,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         """Divide the layers into groups, alike on all ranks; one where blocks leave the device, as all layers' do."""
         config, specs = self.config, self.kv_specs
         is_one = config.swap_space or config.prefix_cache is not None or not have_equal_pages(specs)
-        if not self._all_reduce_min(not is_one):
+        if not self._all_reduce_min(int(not is_one)):
             return single_group(specs)
         return make_groups(specs, config.kvcache_block_size, self.max_blocks)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.attention.kv_cache_spec import KVCacheSpec, common_window
 
-_GROUP_COST = 0.02
+_GROUP_COST = 0.03
 """What a block table more is worth, as a share of the cache that padding takes."""
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.attention.host_plan import DecodeContexts, HostPlan
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
@@ -22,9 +23,11 @@ PADDING_SLOT = 4
 class Sender:
     """Buffers of four slots that note how many numbers each step sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
         device = torch.device("cpu")
-        self.builder = BatchBuilder(PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device, num_groups=1)
+        self.builder = BatchBuilder(
+            PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device, num_groups=num_groups
+        )
         self.sent: list[int] = []
         self._send = self.builder._staging.send
         self.builder._staging.send = self._counted_send  # type: ignore[method-assign]
@@ -121,3 +124,34 @@ def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> Non
     assert mixed.seeds.tolist() == [[1, 0], [-1, -1], [5, 1]] and mixed.output_index.tolist() == [1, 0, 0]
     assert decodes.temperatures.tolist() == [hottest, 0.5, torch.tensor(0.7).item()]
     assert decodes.seeds.tolist() == [[5, 1], [1, 0], [-1, -1]] and decodes.output_index.tolist() == [1, 2, 1]
+
+
+def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender(num_groups=2)
+    chunks = [PromptChunk(slot, 0, array("i", range(17)), True, True) for slot in range(2)]
+    tables = [[[10 + slot, 20 + slot], [0, 40 + slot]] for slot in range(2)]
+    requests = [NewRequest(slot, tables[slot], 17, 0.5, 1) for slot in range(2)]
+    sender.step(ScheduledBatch(new_requests=requests, chunks=chunks))
+    new = [NewBlock(0, 2, 50, group=1), NewBlock(1, 2, 51)]
+    chunk = PromptChunk(2, 15, array("i", [5, 6]), True, False)
+    batch = ScheduledBatch(
+        new_requests=[NewRequest(2, [[12, 22], [32, 42]], 17, 0.5, 1)],
+        new_blocks=new, decode_slots=slot_array(1, 0), chunks=[chunk],
+    )  # fmt: skip
+    planned: list[DecodeContexts] = []
+    plan = SdpaBackend.plan_host
+
+    def noting_plan(backend: SdpaBackend, contexts: DecodeContexts) -> HostPlan:
+        planned.append(contexts)
+        return plan(backend, contexts)
+
+    monkeypatch.setattr(SdpaBackend, "plan_host", noting_plan)
+    first, second = sender.step(batch, StepShape(2, 3, 2)).metadata
+    assert first.slot_mapping.tolist() == [21 * 16 + 1, 20 * 16 + 1, 12 * 16 + 15, 22 * 16, -1]
+    assert second.slot_mapping.tolist() == [41 * 16 + 1, 40 * 16 + 1, 32 * 16 + 15, 42 * 16, -1]
+    assert first.block_tables[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
+    assert second.block_tables[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
+    # Common prefixes are those of the first group.
+    assert planned[0].block_tables[:2, :2].tolist() == [[10, 20], [11, 21]]
+    first, second = sender.step(ScheduledBatch(decode_slots=slot_array(0))).metadata
+    assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

@@ -176,16 +176,19 @@ def test_groups_with_windows_hold_a_bounded_number_of_blocks(depth: int) -> None
     assert most == [57, 3, 2] and not engine.stats()["num_preemptions"]
 
 
-def test_a_chunk_takes_what_is_left_of_a_small_cache_and_no_less_than_a_token() -> None:
+@pytest.mark.parametrize(("num_blocks", "lens"), [(16, [12, 4, 4, 4, 4, 4, 4, 1]), (22, [24, 13])])
+def test_a_chunk_takes_what_a_small_cache_has_for_it(num_blocks: int, lens: list[int]) -> None:
     # Ten blocks of the layers without a window leave three for each group with one: nine tokens may lie in as many.
     engine, runner = make_engine(
-        pipeline_depth=0, windows=[None, 9, 9], block_size=4, num_blocks=16, max_num_batched_tokens=64, max_model_len=60
-    )
-    assert engine.limits.max_stored_tokens == 40 and engine.limits.num_kv_slots == 20
+        pipeline_depth=0, windows=[None, 9, 9], block_size=4, num_blocks=num_blocks, max_num_batched_tokens=64,
+        max_model_len=60,
+    )  # fmt: skip
+    assert engine.limits.max_stored_tokens == {16: 40, 22: 60}[num_blocks]
+    assert engine.limits.num_kv_slots == num_blocks // 3 * 4
     engine.add_request(list(range(37)), greedy(4))
     while not engine.is_finished():
         engine.step()
-    assert [len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks] == [12, 4, 4, 4, 4, 4, 4, 1]
+    assert [len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks] == lens
 
 
 def test_the_tail_of_a_prefix_goes_before_its_head_in_all_groups() -> None:

@@ -109,12 +109,11 @@ class BlockManager:
         num_matched = len(matched[0])
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
         spans = self.held.spans(num_computed, seq.num_tokens)
-        found = [
-            [block for block in blocks[first:] if block is not None]
-            for blocks, (first, _) in zip(matched, spans, strict=True)
-        ]
         num_missing = sum([end - num_matched for _, end in spans]) - len(self._free)
+        found: list[list[Block]] = [[]] * len(spans)
         if num_matched:
+            pairs = zip(matched, spans, strict=True)
+            found = [[block for block in blocks[first:] if block is not None] for blocks, (first, _) in pairs]
             num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
         if num_missing > 0:
             # With a window, one block more may make a whole prefix usable.
@@ -125,7 +124,8 @@ class BlockManager:
             block.ref_count += 1
             block.num_hits += 1
         seq.block_tables.clear()
-        for group, (blocks, (first, end)) in enumerate(zip(found, spans, strict=True)):
+        for group, (first, end) in enumerate(spans):
+            blocks = found[group]
             block_ids = [0] * first + [block.block_id for block in blocks]
             block_ids += [self._take_free_block() for _ in range(end - num_matched)]
             identity = blocks[-1].identity if blocks else self._root(seq, group)
@@ -273,7 +273,8 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
-        for block_ids in zip_longest(*[reversed(table.held) for table in seq.block_tables]):
+        held = [table.held[::-1] for table in seq.block_tables]
+        for block_ids in zip_longest(*held) if len(held) > 1 else held:
             for block_id in block_ids:
                 if block_id is not None:
                     self._release(seq, block_id)
@@ -382,6 +383,8 @@ class BlockManager:
         """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[Block | None]] = []
+        if not most:
+            return [[]] * self.held.num_groups
         for group in range(self.held.num_groups):
             matched.append(self._cache.match(self._root(seq, group), seq.token_ids, most))
             most = len(matched[-1])

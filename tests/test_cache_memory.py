@@ -40,6 +40,9 @@ def num_blocks(
 def test_a_cache_whose_slots_are_no_int32_is_refused(checkpoint: Path) -> None:
     sizes = {"block_bytes": 1, "kvcache_block_size": 48}
     assert num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48, **sizes) == 44_739_242
+    assert num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48 // 3, num_groups=3, **sizes) == 44_739_240
+    with pytest.raises(ValueError, match="over the limit of 14913080 blocks of 48"):
+        num_blocks(Communicator(), num_kvcache_blocks=14_913_081, num_groups=3, **sizes)
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=44739243 is over the limit of 44739242 blocks of 48"):
         num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48 + 1, **sizes)
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=134217729 is over the limit of 134217728 .* 2147483648"):

@@ -101,7 +101,7 @@ def _gpu_budget(
     return int(min(total * config.gpu_memory_utilization - (free_before - free), free) - spare)
 
 
-def most_extra_bytes(config: Config, vocab_size: int, block_bytes_per_layer: int) -> int:
+def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int) -> int:
     """Return the bytes that steps take where every request asks for all that it can; a test on the GPU compares.
 
     Calculated, since running such a step would load, and perhaps compile, kernels that most engines never need: on an
@@ -110,14 +110,14 @@ def most_extra_bytes(config: Config, vocab_size: int, block_bytes_per_layer: int
     Args:
         config: the engine's settings.
         vocab_size: token ids are below it.
-        block_bytes_per_layer: of keys or values, in one layer.
+        copied_bytes_per_row: of keys or values, in one layer of each group: what a row copies at once.
     """
     num_rows, row_bytes = config.max_num_running, 4 * vocab_size
     # Biases and counts, whose tables grow by doubling while the old ones are copied.
     tables = 2 * pool_rows(num_rows) * row_bytes * 3 // 2
     # In turns: copies of shared blocks; slices of the prompts' logits, as they are, edited, and as candidates; and the
     # edited rows of all samples, with what cutoffs and log-probabilities make of them.
-    copies, prompts, samples = num_rows * block_bytes_per_layer, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
+    copies, prompts, samples = num_rows * copied_bytes_per_row, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
     return tables + max(copies, prompts, samples)
 
 

@@ -179,7 +179,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
 
     def _measure_cache(self, free_before: int) -> int:
         """Return the blocks of the cache; where memory decides, run the step that takes the most."""
-        config, num_groups = self.config, len(self.kv_groups)
+        config, num_groups, vocab_size = self.config, len(self.kv_groups), self.model_config.vocab_size
         return num_cache_blocks(
             config,
             self.device,
@@ -189,7 +189,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
             block_bytes=self.kv_cache.block_bytes,
             most_blocks=num_groups * self.max_blocks * config.max_num_running,
             run_step=lambda: self._run(profiling_batch(config, self.max_blocks, num_groups, self.max_model_len)),
-            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache.most_copied_bytes),
+            extra_bytes=most_extra_bytes(config, vocab_size, num_groups * self.kv_cache.most_copied_bytes),
         )
 
     def _run(self, batch: ScheduledBatch) -> None:

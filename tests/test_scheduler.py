@@ -225,6 +225,21 @@ def test_outputs_do_not_share_a_prompt_once_its_last_block_is_one_outputs_own() 
     assert first.block_tables[0].num_released == 3 and not engine.block_manager._can_fork(first, second)
 
 
+def test_outputs_share_a_prompt_if_the_first_holds_enough_in_every_group() -> None:
+    engine, _ = make_engine(
+        pipeline_depth=0, windows=[None, 7, 3], block_size=4, max_num_seqs=1, max_num_batched_tokens=4
+    )
+    engine.add_request(list(range(14)), SamplingParams(0.5, 9, ignore_eos=True, n=2))
+    while not engine.scheduler.decoding.seqs:
+        engine.step()
+    first, second = engine.scheduler.sequences
+    assert [table.num_released for table in first.block_tables] == [0, 1, 2]
+    assert engine.block_manager._can_fork(first, second)
+    # What the token before sees, which the second output computes again, is no more than this.
+    first.block_tables[2].num_released += 1
+    assert not engine.block_manager._can_fork(first, second)
+
+
 @DEPTHS
 def test_identical_prompts_of_one_step_are_computed_once(depth: int) -> None:
     engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=128)

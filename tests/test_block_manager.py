@@ -204,3 +204,11 @@ def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
                 assert output.outputs[0].token_ids == complete(prompt, 6, frozenset(), 128)
         check_engine(engine)
     assert counts == [0, 0, 0, 31, 31, 31]
+
+
+def test_no_group_finds_what_another_has_kept_since_before_a_reset() -> None:
+    manager = BlockManager(20, 2, windows=[None, 8])
+    hold(manager, [1, 2, 3, 4, 5])
+    assert not manager.reset()
+    second, third = (hold(manager, [1, 2, 3, 4, 5]) for _ in range(2))
+    assert [table.held[:2] for table in third.block_tables] == [table.held[:2] for table in second.block_tables]

@@ -426,7 +426,8 @@ class LLM(EngineControl, Unpicklable):
             The number of different full blocks of the prompts, all of which the folder now has.
 
         Raises:
-            ValueError: a prompt is out of bounds, prefix caching is off, or all layers of the model have windows.
+            ValueError: a prompt is out of bounds, prefix caching is off, or layers of the model have windows: all of
+                them, or some, and the engine was started without `prefix_cache`.
             OSError: a file cannot be written; the error is a RuntimeError if it is another rank's.
             RuntimeError: other requests are unfinished, or see `generate`.
 

@@ -33,12 +33,12 @@ def next_token(context: list[int]) -> int:
 
 
 def complete(
-    prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int, window: int | None = None
+    prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int, *windows: int | None
 ) -> list[int]:
-    """What the mock model says, without any engine."""
+    """What the mock model says, without any engine; `windows` are of groups of layers."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and (len(tokens) < max_model_len or len(tokens) == len(prompt)):
-        tokens.append(next_token(tokens[-(window or len(tokens)) :]))
+        tokens.append(next_token([token for window in windows or (None,) for token in tokens[-(window or 0) :]]))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
@@ -117,7 +117,7 @@ class MockRunner:
         block_size: int,
         num_slots: int,
         pipeline_depth: int,
-        window: int | None = None,
+        windows: list[int | None] | None = None,
         num_host_slots: int = 0,
         copy_seed: int = 0,
     ) -> None:
@@ -134,10 +134,11 @@ class MockRunner:
         self.copies = LateCopies(random.Random(copy_seed))
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
-        self.kv_window = window
+        self.kv_windows: list[int | None] = windows or [None]
         self.cache = [[EMPTY] * block_size for _ in range(num_blocks)]
         self.host: dict[int, list[int]] = {}
-        self.tables: list[list[int]] = [[] for _ in range(num_slots)]
+        # By slot and group.
+        self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
         self.num_computed = [0] * num_slots
         # Of the slots that ask for log-probabilities.
@@ -167,13 +168,13 @@ class MockRunner:
             signal.raise_signal(signal.SIGINT)
         self.batches.append(batch)
         for request in batch.new_requests:
-            self.tables[request.slot] = list(request.block_table)
+            self.tables[request.slot] = [list(table) for table in request.block_tables]
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
                 self.num_logprobs[request.slot] = request.extra.params.logprobs
         transfers = self._transfer(batch)
         for new in batch.new_blocks:
-            table = self.tables[new.slot]
+            table = self.tables[new.slot][new.group]
             if new.index < len(table):
                 assert BlockTransfer("copy", table[new.index], new.block_id) in batch.transfers
                 table[new.index] = new.block_id
@@ -189,12 +190,15 @@ class MockRunner:
                 if chunk.store:
                     self._store(chunk.slot, position, token)
                 else:
-                    assert self._load(chunk.slot, position) == token, "what is not stored must be there"
+                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.kv_windows))}
+                    assert loaded == {token}, "what is not stored must be there"
         sampled = []
         for slot in batch.decode_slots:
             self.num_computed[slot] += 1
             sampled.append(self._sample(slot))
         for chunk in batch.chunks:
+            # Its first token sees what was stored before.
+            self._context(chunk.slot, chunk.start + 1)
             self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
             if chunk.samples:
                 sampled.append(self._sample(chunk.slot))
@@ -267,22 +271,31 @@ class MockRunner:
         self.closed += 1
 
     def _store(self, slot: int, position: int, token: int) -> None:
-        block = self.tables[slot][position // self.block_size]
-        if self.copies.queue:
-            assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
-        self.cache[block][position % self.block_size] = token
+        for group, table in enumerate(self.tables[slot]):
+            block = table[position // self.block_size]
+            if self.copies.queue:
+                assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
+            # Layers of one group cannot read what those of another have stored.
+            self.cache[block][position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
 
-    def _load(self, slot: int, position: int) -> int:
-        block = self.tables[slot][position // self.block_size]
+    def _load(self, slot: int, position: int, group: int = 0) -> int:
+        block = self.tables[slot][group][position // self.block_size]
         if self.copies.queue:
             assert block not in self.copies.loading(), "the block is not there yet"
-        return self.cache[block][position % self.block_size]
+        stored = self.cache[block][position % self.block_size]
+        assert stored // VOCAB_SIZE == group, "the block is empty, or another group's"
+        return stored % VOCAB_SIZE
+
+    def _context(self, slot: int, end: int) -> list[int]:
+        """What each group's layers see before `end`; in no group may it be another's tokens."""
+        first = [max(0, end - (window or end)) for window in self.kv_windows]
+        seen = [[self._load(slot, p, group) for p in range(first[group], end)] for group in range(len(first))]
+        longest = max(seen, key=len)
+        assert all(longest[len(longest) - len(tokens) :] == tokens for tokens in seen)
+        return [token for tokens in seen for token in tokens]
 
     def _sample(self, slot: int) -> int:
-        end = self.num_computed[slot]
-        context = [self._load(slot, position) for position in range(max(0, end - (self.kv_window or end)), end)]
-        assert EMPTY not in context
-        self.last_token[slot] = next_token(context)
+        self.last_token[slot] = next_token(self._context(slot, self.num_computed[slot]))
         return self.last_token[slot]
 
 
@@ -297,7 +310,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
     make_constraint: MakeConstraint = no_constraint,
-    window: int | None = None,
+    windows: list[int | None] | None = None,
     num_host_slots: int = 0,
     copy_seed: int = 0,
 ) -> tuple[LLMEngine, MockRunner]:
@@ -312,7 +325,7 @@ def make_engine(
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(
-        num_blocks, block_size, config.max_num_running, pipeline_depth, window, num_host_slots, copy_seed
+        num_blocks, block_size, config.max_num_running, pipeline_depth, windows, num_host_slots, copy_seed
     )
     engine = LLMEngine(
         config,
@@ -352,10 +365,13 @@ def check_engine(engine: LLMEngine) -> None:
         if manager._num_gained < seq.fits_from:
             # It is not looked at again yet, and would not fit.
             matched = manager._match_prefix(seq)
-            num_computed = min(len(matched) * manager.block_size, seq.num_tokens - 1)
-            first, end = manager.held.span(num_computed, seq.num_tokens)
-            num_needed = end - first - sum(block is not None and block.ref_count > 0 for block in matched[first:])
+            num_computed = min(len(matched[0]) * manager.block_size, seq.num_tokens - 1)
+            spans = manager.held.spans(num_computed, seq.num_tokens)
+            num_needed = sum(
+                end - first - sum(block is not None and block.ref_count > 0 for block in blocks[first:])
+                for blocks, (first, end) in zip(matched, spans, strict=True)
+            )
             assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]
     assert len(set(slots)) == len(slots) and -1 not in slots
-    assert all(not seq.block_table for seq in waiting)
+    assert all(not seq.block_tables for seq in waiting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class NullRunner:
 
     pipeline_depth = 1
     num_kvcache_blocks = 4096
-    kv_window = None
+    kv_windows: ClassVar[list[int | None]] = [None]
     host_memory = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -212,7 +212,7 @@ def compare(folder: str | Path, reference: Any) -> Result:
         return sum(output["token_ids"] == want for output, want in zip(outputs, expected, strict=True))
 
     result = Result("wrong", num_distinct=len({token for tokens in expected for token in tokens}))
-    with make_llm(folder, num_kvcache_blocks=10) as llm:
+    with make_llm(folder, num_kvcache_blocks=7) as llm:
         result.num_equal = (num_equal(llm),)
         result.num_preemptions = llm.stats()["num_preemptions"]
     with make_llm(folder) as llm:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.attention.host_plan import DecodeContexts, HostPlan
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
@@ -22,9 +23,11 @@ PADDING_SLOT = 4
 class Sender:
     """Buffers of four slots that note how many numbers each step sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
         device = torch.device("cpu")
-        self.builder = BatchBuilder(PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device)
+        self.builder = BatchBuilder(
+            PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device, num_groups=num_groups
+        )
         self.sent: list[int] = []
         self._send = self.builder._staging.send
         self.builder._staging.send = self._counted_send  # type: ignore[method-assign]
@@ -42,7 +45,7 @@ class Sender:
         inputs = self.builder.gather(self.send(batch, shape))
         slots = inputs.sample_slots
         token_ids, sampled = torch.full((len(slots),), token), torch.zeros(len(slots), dtype=torch.int64)
-        scatter_tokens(self.builder.slots.tensors, slots, token_ids, inputs.metadata.num_decodes, sampled)
+        scatter_tokens(self.builder.slots.tensors, slots, token_ids, inputs.metadata[0].num_decodes, sampled)
         return inputs
 
 
@@ -51,7 +54,7 @@ def sender() -> Sender:
     """Slots 0, 1 and 2 hold sequences of 17 prompt tokens each, computed and stored in two blocks of their own."""
     sender = Sender()
     batch = ScheduledBatch(
-        new_requests=[NewRequest(slot, [10 + slot, 20 + slot], 17, 0.5, 1) for slot in range(3)],
+        new_requests=[NewRequest(slot, [[10 + slot, 20 + slot]], 17, 0.5, 1) for slot in range(3)],
         chunks=[PromptChunk(slot, 0, array("i", range(17)), True, True) for slot in range(3)],
     )
     sender.step(batch)
@@ -77,42 +80,42 @@ def test_a_new_block_is_one_number(sender: Sender) -> None:
     inputs = sender.step(ScheduledBatch(new_blocks=[NewBlock(1, 2, 5)], decode_slots=slot_array(1)))
     # Its place and its value.
     assert sender.sent == [1, 2]
-    assert inputs.metadata.block_tables.tolist() == [[11, 21, 5, 0, 0, 0]]
+    assert inputs.metadata[0].block_tables.tolist() == [[11, 21, 5, 0, 0, 0]]
 
 
 def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
     state = sender.builder.slots.tensors
     before = deepcopy(state)
     batch = ScheduledBatch(decode_slots=slot_array(2), chunks=[PromptChunk(3, 0, array("i", [50, 51]), True, False)],
-                           new_requests=[NewRequest(3, [13], 9, 0.0, 0)])  # fmt: skip
+                           new_requests=[NewRequest(3, [[13]], 9, 0.0, 0)])  # fmt: skip
     inputs = sender.step(batch, StepShape(num_decodes=3, num_prompt_tokens=5, num_chunks=3), token=99)
-    assert inputs.metadata.slot_mapping.tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
-    assert inputs.metadata.seq_lens.tolist()[:1] == [18]
+    assert inputs.metadata[0].slot_mapping.tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
+    assert inputs.metadata[0].seq_lens.tolist()[:1] == [18]
     # Neither padding nor the chunk, which does not end its prompt, is sampled for.
     assert inputs.sample_slots.tolist() == [2, 4, 4, 4, 4, 4]
     for name, tensor in vars(state).items():
         assert torch.equal(tensor[:2], getattr(before, name)[:2]), name
     # The padding slot takes their tokens, and keeps the position 0 of its only context.
     assert state.last_token[2:].tolist() == [99, 0, 99] and state.num_computed[2:].tolist() == [18, 2, 0]
-    assert state.num_prompt[3] == 9 and state.block_tables[3].tolist() == [13, 0, 0, 0, 0, 0]
+    assert state.num_prompt[3] == 9 and state.block_tables[3].tolist() == [[13, 0, 0, 0, 0, 0]]
 
 
 def test_a_token_that_is_stored_already_has_no_place_on_the_device(sender: Sender) -> None:
     batch = ScheduledBatch(
-        new_requests=[NewRequest(3, [10, 11], 32, 0.0, 0)],
+        new_requests=[NewRequest(3, [[10, 11]], 32, 0.0, 0)],
         decode_slots=slot_array(0),
         chunks=[PromptChunk(3, 31, array("i", [60]), store=False, samples=True)],
     )
     inputs = sender.step(batch)
-    assert inputs.metadata.slot_mapping.tolist() == [20 * 16 + 1, -1]
+    assert inputs.metadata[0].slot_mapping.tolist() == [20 * 16 + 1, -1]
     # It attends to all before it, and to itself, all the same.
-    assert inputs.metadata.seq_lens.tolist() == [18, 32] and inputs.positions.tolist() == [17, 31]
-    assert inputs.metadata.block_tables[1].tolist() == [10, 11, 0, 0, 0, 0]
+    assert inputs.metadata[0].seq_lens.tolist() == [18, 32] and inputs.positions.tolist() == [17, 31]
+    assert inputs.metadata[0].block_tables[1].tolist() == [10, 11, 0, 0, 0, 0]
 
 
 def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> None:
     temperatures, seeds = [0.7, 1e39], [2**64 - 1, 5 + 2**32]
-    requests = [NewRequest(slot, [13 + slot], 3, temperatures[slot], seeds[slot]) for slot in range(2)]
+    requests = [NewRequest(slot, [[13 + slot]], 3, temperatures[slot], seeds[slot]) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", [1, 2, 3]), True, True) for slot in range(2)]
     mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, decode_slots=slot_array(2))).sampling
     decodes = sender.step(ScheduledBatch(decode_slots=slot_array(1, 2, 0))).sampling
@@ -121,3 +124,34 @@ def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> Non
     assert mixed.seeds.tolist() == [[1, 0], [-1, -1], [5, 1]] and mixed.output_index.tolist() == [1, 0, 0]
     assert decodes.temperatures.tolist() == [hottest, 0.5, torch.tensor(0.7).item()]
     assert decodes.seeds.tolist() == [[5, 1], [1, 0], [-1, -1]] and decodes.output_index.tolist() == [1, 2, 1]
+
+
+def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender(num_groups=2)
+    chunks = [PromptChunk(slot, 0, array("i", range(17)), True, True) for slot in range(2)]
+    tables = [[[10 + slot, 20 + slot], [0, 40 + slot]] for slot in range(2)]
+    requests = [NewRequest(slot, tables[slot], 17, 0.5, 1) for slot in range(2)]
+    sender.step(ScheduledBatch(new_requests=requests, chunks=chunks))
+    new = [NewBlock(0, 2, 50, group=1), NewBlock(1, 2, 51)]
+    chunk = PromptChunk(2, 15, array("i", [5, 6]), True, False)
+    batch = ScheduledBatch(
+        new_requests=[NewRequest(2, [[12, 22], [32, 42]], 17, 0.5, 1)],
+        new_blocks=new, decode_slots=slot_array(1, 0), chunks=[chunk],
+    )  # fmt: skip
+    planned: list[DecodeContexts] = []
+    plan = SdpaBackend.plan_host
+
+    def noting_plan(backend: SdpaBackend, contexts: DecodeContexts) -> HostPlan:
+        planned.append(contexts)
+        return plan(backend, contexts)
+
+    monkeypatch.setattr(SdpaBackend, "plan_host", noting_plan)
+    first, second = sender.step(batch, StepShape(2, 3, 2)).metadata
+    assert first.slot_mapping.tolist() == [21 * 16 + 1, 20 * 16 + 1, 12 * 16 + 15, 22 * 16, -1]
+    assert second.slot_mapping.tolist() == [41 * 16 + 1, 40 * 16 + 1, 32 * 16 + 15, 42 * 16, -1]
+    assert first.block_tables[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
+    assert second.block_tables[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
+    # Common prefixes are those of the first group.
+    assert planned[0].block_tables[:2, :2].tolist() == [[10, 20], [11, 21]]
+    first, second = sender.step(ScheduledBatch(decode_slots=slot_array(0))).metadata
+    assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

@@ -7,6 +7,7 @@ import pytest
 from nanovllm.engine.block import Block
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_usage import block_usage
+from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence
 
@@ -24,7 +25,7 @@ def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
 
 def cached(manager: BlockManager, tokens: list[int]) -> int:
     """Blocks of a prompt that would be found."""
-    return len(manager._match_prefix(make_sequence(0, tokens)))
+    return len(manager._match_prefix(make_sequence(0, tokens))[0])
 
 
 def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
@@ -81,13 +82,13 @@ class WeakHash(bytes):
 
 
 def test_a_hash_collision_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = BlockManager._block_tokens
-    monkeypatch.setattr(BlockManager, "_block_tokens", lambda *args: WeakHash(tokens(*args)))
+    tokens = PrefixCache.block_tokens
+    monkeypatch.setattr(PrefixCache, "block_tokens", lambda *args: WeakHash(tokens(*args)))
     manager = BlockManager(8, 2)
     first = hold(manager, [1, 2])
     assert (cached(manager, [1, 2]), cached(manager, [1, 3])) == (1, 0)
     other = hold(manager, [1, 3, 5, 5])
-    assert first.block_table[0] != other.block_table[0]
+    assert first.block_tables[0].held[0] != other.block_tables[0].held[0]
     # What was computed after [1, 3] is not what follows [1, 2].
     assert cached(manager, [1, 2, 5, 5]) == 1
     hold(manager, [1, 2, 5, 5])
@@ -117,7 +118,7 @@ def test_what_follows_an_evicted_block_is_not_found_behind_another_in_its_place(
     head = next(block for block in manager.blocks if block.key is not None and block.key[0] == 0)
     manager._free.move_to_end(head.block_id, last=False)
     manager._free.move_to_end(2)
-    assert hold(manager, [2, 2]).block_table == [head.block_id]
+    assert hold(manager, [2, 2]).block_tables[0].held == [head.block_id]
     assert (cached(manager, [2, 2, 5, 5]), cached(manager, [1, 1, 5, 5])) == (1, 0)
 
 
@@ -126,7 +127,7 @@ def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypa
     held = [hold(manager, [i, i]) for i in range(5)]
     matches, match = [], BlockManager._match_prefix
 
-    def counted_match(self: BlockManager, seq: Sequence) -> list[Block | None]:
+    def counted_match(self: BlockManager, seq: Sequence) -> list[list[Block | None]]:
         matches.append(seq)
         return match(self, seq)
 
@@ -203,3 +204,11 @@ def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
                 assert output.outputs[0].token_ids == complete(prompt, 6, frozenset(), 128)
         check_engine(engine)
     assert counts == [0, 0, 0, 31, 31, 31]
+
+
+def test_no_group_finds_what_another_has_kept_since_before_a_reset() -> None:
+    manager = BlockManager(20, 2, windows=[None, 8])
+    hold(manager, [1, 2, 3, 4, 5])
+    assert not manager.reset()
+    second, third = (hold(manager, [1, 2, 3, 4, 5]) for _ in range(2))
+    assert [table.held[:2] for table in third.block_tables] == [table.held[:2] for table in second.block_tables]

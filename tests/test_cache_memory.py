@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
+from nanovllm.attention.kv_cache_groups import single_group
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
@@ -20,23 +21,28 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.rope_config import RopeConfig
 from nanovllm.runner import host_blocks, memory
 from nanovllm.runner.block_copies import BlockCopies
-from nanovllm.runner.kv_cache import CacheGroup, KVCache
+from nanovllm.runner.kv_cache import CacheTensors, KVCache
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def num_blocks(communicator: Communicator, *, block_bytes: int, most_blocks: int = 2**40, **settings: Any) -> int:
+def num_blocks(
+    communicator: Communicator, *, block_bytes: int, num_groups: int = 1, most_blocks: int = 2**40, **settings: Any
+) -> int:
     """The blocks of a cache on the CPU."""
     config = Config("none", device="cpu", **settings)
-    sizes = {"free_before": 0, "block_bytes": block_bytes, "most_blocks": most_blocks}
+    sizes = {"free_before": 0, "num_groups": num_groups, "block_bytes": block_bytes, "most_blocks": most_blocks}
     return memory.num_cache_blocks(config, CPU, communicator, **sizes, run_step=lambda: None, extra_bytes=0)
 
 
 def test_a_cache_whose_slots_are_no_int32_is_refused(checkpoint: Path) -> None:
     sizes = {"block_bytes": 1, "kvcache_block_size": 48}
     assert num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48, **sizes) == 44_739_242
+    assert num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48 // 3, num_groups=3, **sizes) == 44_739_240
+    with pytest.raises(ValueError, match="over the limit of 14913080 blocks of 48"):
+        num_blocks(Communicator(), num_kvcache_blocks=14_913_081, num_groups=3, **sizes)
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=44739243 is over the limit of 44739242 blocks of 48"):
         num_blocks(Communicator(), num_kvcache_blocks=2**31 // 48 + 1, **sizes)
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=134217729 is over the limit of 134217728 .* 2147483648"):
@@ -63,7 +69,7 @@ def test_a_cache_on_the_cpu_takes_memory_where_it_is_used() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident_bytes()
-    group = CacheGroup.zeros(layer.kv_cache_spec(torch.bfloat16), 2, 2**16, 16, CPU)
+    group = CacheTensors.zeros(layer.kv_cache_spec(torch.bfloat16), 2, 2**16, 16, CPU)
     assert group.keys.nbytes == group.values.nbytes == 2**30 and resident_bytes() < before + 2**28
     assert not group.keys[:, -1].any() and not group.values[:, -1].any()
 
@@ -74,11 +80,19 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
     specs = [layer.kv_cache_spec(torch.float32) for layer in layers]
     # Keys of another size than values, in another dtype.
     specs[1] = replace(specs[1], key_size=24, dtype=torch.float16)
-    cache = KVCache(layers, specs, SdpaBackend(16), torch.zeros(1, dtype=torch.int64), num_blocks=3, block_size=16)
-    assert [(*group.keys.shape, *group.values.shape[-2:]) for group in cache.groups.values()] == [
+    cache = KVCache(
+        layers,
+        specs,
+        single_group(specs),
+        SdpaBackend(16),
+        torch.zeros(1, dtype=torch.int64),
+        num_blocks=3,
+        block_size=16,
+    )
+    assert [(*group.keys.shape, *group.values.shape[-2:]) for group in cache.tensors.values()] == [
         (2, 3, 16, 2, 8, 2, 8), (1, 3, 16, 1, 24, 1, 8),
     ]  # fmt: skip
-    for group in cache.groups.values():
+    for group in cache.tensors.values():
         assert group.keys.is_contiguous() and group.values.is_contiguous()
         assert group.values.data_ptr() == group.keys.data_ptr() + group.keys.nbytes
     assert cache.block_bytes == 16 * (2 * 2 * 2 * 8 * 4 + (24 + 8) * 2) and cache.most_copied_bytes == 16 * 2 * 8 * 4
@@ -88,7 +102,7 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
     for i, layer in enumerate(layers):
         assert (layer.pages.k_cache[2] == 2 * i + 1).all() and (layer.pages.v_cache[2] == 2 * i + 2).all()
         assert not layer.pages.k_cache[0].any() and not layer.pages.v_cache[0].any()
-    assert torch.equal(cache.groups[specs[0]].keys[1], layers[2].pages.k_cache)
+    assert torch.equal(cache.tensors[specs[0]].keys[1], layers[2].pages.k_cache)
     # Out to slots of the host's memory, and back in: what a step loads is what was there before it saves.
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", cache.block_bytes)
     cache.copies = BlockCopies(list(cache.stacks()), host_blocks.HostBlocks(3, cache.block_bytes, CPU))
@@ -108,9 +122,9 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
 def test_block_tables_whose_offsets_are_no_int32_are_refused(checkpoint: Path) -> None:
     # 16 slots with one for padding, and 6 elements besides.
     widest = 2**31 // 16 - 6
-    assert SlotState(15, widest, META).size == 2**31
+    assert SlotState(15, widest, 1, META).size == 2**31
     with pytest.raises(ValueError, match=f"15 running sequences, with block tables of {widest + 1} .* of 2147483648"):
-        SlotState(15, widest + 1, META)
+        SlotState(15, widest + 1, 1, META)
     many: dict[str, Any] = {"max_num_seqs": 2**27, "max_num_batched_tokens": 2**27}
     with pytest.raises(ValueError, match=r"134217728 running sequences, with block tables of 16 entries"):
         LLM(checkpoint, device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=9, **many)

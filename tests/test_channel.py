@@ -57,7 +57,7 @@ def test_every_receiver_gets_every_message(sent: list[Any]) -> None:
 def test_a_batch_comes_out_as_it_went_in() -> None:
     sender = Sender(1)
     batch = ScheduledBatch(
-        new_requests=[NewRequest(3, [1, 2], 30, 0.5, 2**64 - 1)],
+        new_requests=[NewRequest(3, [[1, 2]], 30, 0.5, 2**64 - 1)],
         decode_slots=slot_array(0, 7),
         chunks=[PromptChunk(3, 0, array("i", range(100000, 100030)), True, True)],
     )

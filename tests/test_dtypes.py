@@ -42,7 +42,7 @@ def test_logits_are_as_near_to_float32_as_transformers_are(folder: Path, name: A
         runner: Any = llm.llm_engine._runner
         assert (
             {param.dtype for param in runner.model.parameters()}
-            == {spec.dtype for spec in runner.kv_cache.groups}
+            == {spec.dtype for spec in runner.kv_cache.tensors}
             == {dtype}
         )
         sample = runner.sampler.sample

@@ -284,7 +284,7 @@ def test_an_empty_step_leaves_the_books_of_the_steps_under_way_alone() -> None:
     scheduler.postprocess(batch, StepOutput(np.array([5])))
     assert not manager._unconfirmed
     manager.rollback()
-    assert len(manager._cached) == 1
+    assert len(manager._cache.blocks) == 1
 
 
 def test_aborting_many_waiting_requests_takes_no_time_each() -> None:

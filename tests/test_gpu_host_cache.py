@@ -47,7 +47,7 @@ class Steps:
     def run(self, fill: list[int], transfers: list[BlockTransfer], look: list[int], waits: bool) -> None:
         """Do a step: load and save; fill blocks, and read others."""
         batch = ScheduledBatch(
-            new_requests=[NewRequest(0, fill, 1, 0.0, 0)], transfers=transfers, waits_for_loads=waits
+            new_requests=[NewRequest(0, [fill], 1, 0.0, 0)], transfers=transfers, waits_for_loads=waits
         )
         self.copies.begin_step(batch)
         if transfers:

@@ -240,18 +240,18 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
         asked.append(lens.tolist())
         return len(lens) < 2
 
-    builder = BatchBuilder(3, 2, 16, 64, PlannedBackend(CascadeBuffers(3, 16, 0, 1, CPU), pay), CPU)
-    new_requests = [NewRequest(slot, [slot, 3 + slot], 10 + slot, 0.0, 0) for slot in range(2)]
+    builder = BatchBuilder(3, 2, 16, 64, PlannedBackend(CascadeBuffers(3, 16, 0, 1, CPU), pay), CPU, num_groups=1)
+    new_requests = [NewRequest(slot, [[slot, 3 + slot]], 10 + slot, 0.0, 0) for slot in range(2)]
     chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
     shape, plan = builder.plan(batch)
     assert shape == StepShape(0, 21, 2, DecodeVariant(False, True)) and asked == [[]]
-    assert builder.gather(builder.send(batch, shape, plan)).metadata.variant == shape.variant
+    assert builder.gather(builder.send(batch, shape, plan)).metadata[0].variant == shape.variant
     step = ScheduledBatch(decode_slots=slot_array(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
         shape, plan = builder.plan(step)
         assert shape.variant == DecodeVariant(False, False) and asked[-1] == [12 + i, 11 + i]
-        assert builder.gather(builder.send(step, shape, plan)).metadata.variant == shape.variant
+        assert builder.gather(builder.send(step, shape, plan)).metadata[0].variant == shape.variant
 
 
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +262,10 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
         asked.append(lens.tolist())
         return True
 
-    builder = BatchBuilder(4, 3, 16, 128, PlannedBackend(CascadeBuffers(4, 16, 8, 2, CPU), pay), CPU)
+    builder = BatchBuilder(4, 3, 16, 128, PlannedBackend(CascadeBuffers(4, 16, 8, 2, CPU), pay), CPU, num_groups=1)
     # Two rows have two blocks in common, and the third none with them.
     new_requests = [
-        NewRequest(slot, [*blocks, 5 + slot], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
+        NewRequest(slot, [[*blocks, 5 + slot]], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
     ]
     chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])

@@ -16,6 +16,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.block import ROOT_IDENTITY, Block
+from nanovllm.engine.block_table import BlockTable
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.runner import host_blocks
 from nanovllm.runner.messages import HostMemory
@@ -230,6 +231,7 @@ def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_tim
     # A block takes a second on the link, and two to compute; a step half a second.
     cache = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4)
     seq, tokens = make_sequence(0, list(range(20))), list(range(20))
+    seq.block_tables = [BlockTable([], 0, 0)]
     cache.begin_step()
     # A step with six prompt tokens takes three seconds, in one of which the link is busy from now on.
     assert len(cache.plan_saves(cached_blocks(tokens)[:1], set(), 0)) == 0
@@ -273,9 +275,11 @@ def test_the_tail_of_a_prefix_is_dropped_before_its_head(clock: Clock) -> None:
     assert [save.source for save in saves] == [0, 4, 8, 12, 16] and sorted(save.destination for save in saves) == [
         *range(5)
     ]
-    assert len(cache.fetch(make_sequence(0, tokens), 0, 5)) == 5
+    seq = make_sequence(0, tokens)
+    seq.block_tables = [BlockTable([], 0, 0)]
+    assert len(cache.fetch(seq, 0, 5)) == 5
     cache.plan_saves(cached_blocks([7] * 8), set(), 0)
-    assert len(cache.fetch(make_sequence(0, tokens), 0, 5)) == 3
+    assert len(cache.fetch(seq, 0, 5)) == 3
 
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 20}

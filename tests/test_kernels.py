@@ -425,7 +425,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     state = slot_tensors.SlotTensors(
         last_token=numbers(1000), num_computed=numbers(max_blocks * block_size), num_prompt=numbers(1000),
         temperature=torch.rand(num_slots + 1, device=DEVICE), seed=numbers(2**31 - 1, 2),
-        block_tables=numbers(1000, max_blocks),
+        block_tables=numbers(1000, 3, max_blocks),
     )  # fmt: skip
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
     if rows > 1:
@@ -437,11 +437,13 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     index = slots.long()
     assert torch.equal(want.temperatures, state.temperature[index]) and torch.equal(want.seeds, state.seed[index])
     assert torch.equal(want.output_index, state.num_computed[index] + 1 - state.num_prompt[index])
-    assert torch.equal(want.block_tables, state.block_tables[index])
-    blocks = state.block_tables[index, want.positions // block_size]
-    assert torch.equal(want.slot_mapping[slots < num_slots], (blocks * 16 + want.positions % 16)[slots < num_slots])
     live = slots < num_slots
-    assert ((want.slot_mapping < 0) == ~live).all()
+    for group in range(3):
+        tables, slot_mapping = state.block_tables[index, group], want.slot_mapping[group]
+        assert torch.equal(want.block_tables[group], tables)
+        blocks = tables[torch.arange(rows), want.positions // block_size]
+        assert torch.equal(slot_mapping[live], (blocks * 16 + want.positions % 16)[live])
+        assert ((slot_mapping < 0) == ~live).all()
     token_ids = torch.randint(0, 1000, (rows,), device=DEVICE)
     states = [deepcopy(state), deepcopy(state)]
     sampled = [torch.full((2 * rows,), -1, device=DEVICE) for _ in states]

@@ -105,11 +105,11 @@ def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Pa
 def test_a_block_is_copied_before_it_is_the_copy_of_another(checkpoint: Path) -> None:
     with make_llm(checkpoint) as fresh:
         runner: Any = fresh.llm_engine._runner
-        (group,) = runner.kv_cache.groups.values()
+        (group,) = runner.kv_cache.tensors.values()
         for pages in (group.keys, group.values):
             pages.copy_(torch.arange(runner.num_kvcache_blocks).view(1, -1, 1, 1, 1))
         transfers = [BlockTransfer("copy", 1, 2), BlockTransfer("copy", 3, 1)]
-        runner.prepare(ScheduledBatch(transfers=transfers, new_requests=[NewRequest(0, [1], 1, 0.0, 0)]))
+        runner.prepare(ScheduledBatch(transfers=transfers, new_requests=[NewRequest(0, [[1]], 1, 0.0, 0)]))
         assert group.keys[0, :5, 0, 0, 0].tolist() == [0, 3, 1, 3, 4]
         assert torch.equal(group.values[-1, 2], group.keys[0, 2])
 
@@ -382,7 +382,7 @@ def test_the_default_cache_on_the_cpu_is_small(checkpoint: Path, llm: LLM) -> No
         # All four at their longest fit into the blocks that the device has.
         assert small.stats()["num_preemptions"] == 0
         runner: Any = small.llm_engine._runner
-        (group,) = runner.kv_cache.groups.values()
+        (group,) = runner.kv_cache.tensors.values()
         assert group.keys.shape[1:3] == group.values.shape[1:3] == (32, 16)
     assert got == want
 

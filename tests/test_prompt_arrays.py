@@ -38,9 +38,9 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
         for slot, (n, sampled) in enumerate(zip(LENS, samples, strict=True))
     ]
     num_tokens, num_chunks = sum(LENS) + 50 * padding, len(chunks) + padding
-    state = np.zeros((len(chunks) + 1, 64), dtype=np.int32)
+    state = np.zeros((len(chunks) + 1, 1, 64), dtype=np.int32)
     arrays = make_prompt_arrays(chunks, num_tokens, num_chunks, state, len(chunks), 16)
-    assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks)
+    assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks, 1)
     tiled = rows_of(arrays.tiles, arrays.cu_seqlens_q)
     assert sorted(row for rows in tiled for row in rows) == list(range(sum(LENS)))
     sampled_rows = arrays.sample_indices[: sum(samples)].tolist()
@@ -54,7 +54,7 @@ def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding
 def test_every_field_by_hand(padded: bool) -> None:
     """Three chunks in blocks of 16: a middle part, a token that is stored already, and a prompt of two tiles."""
     table = [[0] * 12, [9, 4, 7, *[0] * 9], [0] * 12, [3, 8, *[0] * 10], [*range(20, 32)], [0] * 12]
-    state = np.array(table, dtype=np.int32)
+    state = np.array(table, dtype=np.int32)[:, None]
     long = list(range(500, 500 + QUERY_TILE + 2))
     chunks = [
         PromptChunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False),
@@ -85,7 +85,7 @@ def test_every_field_by_hand(padded: bool) -> None:
 
 
 def test_padding_alone_and_nothing_at_all() -> None:
-    state = np.zeros((3, 2), dtype=np.int32)
+    state = np.zeros((3, 1, 2), dtype=np.int32)
     arrays = make_prompt_arrays([], 4, 2, state, 2, 16)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
         "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
@@ -106,7 +106,7 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
         PromptChunk(slot, start, array("i", [0] * n), True, sampled)
         for slot, (start, n, sampled) in enumerate(zip(starts, lens, samples, strict=True))
     ]
-    host_tables = np.zeros((len(lens) + 1, tables.shape[1]), dtype=np.int32)
+    host_tables = np.zeros((len(lens) + 1, 1, tables.shape[1]), dtype=np.int32)
     arrays = make_prompt_arrays(chunks, sum(lens), len(lens) + 2, host_tables, len(lens), 128)
     cu_seqlens_q, tiles, sample_tiles = (
         torch.from_numpy(part).to(DEVICE) for part in (arrays.cu_seqlens_q, arrays.tiles, arrays.sample_tiles)

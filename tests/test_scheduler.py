@@ -65,7 +65,9 @@ SIZES = st.fixed_dictionaries(
         "max_model_len": st.integers(4, 24),
         "eos": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=8),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
-        "window": st.sampled_from([None, None, None, 1, 2, 5, 7]),
+        "windows": st.sampled_from(
+            [[None], [None], [None], [1], [2], [5], [7], [None, 3], [None, None, 6], [None, 2, 5], [4, 4], [3, 7]]
+        ),
     }
 )
 PROMPT = st.tuples(
@@ -79,6 +81,13 @@ FAIL = st.tuples(st.sampled_from(["fail_launch", "fail_result"]))
 EVENT = st.one_of(ADD, ADD, ADD, STEP, STEP, ABORT, FAIL)
 # Requests (often of equal prefixes), steps, aborts, failures; with fewer of them hardly a sequence is preempted.
 EVENTS = st.lists(EVENT, min_size=8, max_size=25)
+
+
+def num_needed(num_tokens: int, *, windows: list[int | None], block_size: int, **_: Any) -> int:
+    """The blocks that a sequence of so many stored tokens cannot do without, in all groups."""
+    filled = -(-num_tokens // block_size)
+    # A window begins with the last token of a block, if there is no worse place.
+    return sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
 
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -111,10 +120,9 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             try:
                 request_id = engine.add_request(prompt, greedy(max_tokens))
             except ValueError:
-                assert len(prompt) + max_tokens - 1 > runner.num_kvcache_blocks * runner.block_size
+                assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
-            limits = sizes["eos"], sizes["max_model_len"], sizes["window"]
-            wanted[request_id] = complete(prompt, max_tokens, *limits)
+            wanted[request_id] = complete(prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"])
         elif kind == "step":
             for _ in range(arguments[0]):
                 step()
@@ -146,7 +154,7 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
 def test_a_sequence_far_longer_than_the_window_holds_a_bounded_number_of_blocks(depth: int, caching: bool) -> None:
     # Eight tokens before a query, and a chunk of eight, lie in five blocks of four; what decodes holds three.
     engine, _ = make_engine(
-        pipeline_depth=depth, window=9, block_size=4, num_blocks=12, max_num_batched_tokens=8, max_model_len=300,
+        pipeline_depth=depth, windows=[9], block_size=4, num_blocks=12, max_num_batched_tokens=8, max_model_len=300,
         enable_prefix_caching=caching,
     )  # fmt: skip
     prompts = [[i] * 150 for i in range(3)]
@@ -157,15 +165,14 @@ def test_a_sequence_far_longer_than_the_window_holds_a_bounded_number_of_blocks(
         outputs.update(engine.step().finished)
         check_engine(engine)
         for seq in engine.scheduler.running:
-            num_held = len(seq.block_table) - seq.num_released_blocks
-            assert num_held <= (5 if seq.is_prefill or seq.num_tokens < 156 else 3)
+            assert len(seq.block_tables[0].held) <= (5 if seq.is_prefill or seq.num_tokens < 156 else 3)
         num_decoding = max(num_decoding, len(engine.scheduler.decoding))
     assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
     assert num_decoding == 3 and not engine.stats()["num_preemptions"]
 
 
 def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
-    engine, _ = make_engine(pipeline_depth=0, window=6, block_size=4, num_blocks=12, max_num_batched_tokens=64)
+    engine, _ = make_engine(pipeline_depth=0, windows=[6], block_size=4, num_blocks=12, max_num_batched_tokens=64)
     manager, prompt = engine.block_manager, list(range(32))
 
     def num_cached(token_ids: list[int]) -> int:
@@ -177,7 +184,7 @@ def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
     assert num_cached(prompt) == 0
     blocks = [manager.blocks[block_id] for block_id in range(8)]
     for index in (0, 5, 3):
-        manager._unregister(blocks[index])
+        manager._cache.remove(blocks[index])
         # Last, so that what the prompts take is nothing of this one's.
         manager._free.move_to_end(index)
     # What follows sees two blocks. They are here, and those in front of them are remembered.
@@ -191,7 +198,7 @@ def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
 
 @DEPTHS
 def test_outputs_share_a_prompt_while_the_first_holds_what_the_second_needs(depth: int) -> None:
-    sizes: dict[str, Any] = {"window": 5, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    sizes: dict[str, Any] = {"windows": [5], "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
     # The prompt's first blocks are released, and evicted, before it ends; then the first has released its last ones.
     for num_blocks, prompt, max_tokens, others in ((6, list(range(30)), 2, []), (20, list(range(13)), 20, [[9]])):
         engine, _ = make_engine(pipeline_depth=depth, num_blocks=num_blocks, **sizes)
@@ -207,15 +214,30 @@ def test_outputs_share_a_prompt_while_the_first_holds_what_the_second_needs(dept
 
 
 def test_outputs_do_not_share_a_prompt_once_its_last_block_is_one_outputs_own() -> None:
-    engine, _ = make_engine(pipeline_depth=0, window=7, block_size=4, max_num_seqs=1, max_num_batched_tokens=4)
+    engine, _ = make_engine(pipeline_depth=0, windows=[7], block_size=4, max_num_seqs=1, max_num_batched_tokens=4)
     engine.add_request(list(range(19)), SamplingParams(0.5, 9, ignore_eos=True, n=2))
     while not engine.scheduler.decoding.seqs:
         engine.step()
     first, second = engine.scheduler.sequences
-    assert first.num_released_blocks == 2 and engine.block_manager._can_fork(first, second)
+    assert first.block_tables[0].num_released == 2 and engine.block_manager._can_fork(first, second)
     while first.num_registered_blocks < 5:
         engine.step()
-    assert first.num_released_blocks == 3 and not engine.block_manager._can_fork(first, second)
+    assert first.block_tables[0].num_released == 3 and not engine.block_manager._can_fork(first, second)
+
+
+def test_outputs_share_a_prompt_if_the_first_holds_enough_in_every_group() -> None:
+    engine, _ = make_engine(
+        pipeline_depth=0, windows=[None, 7, 3], block_size=4, max_num_seqs=1, max_num_batched_tokens=4
+    )
+    engine.add_request(list(range(14)), SamplingParams(0.5, 9, ignore_eos=True, n=2))
+    while not engine.scheduler.decoding.seqs:
+        engine.step()
+    first, second = engine.scheduler.sequences
+    assert [table.num_released for table in first.block_tables] == [0, 1, 2]
+    assert engine.block_manager._can_fork(first, second)
+    # What the token before sees, which the second output computes again, is no more than this.
+    first.block_tables[2].num_released += 1
+    assert not engine.block_manager._can_fork(first, second)
 
 
 @DEPTHS
@@ -261,7 +283,7 @@ def test_a_generated_block_is_shared_while_its_sequence_goes_on(depth: int) -> N
     while len(seq.token_ids) < 18:
         engine.step()
     # Its last token is known, and its keys are stored or planned.
-    assert seq.num_registered_blocks == 1 and len(engine.block_manager._cached) == 1
+    assert seq.num_registered_blocks == 1 and len(engine.block_manager._cache.blocks) == 1
 
 
 @DEPTHS
@@ -440,7 +462,7 @@ def test_sequences_run_and_are_preempted_by_their_key(depth: int) -> None:
 @given(data=st.data())
 def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(data: st.DataObject) -> None:
     depth = data.draw(st.sampled_from([0, 1]))
-    window = data.draw(st.sampled_from([None, 2, 5]))
+    windows: list[int | None] = data.draw(st.sampled_from([[None], [2], [5], [None, 2], [None, 5, 5], [3, 5]]))
     engine, _ = make_engine(
         pipeline_depth=depth,
         num_blocks=data.draw(st.integers(10, 30)),
@@ -449,7 +471,7 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
         max_num_batched_tokens=data.draw(st.sampled_from([6, 8, 32])),
         max_model_len=30,
         enable_prefix_caching=data.draw(st.booleans()),
-        window=window,
+        windows=windows,
     )
     wanted: dict[int, tuple[list[int], SamplingParams]] = {}
     for _ in range(data.draw(st.integers(1, 4))):
@@ -471,13 +493,13 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
         result = engine.step()
         check_engine(engine)
         for request_id, output in result.finished:
-            check_outputs(output, *wanted.pop(request_id), window)
+            check_outputs(output, *wanted.pop(request_id), windows)
     assert not wanted and engine.block_manager.num_used_blocks == 0
 
 
-def check_outputs(output: RequestOutput, prompt: list[int], params: SamplingParams, window: int | None) -> None:
+def check_outputs(output: RequestOutput, prompt: list[int], params: SamplingParams, windows: list[int | None]) -> None:
     """Compare a request's outputs with what the mock model says."""
-    want = complete(prompt, params.max_tokens or 0, frozenset(), 30, window)
+    want = complete(prompt, params.max_tokens or 0, frozenset(), 30, *windows)
     assert [item.token_ids for item in output.outputs] == [want] * params.n
     for item in output.outputs:
         assert item.logprobs == mock_dicts(want, params.logprobs)
@@ -499,16 +521,16 @@ def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
     manager, prompt = engine.block_manager, list(range(9))
     engine.add_request(prompt[:4], greedy(1))
     run(engine)
-    cached = manager._cached[0, array("i", prompt[:4]).tobytes()]
+    cached = manager._cache.blocks[0, array("i", prompt[:4]).tobytes()]
     engine.add_request(prompt, SamplingParams(0.5, 4, ignore_eos=True, n=2, prompt_logprobs=0))
     engine.step()
     first, second = engine.scheduler.sequences
     # The first output computes the prompt anew. Its second block is registered after another first one, which goes.
-    assert first.block_table[0] != cached.block_id
-    manager._unregister(cached)
+    assert first.block_tables[0].held[0] != cached.block_id
+    manager._cache.remove(cached)
     engine.step()
     check_engine(engine)
-    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_tables[0].held[:2] == first.block_tables[0].held[:2]
     run(engine)
     check_engine(engine)
 
@@ -531,15 +553,15 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     for _ in range(4):
         engine.step()
     first, second = engine.scheduler.running[0], engine.scheduler.waiting.first()
-    assert second is not None and manager.blocks[first.block_table[0]].key is not None
-    assert manager.allocate(second) and second.block_table == first.block_table[:1]
+    assert second is not None and manager.blocks[first.block_tables[0].held[0]].key is not None
+    assert manager.allocate(second) and second.block_tables[0].held == first.block_tables[0].held[:1]
     engine.scheduler.decoding.discard(first)
     manager.free(first)
     # Nobody else uses the block now, but others may find it.
     second.num_computed_tokens = 2
-    assert manager.must_copy(second)
-    copied = manager.copy_block(second)
-    assert copied.source != copied.destination and second.block_table == [copied.destination]
+    assert manager.lacks_block(second)
+    _, (copied,) = manager.give_block(second)
+    assert copied.source != copied.destination and second.block_tables[0].held == [copied.destination]
     assert manager.blocks[copied.source].ref_count == 0
 
 

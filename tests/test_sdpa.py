@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_decode_rows_and_chunks(
         query_tiles=nothing, sample_tiles=nothing, seq_lens_host=lens, query_lens_host=query_lens[3:],
     )  # fmt: skip
     backend = SdpaBackend(16)
-    metadata.plan = backend.plan(metadata)
+    backend.plan([metadata])
     assert len(metadata.plan[None]) == most_pieces
     out = backend.forward(query, KVPages(cache[0], cache[1]), metadata, 32**-0.5)
     pieces = query.split(query_lens)
@@ -85,7 +86,12 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         variant, array = backend.plan_host(contexts)
         backend.receive(torch.from_numpy(array).to(device))
         assert isinstance(variant, DecodeVariant) and variant.uses_cascade
-    backend.take_specs([KVCacheSpec(2, 16, 16, options.window, torch.float32) for options in LAYERS])
+    # Each kind of layers has blocks of its own: the same tokens, and those of the windows in another order.
+    order = torch.randperm(cache.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    other_cache, other_tables = torch.empty_like(cache), order[tables.long()].int()
+    other_cache[:, order] = cache
+    groups = [[options for options in LAYERS if (options.window is None) == is_full] for is_full in (True, False)]
+    backend.take_groups([[KVCacheSpec(2, 16, 16, one.window, torch.float32) for one in group] for group in groups])
     tiles = int32([0, 0])
     metadata = AttentionMetadata(
         num_decodes=num_decodes,
@@ -99,15 +105,19 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         query_lens_host=[num_queries],
         variant=variant,
     )
-    metadata.plan = backend.plan(metadata)
-    query, pages = randn(sum(query_lens), 4, 16), KVPages(cache[0], cache[1])
-    rows = list(zip(query.split(query_lens), tables, lens, strict=True))
-    exact = [torch.cat([dense_attention(q, cache, table, n, options) for q, table, n in rows]) for options in LAYERS]
-    for options, expected in zip(LAYERS, exact, strict=True):
-        if options.window is not None:
-            _forget_all_but(cache, rows, 40)
-        out = backend.forward(query, pages, metadata, 16**-0.5, options)
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    both = [metadata, replace(metadata, block_tables=other_tables)]
+    backend.plan(both)
+    query = randn(sum(query_lens), 4, 16)
+    for group, step, pages, tables_of_group in zip(
+        groups, both, (cache, other_cache), (tables, other_tables), strict=True
+    ):
+        rows = list(zip(query.split(query_lens), tables_of_group, lens, strict=True))
+        exact = [torch.cat([dense_attention(q, pages, table, n, one) for q, table, n in rows]) for one in group]
+        if group[0].window is not None:
+            _forget_all_but(pages, rows, 40)
+        for options, expected in zip(group, exact, strict=True):
+            out = backend.forward(query, KVPages(pages[0], pages[1]), step, 16**-0.5, options)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def _forget_all_but(cache: torch.Tensor, rows: list[tuple[torch.Tensor, torch.Tensor, int]], window: int) -> None:

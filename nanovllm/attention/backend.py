@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -36,8 +35,8 @@ class AttentionBackend(ABC):
         """Raise a ValueError if layers that cache and attend like this are not supported."""
         return
 
-    def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:
-        """Take in what the model's layers cache, on which plans depend."""
+    def take_groups(self, groups: Sequence[Sequence[KVCacheSpec]]) -> None:
+        """Take in what the layers of each group of the KV cache store, on which plans depend."""
         return
 
     def plan_host(self, contexts: DecodeContexts) -> HostPlan:
@@ -48,12 +47,12 @@ class AttentionBackend(ABC):
         """Take in the array that `plan_host` returned, once it is on the device."""
         return
 
-    def plan(self, metadata: AttentionMetadata) -> Any:
-        """Return what every layer's `forward` shares in this step; the caller stores it in `metadata.plan`.
+    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
+        """Set each group's `AttentionMetadata.plan`: what `forward` of its layers shares in this step.
 
         A CUDA graph may hold this: what differs between steps of one variant is read on the device.
         """
-        return None
+        return
 
     @abstractmethod
     def forward(

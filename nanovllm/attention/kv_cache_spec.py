@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What one layer caches of each token on this rank. Layers of equal specs share a tensor of the cache.
+    """What one layer caches of each token on this rank.
 
     Attributes:
         num_kv_heads: heads of keys and values.

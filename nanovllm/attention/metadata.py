@@ -5,7 +5,7 @@ Layers therefore take only activations as arguments, and the model does not depe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,8 @@ import torch
 @dataclass
 class AttentionMetadata:
     """The rows of one forward pass: `num_decodes` decode rows of one token each, then prompt chunks.
+
+    Each group of the KV cache has its own, with its slots and block tables; all else is the same.
 
     Attributes:
         num_decodes: decode rows, including padding.
@@ -54,18 +56,18 @@ class AttentionMetadata:
         return replace(self, query_tiles=self.sample_tiles)
 
 
-_metadata: ContextVar[AttentionMetadata] = ContextVar("attention_metadata")
+_metadata: ContextVar[Sequence[AttentionMetadata]] = ContextVar("attention_metadata")
 
 
-def get_attention_metadata() -> AttentionMetadata:
-    """Return the metadata of the forward pass that is running."""
-    return _metadata.get()
+def get_attention_metadata(group: int) -> AttentionMetadata:
+    """Return what the forward pass that is running has for a group of the KV cache."""
+    return _metadata.get()[group]
 
 
 @contextmanager
-def set_attention_metadata(metadata: AttentionMetadata) -> Iterator[None]:
-    """Set the attention metadata inside the `with` block."""
-    token = _metadata.set(metadata)
+def set_attention_metadata(groups: Sequence[AttentionMetadata]) -> Iterator[None]:
+    """Set the attention metadata of each group inside the `with` block."""
+    token = _metadata.set(groups)
     try:
         yield
     finally:

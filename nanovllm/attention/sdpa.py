@@ -5,7 +5,7 @@ It gathers the pages of a few sequences at a time into one padded tensor, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,16 +49,17 @@ class SdpaBackend(AttentionBackend):
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        # Of the layers: one plan serves those of one window.
-        self._windows: list[int | None] = [None]
+        # Of each group's layers: one plan serves those of one window.
+        self._windows: list[list[int | None]] = [[None]]
 
-    def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:
+    def take_groups(self, groups: Sequence[Sequence[KVCacheSpec]]) -> None:
         """See the base class."""
-        self._windows = list(dict.fromkeys(spec.window for spec in specs))
+        self._windows = [list(dict.fromkeys(spec.window for spec in specs)) for specs in groups]
 
-    def plan(self, metadata: AttentionMetadata) -> dict[int | None, list[Segment]]:
+    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
         """Divide the step into segments, by the layers' window."""
-        return {window: self._segments(metadata, window) for window in self._windows}
+        for metadata, windows in zip(groups, self._windows, strict=True):
+            metadata.plan = {window: self._segments(metadata, window) for window in windows}
 
     def _segments(self, metadata: AttentionMetadata, window: int | None) -> list[Segment]:
         """Return the segments of a step: decode rows of similar context length together, each prompt chunk alone."""

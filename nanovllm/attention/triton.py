@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -132,12 +132,17 @@ class TritonBackend(AttentionBackend):
                 f"attention_backend='sdpa' alone: this one takes one size, of {HEAD_SIZES}"
             )
 
-    def take_specs(self, specs: Iterable[KVCacheSpec]) -> None:
+    def take_groups(self, groups: Sequence[Sequence[KVCacheSpec]]) -> None:
         """See the base class."""
-        self._windows = list(dict.fromkeys(spec.window for spec in specs))
+        self._windows = list(dict.fromkeys(spec.window for specs in groups for spec in specs))
 
-    def plan(self, metadata: AttentionMetadata) -> dict[int | None, DecodePlan]:
+    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
         """Divide the decode rows' contexts, or what windows leave of them, among programs; by window."""
+        plans = self._plan(groups[0])
+        for metadata in groups:
+            metadata.plan = plans
+
+    def _plan(self, metadata: AttentionMetadata) -> dict[int | None, DecodePlan]:
         n = metadata.num_decodes
         if not n:
             return {}

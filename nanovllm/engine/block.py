@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanovllm.engine.evicted_prefixes import BlockKey
 
 ROOT_IDENTITY = 0
-"""The identity of the block before a first one; see `BlockManager._root`."""
+"""The identity of the block before a first one; see `PrefixCache.root`."""
 
 
 class Block:

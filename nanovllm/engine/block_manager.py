@@ -5,12 +5,9 @@ prefix cache are in more than one table, and nobody writes to those; a freed blo
 again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its
 head. All of it is O(1) a block. Outputs of one request also share the last block of its prompt, until they write to it.
 
-The prefix cache finds a block by its key: the *identity* of the block before it, and its own tokens, as bytes.
-Identities are serial numbers that are never used again, so equal keys are equal prefixes (vLLM hashes both instead).
-The first block's parent is a *root*, which a salt and each reset change.
-
-Where all layers have a sliding window, a sequence holds the blocks of the window and of what it computes next: what
-lies before is released as it goes on, and need not be there when a prefix is found again.
+Layers are in groups, each with its own blocks and block tables (`BlockTable`) out of one pool. Where the layers of a
+group have a sliding window, a sequence holds the blocks of the window and of what it computes next: what lies before is
+released as it goes on, and need not be there when a prefix is found again, which must be usable in all groups.
 
 Knows nothing of the device: block ids are all that it deals in.
 """
@@ -19,17 +16,19 @@ from __future__ import annotations
 
 import typing
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from itertools import count, filterfalse, islice
+from itertools import chain, filterfalse, islice, zip_longest
 
-from nanovllm.engine.block import ROOT_IDENTITY, Block
+from nanovllm.engine.block import Block
 from nanovllm.engine.block_source import BlockLoads, BlockSource
-from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
+from nanovllm.engine.block_table import BlockTable
+from nanovllm.engine.evicted_prefixes import BlockKey, Identity
 from nanovllm.engine.held_blocks import HeldBlocks
 from nanovllm.engine.host_cache import HostCache
+from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.runner.messages import BlockTransfer
+from nanovllm.runner.messages import BlockTransfer, NewBlock
 
 
 class BlockManager:
@@ -38,9 +37,9 @@ class BlockManager:
     Args:
         num_blocks, block_size: blocks, and tokens of one.
         enable_prefix_caching: whether blocks can be found again.
-        window: tokens that each layer sees at most, the query's own included; None if a layer sees all.
+        windows: of each group of layers, tokens that one sees at most, the query's own included; None if one sees all.
         max_chunk: most tokens of a sequence in one step.
-        host: keeps evicted blocks; None if nothing does.
+        host: keeps evicted blocks, of a single group without a window; None if nothing does.
         num_clean_blocks: free blocks, the next to be evicted, that `host` is to have before they are.
 
     Attributes:
@@ -55,7 +54,7 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         *,
-        window: int | None = None,
+        windows: typing.Sequence[int | None] = (None,),
         max_chunk: int = 1,
         host: HostCache | None = None,
         num_clean_blocks: int = 0,
@@ -66,9 +65,6 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         # Free blocks, next to be reused first. An OrderedDict is a queue that also removes from the middle in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: dict[BlockKey, Block] = {}
-        self._identities = count(ROOT_IDENTITY + 1)
-        self._num_resets = 0
         # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
         self._num_gained = 0
         self.source: BlockSource | None = None
@@ -77,8 +73,8 @@ class BlockManager:
         self.loads = BlockLoads()
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
-        self.held = HeldBlocks(num_blocks, block_size, window, max_chunk)
-        self._evicted = EvictedPrefixes() if self.held.has_window else None
+        self.held = HeldBlocks(num_blocks, block_size, windows, max_chunk)
+        self._cache = PrefixCache(block_size, self.held.num_groups, bool(self.held.windowed))
 
     @property
     def num_free_blocks(self) -> int:
@@ -108,27 +104,33 @@ class BlockManager:
             return True
         if self._num_gained < seq.fits_from:
             return False
-        seq.root_identity = self._root(seq.request.cache_salt)
+        seq.num_resets = self._cache.num_resets
         matched = self._match_prefix(seq)
-        num_computed = min(len(matched) * self.block_size, seq.num_tokens - 1)
-        first, end = self.held.span(num_computed, seq.num_tokens)
-        found = [block for block in matched[first:] if block is not None]
-        num_new = end - len(matched)
-        num_revived = sum(block.ref_count == 0 for block in found) if found else 0
-        num_missing = num_new + num_revived - len(self._free)
+        num_matched = len(matched[0])
+        num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
+        spans = self.held.spans(num_computed, seq.num_tokens)
+        num_missing = sum([end - num_matched for _, end in spans]) - len(self._free)
+        found: list[list[Block]] = [[]] * len(spans)
+        if num_matched:
+            pairs = zip(matched, spans, strict=True)
+            found = [[block for block in blocks[first:] if block is not None] for blocks, (first, _) in pairs]
+            num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
         if num_missing > 0:
             # With a window, one block more may make a whole prefix usable.
-            seq.fits_from = self._num_gained + (num_missing if not self.held.has_window else 1)
+            seq.fits_from = self._num_gained + (num_missing if not self.held.windowed else 1)
             return False
-        for block in found:
+        for block in chain.from_iterable(found):
             self._free.pop(block.block_id, None)
             block.ref_count += 1
             block.num_hits += 1
-        seq.block_table = [0] * first + [block.block_id for block in found]
-        seq.block_table += [self._take_free_block() for _ in range(num_new)]
-        seq.num_released_blocks = first
-        seq.num_registered_blocks = len(matched)
-        seq.registered_identity = found[-1].identity if found else seq.root_identity
+        seq.block_tables.clear()
+        for group, (first, end) in enumerate(spans):
+            blocks = found[group]
+            block_ids = [0] * first + [block.block_id for block in blocks]
+            block_ids += [self._take_free_block() for _ in range(end - num_matched)]
+            identity = blocks[-1].identity if blocks else self._root(seq, group)
+            seq.block_tables.append(BlockTable(block_ids, first, identity))
+        seq.num_registered_blocks = num_matched
         seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
         for other in (self.host, self.source):
@@ -150,7 +152,7 @@ class BlockManager:
         whatever is cached, since the next one is sampled from its output.
         """
         num_loaded = seq.num_registered_blocks + len(slots)
-        self.loads.add(slots, seq.block_table[seq.num_registered_blocks : num_loaded])
+        self.loads.add(slots, seq.block_tables[0][seq.num_registered_blocks : num_loaded])
         seq.num_computed_tokens = num_loaded * self.block_size
         self.register(seq)
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
@@ -174,104 +176,117 @@ class BlockManager:
         if len(self._free) >= self._num_clean_blocks:
             return
         for seq in filterfalse(self._precedes_reset, reversed(running)):
-            registered = [self.blocks[block_id] for block_id in seq.block_table[: seq.num_registered_blocks]]
+            block_ids = seq.block_tables[0][: seq.num_registered_blocks]
+            registered = [self.blocks[block_id] for block_id in block_ids]
             if registered and (key := registered[-1].key) is not None and key not in host:
                 yield from registered
 
     def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
-        """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not."""
-        parent = self._root(salt)
-        block_ids = []
-        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
-            block = self._cached.get((parent, token_ids[start : start + self.block_size].tobytes()))
-            if block is None:
-                break
-            block_ids.append(block.block_id)
-            parent = block.identity
-        return block_ids
+        """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not.
+
+        There is one group of layers.
+        """
+        root = self._cache.root(salt, self._cache.num_resets, 0)
+        matched = self._cache.match(root, token_ids, len(token_ids) // self.block_size)
+        return [block.block_id for block in matched if block is not None]
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
         """Whether a sequence can share the blocks that `source` has of their prompt.
 
-        It always can without a window. With one, `source` must hold all blocks that the sequence will attend to, and
+        It always can where none was released. Else `source` must hold all blocks that the sequence will attend to, and
         have registered none past the prompt, where the sequence will register its own.
         """
-        first, _ = self.held.span(seq.num_tokens - 1, seq.num_tokens)
-        num_released, num_full = source.num_released_blocks, seq.num_tokens // self.block_size
-        return not num_released or (num_released <= first and source.num_registered_blocks <= num_full)
+        num_released = [table.num_released for table in source.block_tables]
+        firsts = [self.held.first(group, seq.num_tokens - 1) for group in range(len(num_released))]
+        is_held = all(released <= first for released, first in zip(num_released, firsts, strict=True))
+        num_full = seq.num_tokens // self.block_size
+        return not any(num_released) or (is_held and source.num_registered_blocks <= num_full)
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
         """Share all blocks of a prompt; whoever writes to the last one, if it is not full, copies it first."""
-        seq.block_table = source.block_table[: self.num_blocks_for(seq.num_tokens)]
-        seq.num_released_blocks = source.num_released_blocks
-        for block_id in seq.block_table[seq.num_released_blocks :]:
-            self.blocks[block_id].ref_count += 1
-        seq.root_identity = source.root_identity
-        seq.num_registered_blocks, seq.registered_identity = 0, seq.root_identity
-        if seq.num_released_blocks:
-            seq.num_registered_blocks = source.num_registered_blocks
-            seq.registered_identity = source.registered_identity
+        num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
+        seq.num_resets = source.num_resets
+        seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
+        seq.block_tables.clear()
+        for group, table in enumerate(source.block_tables):
+            identity = table.registered_identity if has_released else self._root(seq, group)
+            seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
+            for block_id in seq.block_tables[group].held:
+                self.blocks[block_id].ref_count += 1
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
-    def must_copy(self, seq: Sequence) -> bool:
-        """Whether the next token to compute, of a sequence with siblings, lies in a block that it may not write to.
+    def lacks_block(self, seq: Sequence) -> bool:
+        """Whether the sequence has no block of its own, in some group, for the next token to compute."""
+        return self._lacking_group(seq) is not None
 
-        Another output of its request has the block, too, or has filled and registered it.
+    def _lacking_group(self, seq: Sequence) -> int | None:
+        """Return a group in which the next token has no block, or one that another output of the request has, too.
+
+        That output may have ended, and have filled and registered the block.
         """
         index = seq.num_computed_tokens // self.block_size
-        if index >= len(seq.block_table):
-            return False
-        block = self.blocks[seq.block_table[index]]
-        return block.ref_count > 1 or block.key is not None
+        for group, table in enumerate(seq.block_tables):
+            if index >= len(table):
+                return group
+            if seq.siblings:
+                block = self.blocks[table[index]]
+                if block.ref_count > 1 or block.key is not None:
+                    return group
+        return None
 
-    def copy_block(self, seq: Sequence) -> BlockTransfer:
-        """Give the sequence its own copy, in a free block, of the block that it is about to write to."""
-        index = seq.num_computed_tokens // self.block_size
-        source, copy = seq.block_table[index], self._take_free_block()
+    def give_block(self, seq: Sequence) -> tuple[NewBlock, list[BlockTransfer]]:
+        """Give a sequence that lacks a block one, which must be free, and what it is to be a copy of."""
+        group = self._lacking_group(seq)
+        assert group is not None
+        index, table = seq.num_computed_tokens // self.block_size, seq.block_tables[group]
+        if index == len(table):
+            return self._append_block(seq, group), []
+        source, copy = table[index], self._take_free_block()
         self._release(seq, source)
-        seq.block_table[index] = copy
-        return BlockTransfer("copy", source, copy)
+        table[index] = copy
+        return NewBlock(seq.slot, index, copy, group), [BlockTransfer("copy", source, copy)]
 
-    def needs_block(self, seq: Sequence) -> bool:
-        """Whether the sequence's next token to compute lies past its last block."""
-        return seq.num_computed_tokens == len(seq.block_table) * self.block_size
+    def _append_block(self, seq: Sequence, group: int) -> NewBlock:
+        table = seq.block_tables[group]
+        table.append(self._take_free_block())
+        return NewBlock(seq.slot, len(table) - 1, table[-1], group)
 
-    def append_block(self, seq: Sequence) -> int:
-        """Add one block, which must be free, to a sequence's table; returns its id."""
-        seq.block_table.append(self._take_free_block())
-        return seq.block_table[-1]
-
-    def extend(self, seq: Sequence) -> list[int]:
-        """Give a sequence with a window blocks for its next tokens, as far as they are free; returns their indices."""
+    def extend(self, seq: Sequence) -> list[NewBlock]:
+        """Give a sequence blocks for its next tokens in groups with windows, as far as they are free, evenly."""
         self.release_outside_window(seq)
-        _, end = self.held.span(seq.num_computed_tokens, seq.num_tokens)
-        num_held = len(seq.block_table)
-        indices = list(range(num_held, min(end, num_held + len(self._free))))
-        seq.block_table += [self._take_free_block() for _ in indices]
-        return indices
+        spans = self.held.spans(seq.num_computed_tokens, seq.num_tokens)
+        ends = {group: spans[group][1] for group in self.held.windowed}
+        new = []
+        for num_blocks in range(seq.num_blocks, max(ends.values())):
+            for group, end in ends.items():
+                if len(seq.block_tables[group]) == num_blocks < end and self._free:
+                    new.append(self._append_block(seq, group))
+        return new
 
     def release_outside_window(self, seq: Sequence) -> None:
         """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
-        if not self.held.has_window:
-            return
-        first, _ = self.held.span(seq.num_computed_tokens, seq.num_tokens)
-        for index in range(seq.num_released_blocks, first):
-            self._release(seq, seq.block_table[index])
-        seq.num_released_blocks = max(seq.num_released_blocks, first)
+        for group in self.held.windowed:
+            table, first = seq.block_tables[group], self.held.first(group, seq.num_computed_tokens)
+            for block_id in table[table.num_released : first]:
+                self._release(seq, block_id)
+            table.num_released = max(table.num_released, first)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
-        for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
-            self._release(seq, block_id)
-        seq.block_table.clear()
-        seq.num_released_blocks = seq.num_registered_blocks = seq.num_computed_tokens = 0
+        held = [table.held[::-1] for table in seq.block_tables]
+        for block_ids in zip_longest(*held) if len(held) > 1 else held:
+            for block_id in block_ids:
+                if block_id is not None:
+                    self._release(seq, block_id)
+        seq.block_tables.clear()
+        seq.num_registered_blocks = seq.num_computed_tokens = 0
 
     def _release(self, seq: Sequence, block_id: int) -> None:
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
             if self._precedes_reset(seq):
-                self._unregister(block)
+                self._cache.remove(block)
             self._free[block_id] = None
             # What can never be found again is reused before anything that can.
             self._free.move_to_end(block_id, last=block.key is not None)
@@ -301,7 +316,7 @@ class BlockManager:
     def rollback(self) -> None:
         """Take every block registered by a step without a result out of the prefix cache; none is in use any more."""
         for block_id in (block_id for step in self._unconfirmed for block_id in step):
-            self._unregister(self.blocks[block_id])
+            self._cache.remove(self.blocks[block_id])
             self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
         self.loads.clear()
@@ -313,17 +328,10 @@ class BlockManager:
 
         Those that do keep them, and nobody else will find them, nor what they compute from now on.
         """
-        self._num_resets += 1
-        self._evicted = None if self._evicted is None else EvictedPrefixes()
         if self.host is not None:
             self.host.clear()
-        for key, block in list(self._cached.items()):
-            if block.ref_count == 0:
-                del self._cached[key]
-                block.key = None
-            elif self._evicted is not None:
-                self._evicted.on_registered(key)
-        return not self._cached
+        self._cache.reset()
+        return not self._cache.blocks
 
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be."""
@@ -331,101 +339,78 @@ class BlockManager:
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
             return
         for i in range(seq.num_registered_blocks, num_full):
-            key = seq.registered_identity, self._block_tokens(seq, i)
-            # Of two sequences that compute the same block, the first one's is the one that others find.
-            block = self._cached.get(key) or self._register(self.blocks[seq.block_table[i]], key)
-            seq.registered_identity = block.identity
+            tokens = self._cache.block_tokens(seq.token_ids, i)
+            for table in seq.block_tables:
+                key = table.registered_identity, tokens
+                # Of two sequences that compute the same block, the first one's is the one that others find.
+                block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
+                table.registered_identity = block.identity
         seq.num_registered_blocks = num_full
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert every promise of this class, given all sequences that may hold blocks. For tests; O(blocks)."""
         sequences = list(sequences)
-        uses = Counter(block_id for seq in sequences for block_id in seq.block_table[seq.num_released_blocks :])
+        owners: defaultdict[int, list[Sequence]] = defaultdict(list)
+        for seq in sequences:
+            for block_id in chain.from_iterable(table.held for table in seq.block_tables):
+                owners[block_id].append(seq)
         for block in self.blocks:
-            assert block.ref_count == uses[block.block_id], f"block {block.block_id}: wrong reference count"
+            users = owners[block.block_id]
+            assert block.ref_count == len(users), f"block {block.block_id}: wrong reference count"
             assert (block.ref_count == 0) == (block.block_id in self._free), f"block {block.block_id} lost or leaked"
             if block.ref_count > 1 and block.key is None:
-                owners = [s for s in sequences if block.block_id in s.block_table[s.num_released_blocks :]]
-                assert all(owner in owners[0].siblings for owner in owners), (
-                    f"block {block.block_id} shared unregistered"
-                )
-            if block.key is not None:
-                assert self._cached[block.key] is block, f"block {block.block_id}: wrong cache entry"
-                parent = block.key[0]
-                is_older = not isinstance(parent, str) and block.identity <= parent
-                assert not is_older, f"block {block.block_id} is older than its parent"
-        assert len(self._cached) == sum(block.key is not None for block in self.blocks)
-        identities = {key: block.identity for key, block in self._cached.items()}
-        if self._evicted is not None:
-            self._evicted.check_integrity(identities)
+                is_shared = all(user in users[0].siblings for user in users)
+                assert is_shared, f"block {block.block_id} shared unregistered"
+        identities = self._cache.check_integrity(self.blocks)
         if self.host is not None:
             self.host.check_integrity(identities)
         for seq in sequences:
-            held = seq.block_table[seq.num_released_blocks :]
-            assert len(held) == len(set(held)) <= self.held.most, f"{seq} holds a block twice, or too many"
-            first, _ = self.held.span(seq.num_computed_tokens, seq.num_tokens)
-            most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
-            assert seq.num_released_blocks <= most_released, f"{seq} has released a block too early"
-            # A chunk that begins inside a registered block does not store.
-            num_kept = seq.num_registered_blocks if seq.is_prefill else 0
-            for block_id in seq.block_table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
-                is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
-                assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
+            for group, table in enumerate(seq.block_tables):
+                self._check_table(seq, group, table)
 
-    def _match_prefix(self, seq: Sequence) -> list[Block | None]:
-        """Return the blocks of the longest prefix that need not be computed; None for those that were evicted."""
-        if not self.enable_prefix_caching:
-            return []
-        matched: list[Block | None] = []
-        identity = seq.root_identity
-        for i in range(seq.max_cached_tokens // self.block_size):
-            key = identity, self._block_tokens(seq, i)
-            block = self._cached.get(key)
-            if block is not None:
-                identity = block.identity
-            elif self._evicted is None or (evicted := self._evicted.find(key)) is None:
-                break
-            else:
-                identity = evicted
-            matched.append(block)
-        return matched if self._evicted is None else matched[: self.held.num_usable(matched, seq.num_tokens)]
+    def _check_table(self, seq: Sequence, group: int, table: BlockTable) -> None:
+        held, first = table.held, self.held.first(group, seq.num_computed_tokens)
+        assert len(held) == len(set(held)) <= self.held.most(group), f"{seq} holds a block twice, or too many"
+        most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
+        assert table.num_released <= most_released, f"{seq} has released a block too early"
+        # A chunk that begins inside a registered block does not store.
+        num_kept = seq.num_registered_blocks if seq.is_prefill else 0
+        for block_id in table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
+            is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
+            assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
 
-    def _block_tokens(self, seq: Sequence, index: int) -> bytes:
-        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+    def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
+        """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""
+        most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
+        matched: list[list[Block | None]] = []
+        if not most:
+            return [[]] * self.held.num_groups
+        for group in range(self.held.num_groups):
+            matched.append(self._cache.match(self._root(seq, group), seq.token_ids, most))
+            most = len(matched[-1])
+        num_usable = self.held.num_usable(matched, seq.num_tokens)
+        return [blocks[:num_usable] for blocks in matched]
 
-    def _root(self, salt: str | None) -> Identity:
-        """Return the identity that first blocks have as their parent, which is another one after a `reset`."""
-        return ROOT_IDENTITY - self._num_resets if salt is None else f"{self._num_resets} {salt}"
+    def _root(self, seq: Sequence, group: int) -> Identity:
+        return self._cache.root(seq.request.cache_salt, seq.num_resets, group)
 
     def _precedes_reset(self, seq: Sequence) -> bool:
         """Whether nobody finds a sequence's blocks, since it was given its first ones before a `reset`."""
-        return seq.root_identity != self._root(seq.request.cache_salt)
+        return seq.num_resets != self._cache.num_resets
 
     def _take_free_block(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
         if self.host is not None and block.key is not None and block.key not in self.host:
             self.host.num_lost += 1
-        self._unregister(block)
+        self._cache.remove(block)
         block.ref_count = 1
         return block_id
 
     def _register(self, block: Block, key: BlockKey) -> Block:
         # A fork may share a block whose parent was evicted since it was registered.
-        self._unregister(block)
-        block.key = key
-        known = None if self.host is None else self.host.identity(key)
-        if self._evicted is not None:
-            known = self._evicted.on_registered(key)
-        block.identity = next(self._identities) if known is None else known
-        self._cached[key] = block
+        self._cache.remove(block)
+        self._cache.add(block, key, None if self.host is None else self.host.identity(key))
         self._unconfirmed[-1].append(block.block_id)
         self._num_gained += 1
         return block
-
-    def _unregister(self, block: Block) -> None:
-        if block.key is not None:
-            del self._cached[block.key]
-            if self._evicted is not None:
-                self._evicted.on_evicted(block.key, block.identity)
-            block.key = None

@@ -15,7 +15,8 @@ class BlockSource(Protocol):
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
         """Return the host slots of a sequence's blocks from `first` on, as many as there are, up to `end`.
 
-        The next step loads them from there. `seq.registered_identity` is that of the block before `first`.
+        The next step loads them from there. There is one block table; its `registered_identity` is
+        that of the block before `first`.
         """
 
 
@@ -40,7 +41,7 @@ class BlockLoads:
 
     def has_blocks_of(self, seq: Sequence) -> bool:
         """Whether a sequence needs blocks that are to be loaded, and that were not taken yet."""
-        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_table)
+        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_tables[0])
 
     def clear(self) -> None:
         """Load nothing of all that."""

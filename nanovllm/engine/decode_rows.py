@@ -118,7 +118,7 @@ class DecodeRows:
 
     def note_blocks(self, seq: Sequence) -> None:
         """Note how many tokens a sequence's blocks hold, after blocks were added."""
-        self._capacity[seq.slot] = len(seq.block_table) * self.block_size
+        self._capacity[seq.slot] = seq.num_blocks * self.block_size
 
     def note_token(self, seq: Sequence) -> None:
         """Count a token that was appended to a sequence."""

@@ -69,7 +69,7 @@ class HostCache:
 
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
         """Return the slots of a sequence's blocks if loading them pays; see `BlockSource`."""
-        parent, keys, copies = seq.registered_identity, list[BlockKey](), list[HostBlock]()
+        parent, keys, copies = seq.block_tables[0].registered_identity, list[BlockKey](), list[HostBlock]()
         for i in range(first, end):
             key = parent, seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
             copy = self._copies.get(key)

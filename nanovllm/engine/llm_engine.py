@@ -81,12 +81,11 @@ class LLMEngine(ControlledEngine, Unpicklable):
             runner.num_kvcache_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            window=runner.kv_window,
+            windows=runner.kv_windows,
             max_chunk=config.max_num_batched_tokens,
             host=None if memory is None else HostCache(memory, config.kvcache_block_size),
             num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size),
         )
-        num_kv_slots = runner.num_kvcache_blocks * config.kvcache_block_size
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_running=config.max_num_running,
@@ -97,8 +96,9 @@ class LLMEngine(ControlledEngine, Unpicklable):
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
-            num_kv_slots=num_kv_slots,
-            max_stored_tokens=max_model_len if self.block_manager.held.fits_any_length else num_kv_slots,
+            # Of tokens in all groups of layers.
+            num_kv_slots=runner.num_kvcache_blocks // len(runner.kv_windows) * config.kvcache_block_size,
+            max_stored_tokens=self.block_manager.held.most_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
         )
         self.seeds = RequestSeeds(config.seed)

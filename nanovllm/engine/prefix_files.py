@@ -29,9 +29,15 @@ class PrefixFiles:
     """
 
     def __init__(self, runner: BlockFileRunner, folder: str, model: bytes, block_size: int) -> None:
-        if runner.kv_window is not None:
+        windows = [window for window in runner.kv_windows if window is not None]
+        if len(windows) < len(runner.kv_windows) > 1:
             raise ValueError(
-                f"prefix cache {folder!r}: all layers of this model have sliding windows (of {runner.kv_window} "
+                f"prefix cache {folder!r}: some layers of this model have sliding windows (of {max(windows)} tokens), "
+                "and its blocks are kept in files only by an engine that is started with prefix_cache="
+            )
+        if windows:
+            raise ValueError(
+                f"prefix cache {folder!r}: all layers of this model have sliding windows (of {max(windows)} "
                 "tokens), and such a model's blocks are not kept in files"
             )
         self._runner = runner

@@ -96,7 +96,8 @@ class RequestLimits:
         if num_stored > self.max_stored_tokens:
             raise ValueError(
                 f"a prompt of {num_prompt_tokens} tokens and max_tokens={params.max_tokens} need {num_stored} KV "
-                f"slots, over the cache's {self.num_kv_slots} (num_kvcache_blocks * kvcache_block_size)"
+                f"slots, over the cache's {self.max_stored_tokens} for one request: raise num_kvcache_blocks or "
+                "gpu_memory_utilization"
             )
 
     def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:

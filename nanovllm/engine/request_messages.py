@@ -14,7 +14,7 @@ def new_request(seq: Sequence) -> NewRequest:
     """Return what the slot of a sequence must hold, as it is admitted."""
     return NewRequest(
         seq.slot,
-        list(seq.block_table),
+        [table[:] for table in seq.block_tables],
         seq.num_prompt_tokens,
         seq.params.temperature,
         seq.seed,

@@ -24,7 +24,7 @@ from nanovllm.engine.engine_outputs import StreamedToken
 from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
-from nanovllm.runner.messages import NewBlock, PromptChunk, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import PromptChunk, ScheduledBatch, StepOutput
 
 _sort_key = attrgetter("sort_key")
 
@@ -241,7 +241,7 @@ class Scheduler:
         """Drop every sequence in a step that has no result yet, and all that such steps put into the prefix cache."""
         waiting = SequenceStatus.WAITING
         # What waits has blocks if it could not be admitted because some of them could not be read.
-        failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_table]
+        failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_tables]
         self.abort([seq.seq_id for seq in failed])
         self.block_manager.rollback()
         return failed
@@ -262,20 +262,17 @@ class Scheduler:
             return
         manager = self.block_manager
         manager.release_outside_window(seq)
-        while manager.needs_block(seq) or (seq.siblings and manager.must_copy(seq)):
+        while manager.lacks_block(seq):
             if not manager.num_free_blocks:
                 # Those already in the batch come before this one, so the last is never one of them.
                 self._preempt(last := self.running[-1])
                 if last is seq:
                     return
-            elif manager.must_copy(seq):
-                batch.transfers.append(manager.copy_block(seq))
-                index = seq.num_computed_tokens // manager.block_size
-                batch.new_blocks.append(NewBlock(seq.slot, index, seq.block_table[index]))
             else:
-                index = len(seq.block_table)
-                batch.new_blocks.append(NewBlock(seq.slot, index, manager.append_block(seq)))
-                self.decoding.note_blocks(seq)
+                new, copies = manager.give_block(seq)
+                batch.new_blocks.append(new)
+                batch.transfers += copies
+        self.decoding.note_blocks(seq)
 
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
@@ -348,11 +345,10 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         end = min(seq.num_prefill_tokens, start + self._budget)
-        if end > len(seq.block_table) * self.block_manager.block_size:
+        if end > seq.num_blocks * self.block_manager.block_size:
             # With a window, it has blocks for a part of its prompt.
-            new = self.block_manager.extend(seq)
-            batch.new_blocks += [NewBlock(seq.slot, index, seq.block_table[index]) for index in new]
-            end = min(end, len(seq.block_table) * self.block_manager.block_size)
+            batch.new_blocks += self.block_manager.extend(seq)
+            end = min(end, seq.num_blocks * self.block_manager.block_size)
             if end == start:
                 return
         store = start >= max(seq.num_registered_blocks * self.block_manager.block_size, seq.num_shared_tokens)
@@ -375,6 +371,9 @@ class Scheduler:
         if seq.num_tokens >= most_tokens:
             self._end_by_count(seq)
         else:
+            # Nothing more is given in this step. Another output of the request may yet share them.
+            if not seq.siblings:
+                self.block_manager.release_outside_window(seq)
             self.decoding.add(seq, most_tokens, first_step)
 
     def _end_by_count(self, seq: Sequence) -> None:

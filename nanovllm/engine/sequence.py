@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from nanovllm.engine.block_table import BlockTable
 from nanovllm.engine.request import Request, TokenConstraint
 from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
@@ -78,7 +79,7 @@ class Sequence:
         "_num_computed_tokens",
         "_num_tokens",
         "_token_ids",
-        "block_table",
+        "block_tables",
         "constraint",
         "end_token_ids",
         "finish_reason",
@@ -94,15 +95,13 @@ class Sequence:
         "num_prefill_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
-        "num_released_blocks",
+        "num_resets",
         "num_shared_tokens",
         "params",
         "prompt_outputs",
         "record_bytes",
-        "registered_identity",
         "request",
         "request_id",
-        "root_identity",
         "rows",
         "seed",
         "seq_id",
@@ -164,14 +163,12 @@ class Sequence:
         # Prompt tokens found in the cache at the first admission; None before it.
         self.num_cached_tokens: int | None = None
         self.slot = -1
-        self.block_table: list[int] = []
-        # Leading entries of block_table that mean nothing: what they held is outside the window.
-        self.num_released_blocks = 0
-        # Leading blocks of block_table that are in the prefix cache, or were found there to be duplicates.
+        # Of each group of layers; none while the sequence has no blocks.
+        self.block_tables: list[BlockTable] = []
+        # Leading blocks of each that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
-        # The identity, in the prefix cache, of the last of them, and what stands before the first.
-        self.registered_identity: int | str = 0
-        self.root_identity: int | str = 0
+        # How often the prefix cache had been reset when the first blocks were given.
+        self.num_resets = 0
         # Leading tokens that were another sequence's of its request, and are stored.
         self.num_shared_tokens = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.
@@ -218,6 +215,11 @@ class Sequence:
         self._token_ids.frombytes(token_ids)
 
     @property
+    def num_blocks(self) -> int:
+        """Leading blocks that it has been given in every group of layers."""
+        return min([len(table) for table in self.block_tables], default=0)
+
+    @property
     def num_in_flight(self) -> int:
         """Tokens that were planned but whose values have not come back yet."""
         return self.num_tokens - len(self.token_ids)
@@ -258,7 +260,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, known={len(self.token_ids)}, exist={self.num_tokens}, "
-            f"computed={self.num_computed_tokens}, blocks={len(self.block_table)})"
+            f"computed={self.num_computed_tokens}, blocks={self.num_blocks})"
         )
 
 

@@ -136,7 +136,7 @@ class TracedRunner:
         self._trace = trace
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.kv_window = runner.kv_window
+        self.kv_windows = runner.kv_windows
         self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 
-_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM = 32, 64
+_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM, _ALIGNMENT = 32, 64, 16
 
 
 @dataclass
@@ -24,7 +24,7 @@ class SlotTensors:
         num_prompt: prompt tokens.
         temperature: float32; 0 is greedy.
         seed: [num_slots + 1, 2]; low and high word.
-        block_tables: [num_slots + 1, max_blocks].
+        block_tables: [num_slots + 1, num_groups, max_blocks]; of each group of the KV cache.
     """
 
     last_token: torch.Tensor
@@ -42,12 +42,12 @@ class DecodeRows:
     Attributes:
         token_ids: the newest token, which is the model's input.
         positions: its position.
-        slot_mapping: its KV slot; -1 for padding.
+        slot_mapping: [num_groups, num_rows]; its KV slots; -1 for padding.
         seq_lens: tokens that it attends to, including itself.
         output_index: tokens generated before the one that this step samples.
         temperatures: float32.
         seeds: [num_rows, 2].
-        block_tables: [num_rows, max_blocks].
+        block_tables: [num_groups, num_rows, max_blocks].
     """
 
     token_ids: torch.Tensor
@@ -63,8 +63,9 @@ class DecodeRows:
 def gather_decode_rows_ref(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
     """Plain torch form of `gather_decode_rows`."""
     positions = state.num_computed[slots]
-    block_tables = state.block_tables[slots]
-    blocks = block_tables.gather(1, (positions // block_size).long().unsqueeze(1)).squeeze(1)
+    block_tables = state.block_tables[slots].transpose(0, 1)
+    index = (positions // block_size).long().expand(len(block_tables), -1)
+    blocks = block_tables.gather(2, index.unsqueeze(2)).squeeze(2)
     slot_mapping = blocks * block_size + positions % block_size
     return DecodeRows(
         token_ids=state.last_token[slots],
@@ -78,30 +79,33 @@ def gather_decode_rows_ref(state: SlotTensors, slots: torch.Tensor, block_size: 
     )
 
 
-@jit(do_not_specialize=["num_rows", "max_blocks", "padding_slot"])
+@jit(do_not_specialize=["num_rows", "group_rows", "max_blocks", "padding_slot"])
 def _gather_decode_rows_kernel(
     last_token_ptr, num_computed_ptr, num_prompt_ptr, temperature_ptr, seed_ptr, block_tables_ptr, slots_ptr,
     token_ids_ptr, positions_ptr, slot_mapping_ptr, seq_lens_ptr, output_index_ptr, temperatures_ptr, seeds_ptr,
-    row_tables_ptr, num_rows, max_blocks, padding_slot, block_size,
+    row_tables_ptr, num_rows, group_rows, max_blocks, padding_slot, block_size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
     wait_for_previous(PDL)
     slots = tl.load(slots_ptr + rows, mask=mask, other=0)
-    table_ptr = block_tables_ptr + slots.to(tl.int64) * max_blocks
+    group = tl.program_id(2)
+    table_ptr = block_tables_ptr + (slots.to(tl.int64) * tl.num_programs(2) + group) * max_blocks
+    group_row = group * group_rows
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     in_table = mask[:, None] & (columns < max_blocks)
     entries = tl.load(table_ptr[:, None] + columns, mask=in_table, other=0)
-    tl.store(row_tables_ptr + rows[:, None] * max_blocks + columns, entries, mask=in_table)
-    # Only the programs of the first columns write the per-row values.
+    tl.store(row_tables_ptr + (group_row + rows[:, None]) * max_blocks + columns, entries, mask=in_table)
+    # Only the programs of the first columns write the per-row values, those of the first group all that groups share.
     mask = mask & (tl.program_id(1) + tl.zeros_like(rows) == 0)
     positions = tl.load(num_computed_ptr + slots, mask=mask, other=0)
     blocks = tl.load(table_ptr + positions // block_size, mask=mask, other=0)
     slot_mapping = tl.where(slots == padding_slot, -1, blocks * block_size + positions % block_size)
+    tl.store(slot_mapping_ptr + group_row + rows, slot_mapping, mask=mask)
+    mask = mask & (group + tl.zeros_like(rows) == 0)
     tl.store(token_ids_ptr + rows, tl.load(last_token_ptr + slots, mask=mask, other=0), mask=mask)
     tl.store(positions_ptr + rows, positions, mask=mask)
-    tl.store(slot_mapping_ptr + rows, slot_mapping, mask=mask)
     tl.store(seq_lens_ptr + rows, positions + 1, mask=mask)
     num_prompt = tl.load(num_prompt_ptr + slots, mask=mask, other=0)
     tl.store(output_index_ptr + rows, positions + 1 - num_prompt, mask=mask)
@@ -121,19 +125,31 @@ def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int)
     """
     if not uses_triton(slots.device):
         return gather_decode_rows_ref(state, slots, block_size)
-    num_rows, (num_slots, max_blocks) = len(slots), state.block_tables.shape
+    num_rows, (num_slots, num_groups, max_blocks) = len(slots), state.block_tables.shape
     # Separate tensors are aligned; slices of one would make their readers compile again for each alignment.
-    token_ids, positions, slot_mapping, seq_lens, output_index = (torch.empty_like(slots) for _ in range(5))
-    temperatures = torch.empty_like(slots, dtype=torch.float32)
-    seeds, block_tables = (slots.new_empty(num_rows, width) for width in (2, max_blocks))
-    grid = triton.cdiv(num_rows, _ROWS_PER_PROGRAM), triton.cdiv(max_blocks, _COLUMNS_PER_PROGRAM)
+    token_ids, positions, seq_lens, output_index = (torch.empty_like(slots) for _ in range(4))
+    temperatures, seeds = torch.empty_like(slots, dtype=torch.float32), slots.new_empty(num_rows, 2)
+    # The same is true of the groups' parts.
+    group_rows = triton.cdiv(num_rows, _ALIGNMENT) * _ALIGNMENT
+    slot_mapping = slots.new_empty(num_groups, group_rows)
+    block_tables = slots.new_empty(num_groups, group_rows, max_blocks)
+    grid = triton.cdiv(num_rows, _ROWS_PER_PROGRAM), triton.cdiv(max_blocks, _COLUMNS_PER_PROGRAM), num_groups
     _gather_decode_rows_kernel[grid](
         state.last_token, state.num_computed, state.num_prompt, state.temperature, state.seed, state.block_tables,
         slots, token_ids, positions, slot_mapping, seq_lens, output_index, temperatures, seeds, block_tables,
-        num_rows, max_blocks, num_slots - 1, block_size,
+        num_rows, group_rows, max_blocks, num_slots - 1, block_size,
         ROWS=_ROWS_PER_PROGRAM, COLUMNS=_COLUMNS_PER_PROGRAM, **pdl_options(slots.device),
     )  # fmt: skip
-    return DecodeRows(token_ids, positions, slot_mapping, seq_lens, output_index, temperatures, seeds, block_tables)
+    return DecodeRows(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping[:, :num_rows],
+        seq_lens=seq_lens,
+        output_index=output_index,
+        temperatures=temperatures,
+        seeds=seeds,
+        block_tables=block_tables[:, :num_rows],
+    )
 
 
 def scatter_tokens_ref(

@@ -39,11 +39,13 @@ class CachedAttention(nn.Module):
         scales: of a cache in e4m3, if the checkpoint has them.
 
     Attributes:
-        pages: the layer's cache; bound by the runner, as is the backend.
+        pages: the layer's cache; bound by the runner, as are the backend and the group.
+        group: that of the KV cache to which the layer belongs, whose metadata it attends by.
     """
 
     pages: KVPages
     backend: AttentionBackend
+    group: int
 
     def __init__(
         self,
@@ -62,13 +64,13 @@ class CachedAttention(nn.Module):
         """Return what the layer caches, in the dtype of its keys and values."""
         return KVCacheSpec(self.num_kv_heads, self.key_size, self.value_size, self.options.window, dtype)
 
-    def bind(self, pages: KVPages, backend: AttentionBackend) -> None:
-        """Give the layer its cache and its backend."""
-        self.pages, self.backend = pages, backend
+    def bind(self, pages: KVPages, backend: AttentionBackend, group: int = 0) -> None:
+        """Give the layer its cache, its backend and its group."""
+        self.pages, self.backend, self.group = pages, backend, group
 
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
-        del self.pages, self.backend
+        del self.pages, self.backend, self.group
 
 
 class Attention(CachedAttention):
@@ -119,7 +121,7 @@ class Attention(CachedAttention):
         """
         norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         rope = NormRope(norm_weights, self.eps, self.rotary.cos_sin)
-        metadata, pages = get_attention_metadata(), self.pages
+        metadata, pages = get_attention_metadata(self.group), self.pages
         query = qkv.rope_store(rope, positions, pages, metadata.slot_mapping)
         if query is None:
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]

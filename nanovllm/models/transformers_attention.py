@@ -46,7 +46,7 @@ class PagedAttention(CachedAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key, value: [1, heads, num_tokens, size] -> [1, num_tokens, num_heads, value_size]."""
-        metadata, pages = get_attention_metadata(), self.pages
+        metadata, pages = get_attention_metadata(self.group), self.pages
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if key.stride(2) != 1 or value.stride(2) != 1:
             key, value = key.contiguous(), value.contiguous()

@@ -65,7 +65,7 @@ class DeviceBatch:
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
-        metadata: for attention.
+        metadata: for attention, of each group of the KV cache.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
         sampling: what each of them is sampled by.
@@ -73,7 +73,7 @@ class DeviceBatch:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    metadata: AttentionMetadata
+    metadata: list[AttentionMetadata]
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
@@ -89,6 +89,7 @@ class BatchBuilder:
         max_num_batched_tokens: most tokens of a step.
         backend: plans the steps' attention.
         device: where the tensors live.
+        num_groups: groups of the KV cache.
     """
 
     def __init__(
@@ -99,19 +100,22 @@ class BatchBuilder:
         max_num_batched_tokens: int,
         backend: AttentionBackend,
         device: torch.device,
+        *,
+        num_groups: int,
     ) -> None:
         self.block_size = block_size
-        self.slots = SlotState(num_slots, max_blocks, device)
+        self.slots = SlotState(num_slots, max_blocks, num_groups, device)
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = NO_SLOTS
         # The most that a step sends: prompts, padded; decode slots; attention's plan; indices and values of all slots.
-        prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots)
+        prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots, num_groups)
         self._staging = Staging(prompts + 2 * self.slots.size + num_slots + backend.max_plan_size, device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
         """Return the shape of a batch without padding, and what attention's plan has for the device."""
-        contexts = DecodeContexts(batch.decode_slots, self.slots.num_computed, self.slots.block_tables)
+        # Layers that see all tokens, which may attend to common prefixes together, are in the first group if in any.
+        contexts = DecodeContexts(batch.decode_slots, self.slots.num_computed, self.slots.block_tables[:, 0])
         variant, array = self._backend.plan_host(contexts)
         return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), variant), array
 
@@ -163,24 +167,35 @@ class BatchBuilder:
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
         decodes = gather_decode_rows(state, slots, self.block_size)
-        metadata = AttentionMetadata(
-            num_decodes=shape.num_decodes,
-            slot_mapping=decodes.slot_mapping,
-            block_tables=decodes.block_tables,
-            seq_lens=decodes.seq_lens,
-            cu_seqlens_q=prompts.cu_seqlens_q,
-            query_tiles=prompts.tiles,
-            sample_tiles=prompts.sample_tiles,
-            seq_lens_host=step.seq_lens_host,
-            query_lens_host=step.query_lens_host,
-            variant=shape.variant,
-        )
+        slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
+        seq_lens = decodes.seq_lens
+        if shape.num_chunks:
+            # Each group's are tensors of their own, and so aligned.
+            tables = state.block_tables[prompts.slots]
+            slot_mappings = [
+                torch.cat(parts)
+                for parts in zip(slot_mappings, prompts.slot_mapping.view(len(slot_mappings), -1), strict=True)
+            ]
+            block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
+            seq_lens = torch.cat((seq_lens, prompts.seq_lens))
+        metadata = [
+            AttentionMetadata(
+                num_decodes=shape.num_decodes,
+                slot_mapping=slot_mapping,
+                block_tables=block_table,
+                seq_lens=seq_lens,
+                cu_seqlens_q=prompts.cu_seqlens_q,
+                query_tiles=prompts.tiles,
+                sample_tiles=prompts.sample_tiles,
+                seq_lens_host=step.seq_lens_host,
+                query_lens_host=step.query_lens_host,
+                variant=shape.variant,
+            )
+            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
+        ]
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return DeviceBatch(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)
-        metadata.slot_mapping = torch.cat((metadata.slot_mapping, prompts.slot_mapping))
-        metadata.block_tables = torch.cat((metadata.block_tables, state.block_tables[prompts.slots]))
-        metadata.seq_lens = torch.cat((metadata.seq_lens, prompts.seq_lens))
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(shape.num_decodes, device=slots.device)
         sample_indices = torch.cat((decode_indices, prompts.sample_indices + shape.num_decodes))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.kv_cache_groups import KVCacheGroup
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
@@ -17,8 +19,8 @@ from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 
 
 @dataclass(frozen=True)
-class CacheGroup:
-    """The pages of all layers of one spec.
+class CacheTensors:
+    """The pages of layers that cache alike.
 
     Attributes:
         keys, values: [layers, num_blocks, block_size, num_kv_heads, key_size or value_size]. One lies after the other,
@@ -31,7 +33,7 @@ class CacheGroup:
     @classmethod
     def zeros(
         cls, spec: KVCacheSpec, num_layers: int, num_blocks: int, block_size: int, device: torch.device
-    ) -> CacheGroup:
+    ) -> CacheTensors:
         """Allocate the pages; filled, because a masked key still meets a product, and garbage may be NaN."""
         shape = num_layers, num_blocks, block_size, spec.num_kv_heads
         rows = num_layers * num_blocks * block_size * spec.num_kv_heads
@@ -48,17 +50,18 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class KVCache:
-    """Blocks of keys and values: block i of every layer holds the same tokens.
+    """Blocks of keys and values: block i holds the same tokens in each layer of the group that it belongs to.
 
     Args:
         layers: the attention layers, which get their pages.
         specs: what each of them caches.
+        groups: which of them share blocks; the i-th layers of several groups have equal pages, and share those.
         backend: what they attend with.
         num_clipped: [1] int64 on their device, counts on where a cache before has ended; see `KVScales`.
         num_blocks, block_size: tokens of a block.
 
     Attributes:
-        groups: the pages by what layers cache.
+        tensors: the pages by what layers cache; of several groups, whatever their windows.
         num_clipped: that of a cache in e4m3, else None.
         host_blocks: blocks from files by slot, which the next step that loads may load, as `block` has them.
         copies: copy blocks to the host's memory and back; None if they are not kept there.
@@ -68,6 +71,7 @@ class KVCache:
         self,
         layers: Sequence[CachedAttention],
         specs: Sequence[KVCacheSpec],
+        groups: Sequence[KVCacheGroup],
         backend: AttentionBackend,
         num_clipped: torch.Tensor,
         *,
@@ -77,17 +81,23 @@ class KVCache:
         self._layers, self._device = layers, num_clipped.device
         self.host_blocks: dict[int, list[torch.Tensor]] = {}
         self.copies: BlockCopies | None = None
-        self.groups: dict[KVCacheSpec, CacheGroup] = {}
         is_e4m3 = any(spec.dtype == torch.float8_e4m3fn for spec in specs)
         self.num_clipped = num_clipped if is_e4m3 else None
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
-        backend.take_specs(specs)
-        for spec in dict.fromkeys(specs):
-            members = [layer for layer, other in zip(layers, specs, strict=True) if other == spec]
-            group = self.groups[spec] = CacheGroup.zeros(spec, len(members), num_blocks, block_size, self._device)
-            for layer, k_cache, v_cache in zip(members, group.keys, group.values, strict=True):
-                layer.bind(KVPages(k_cache, v_cache, self._scales(layer)), backend)
+        backend.take_groups([[specs[i] for i in group.layers] for group in groups])
+        # The blocks of several groups take turns in one tensor; files of blocks have the order of a single one's.
+        pages = specs if len(groups) == 1 else [replace(spec, window=None) for spec in specs]
+        counts = [Counter(pages[i] for i in group.layers) for group in groups]
+        self.tensors = {
+            page: CacheTensors.zeros(page, max(count[page] for count in counts), num_blocks, block_size, self._device)
+            for page in dict.fromkeys(pages)
+        }
+        for index, group in enumerate(groups):
+            free = {page: zip(tensors.keys, tensors.values, strict=True) for page, tensors in self.tensors.items()}
+            for i in group.layers:
+                k_cache, v_cache = next(free[pages[i]])
+                layers[i].bind(KVPages(k_cache, v_cache, self._scales(layers[i])), backend, index)
 
     def _scales(self, layer: CachedAttention) -> KVScales | None:
         """Return the scales of a layer's e4m3: those of the checkpoint, or 1."""
@@ -100,7 +110,7 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
+        """Bytes of a block in all layers of a group."""
         return sum(layer[0].nbytes for layer in self.pages())
 
     @property
@@ -173,6 +183,6 @@ class KVCache:
             yield from stack
 
     def stacks(self) -> Iterator[torch.Tensor]:
-        """The keys, and the values, of the layers of each spec, [layers, num_blocks, ...]."""
-        for group in self.groups.values():
-            yield from (group.keys, group.values)
+        """The keys, and the values, of the layers that cache alike, [layers, num_blocks, ...]."""
+        for tensors in self.tensors.values():
+            yield from (tensors.keys, tensors.values)

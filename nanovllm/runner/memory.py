@@ -35,6 +35,7 @@ def num_cache_blocks(
     communicator: Communicator,
     *,
     free_before: int,
+    num_groups: int,
     block_bytes: int,
     most_blocks: int,
     run_step: Callable[[], object],
@@ -47,7 +48,8 @@ def num_cache_blocks(
         device: where the cache is to be; the current one, if it is a GPU.
         communicator: joins the ranks.
         free_before: `free_memory` before anything was loaded.
-        block_bytes: bytes of a block on this rank.
+        num_groups: groups of the KV cache; the config's blocks are of tokens in all of them.
+        block_bytes: bytes of a block, which is one group's, on this rank.
         most_blocks: what all running sequences take at their longest.
         run_step: runs the step that takes the most memory while requests ask for no more than a temperature.
         extra_bytes: what a step takes besides where they ask for all that they can; see `most_extra_bytes`.
@@ -56,13 +58,14 @@ def num_cache_blocks(
         ValueError: not one block fits, or the config asks for more than `slot_mapping` can address.
     """
     num_blocks, max_blocks = config.num_kvcache_blocks, _MAX_SLOTS // config.kvcache_block_size
-    if num_blocks > max_blocks:
+    if num_blocks > max_blocks // num_groups:
+        limit = max_blocks // num_groups
         raise ValueError(
-            f"num_kvcache_blocks={num_blocks} is over the limit of {max_blocks} blocks of {config.kvcache_block_size} "
+            f"num_kvcache_blocks={num_blocks} is over the limit of {limit} blocks of {config.kvcache_block_size} "
             f"tokens: a cache has at most {_MAX_SLOTS} slots"
         )
     if num_blocks != -1:
-        return num_blocks
+        return num_blocks * num_groups
     if device.type == "cuda":
         # The communicator's memory is the engine's too, and was taken before.
         budget = _gpu_budget(config, device, free_before + communicator.device_bytes, run_step, extra_bytes)
@@ -98,7 +101,7 @@ def _gpu_budget(
     return int(min(total * config.gpu_memory_utilization - (free_before - free), free) - spare)
 
 
-def most_extra_bytes(config: Config, vocab_size: int, block_bytes_per_layer: int) -> int:
+def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int) -> int:
     """Return the bytes that steps take where every request asks for all that it can; a test on the GPU compares.
 
     Calculated, since running such a step would load, and perhaps compile, kernels that most engines never need: on an
@@ -107,14 +110,14 @@ def most_extra_bytes(config: Config, vocab_size: int, block_bytes_per_layer: int
     Args:
         config: the engine's settings.
         vocab_size: token ids are below it.
-        block_bytes_per_layer: of keys or values, in one layer.
+        copied_bytes_per_row: of keys or values, in one layer of each group: what a row copies at once.
     """
     num_rows, row_bytes = config.max_num_running, 4 * vocab_size
     # Biases and counts, whose tables grow by doubling while the old ones are copied.
     tables = 2 * pool_rows(num_rows) * row_bytes * 3 // 2
     # In turns: copies of shared blocks; slices of the prompts' logits, as they are, edited, and as candidates; and the
     # edited rows of all samples, with what cutoffs and log-probabilities make of them.
-    copies, prompts, samples = num_rows * block_bytes_per_layer, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
+    copies, prompts, samples = num_rows * copied_bytes_per_row, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
     return tables + max(copies, prompts, samples)
 
 
@@ -128,12 +131,12 @@ def cpu_cache_budget() -> int:
     return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
 
 
-def profiling_batch(config: Config, max_blocks: int, max_model_len: int) -> ScheduledBatch:
+def profiling_batch(config: Config, max_blocks: int, num_groups: int, max_model_len: int) -> ScheduledBatch:
     """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
     return ScheduledBatch(
-        new_requests=[NewRequest(slot, [0] * max_blocks, 1, 1.0, 0) for slot in range(num_seqs)],
+        new_requests=[NewRequest(slot, [[0] * max_blocks] * num_groups, 1, 1.0, 0) for slot in range(num_seqs)],
         chunks=[
             PromptChunk(slot, 0, array("i", [0]) * min(n, max_model_len), False, True) for slot, n in enumerate(lens)
         ],

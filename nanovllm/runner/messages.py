@@ -25,7 +25,8 @@ class NewRequest:
     """Puts a sequence into a slot: all that the slot must hold from now on."""
 
     slot: int
-    block_table: list[int]
+    # Of each group of the KV cache.
+    block_tables: list[list[int]]
     num_prompt_tokens: int
     temperature: float
     seed: int
@@ -35,11 +36,12 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class NewBlock:
-    """Makes block `block_id` entry `index` of a running slot's block table."""
+    """Makes block `block_id` entry `index` of a running slot's block table, that of a group of the KV cache."""
 
     slot: int
     index: int
     block_id: int
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class ScheduledBatch:
     @property
     def given_blocks(self) -> set[int]:
         """All blocks that this step gives to sequences, and may therefore be written to from now on."""
-        given = {block for request in self.new_requests for block in request.block_table}
+        given = {block for request in self.new_requests for table in request.block_tables for block in table}
         given.update(new.block_id for new in self.new_blocks)
         return given
 
@@ -213,8 +215,8 @@ class Runner(Protocol):
     # Steps that are left under way while the next one is planned: 0 or 1.
     pipeline_depth: int
     num_kvcache_blocks: int
-    # Tokens that each layer sees at most, the query's own included; None if a layer sees all.
-    kv_window: int | None
+    # Of each group of the KV cache: tokens that a layer sees at most, the query's own included; None if one sees all.
+    kv_windows: list[int | None]
     # None if blocks are not kept in the host's memory.
     host_memory: HostMemory | None
 
@@ -253,7 +255,7 @@ class BlocksRead:
 class BlockFileRunner(Protocol):
     """What the engine needs of a runner to keep blocks in files; see `runner.block_files`."""
 
-    kv_window: int | None
+    kv_windows: list[int | None]
     host_memory: HostMemory | None
 
     def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:

@@ -7,15 +7,14 @@ draws tokens, leaves them in their slots, where the next step finds them, and se
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.attention import check_backend, make_backend
-from nanovllm.attention.kv_cache_spec import common_window
+from nanovllm.attention.kv_cache_groups import KVCacheGroup, have_equal_pages, make_groups, single_group
 from nanovllm.attention.metadata import set_attention_metadata
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
@@ -32,6 +31,7 @@ from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
+from nanovllm.runner.on_device import OnDevice
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.runner.runner_weights import WeightsHolder
@@ -43,7 +43,7 @@ from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
 
 
-class ModelRunner(RunnerBlockFiles, WeightsHolder):
+class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
     """Runs the steps of one engine on one device.
 
     Args:
@@ -101,7 +101,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             if config.swap_space:
-                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.kv_window, self._run)
+                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.kv_windows, self._run)
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -117,7 +117,8 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         """Make what the model's layers attend with."""
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
-        self.kv_window = common_window(self.kv_specs)
+        self.kv_groups = self._make_groups()
+        self.kv_windows = [group.window for group in self.kv_groups]
         self.backend = make_backend(
             config.attention_backend,
             self.device,
@@ -130,6 +131,14 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             all_reduce_min=self._all_reduce_min,
         )
 
+    def _make_groups(self) -> list[KVCacheGroup]:
+        """Divide the layers into groups, alike on all ranks; one where blocks leave the device, as all layers' do."""
+        config, specs = self.config, self.kv_specs
+        is_one = config.swap_space or config.prefix_cache is not None or not have_equal_pages(specs)
+        if not self._all_reduce_min(int(not is_one)):
+            return single_group(specs)
+        return make_groups(specs, config.kvcache_block_size, self.max_blocks)
+
     def _make_buffers(self) -> None:
         """Make what steps keep on the device beside weights and cache."""
         config = self.config
@@ -141,6 +150,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
             config.max_num_batched_tokens,
             self.backend,
             self.device,
+            num_groups=len(self.kv_groups),
         )
         # Decoded tokens, and those of the prompts that end in the same step; padding in between.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
@@ -150,9 +160,14 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
 
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
-        block_size, layers = self.config.kvcache_block_size, self.model.attention_layers
         self.kv_cache = KVCache(
-            layers, self.kv_specs, self.backend, self._num_clipped, num_blocks=num_blocks, block_size=block_size
+            self.model.attention_layers,
+            self.kv_specs,
+            self.kv_groups,
+            self.backend,
+            self._num_clipped,
+            num_blocks=num_blocks,
+            block_size=self.config.kvcache_block_size,
         )
         if self.host_memory is not None:
             keep_blocks(self.kv_cache, self.host_memory.num_slots)
@@ -164,16 +179,17 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
 
     def _measure_cache(self, free_before: int) -> int:
         """Return the blocks of the cache; where memory decides, run the step that takes the most."""
-        config = self.config
+        config, num_groups, vocab_size = self.config, len(self.kv_groups), self.model_config.vocab_size
         return num_cache_blocks(
             config,
             self.device,
             self.communicator,
             free_before=free_before,
+            num_groups=num_groups,
             block_bytes=self.kv_cache.block_bytes,
-            most_blocks=self.max_blocks * config.max_num_running,
-            run_step=lambda: self._run(profiling_batch(config, self.max_blocks, self.max_model_len)),
-            extra_bytes=most_extra_bytes(config, self.model_config.vocab_size, self.kv_cache.most_copied_bytes),
+            most_blocks=num_groups * self.max_blocks * config.max_num_running,
+            run_step=lambda: self._run(profiling_batch(config, self.max_blocks, num_groups, self.max_model_len)),
+            extra_bytes=most_extra_bytes(config, vocab_size, num_groups * self.kv_cache.most_copied_bytes),
         )
 
     def _run(self, batch: ScheduledBatch) -> None:
@@ -271,7 +287,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
-        inputs.metadata.plan = self.backend.plan(inputs.metadata)
+        self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             hidden = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
         return self.model.compute_logits(hidden)
@@ -280,7 +296,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         """Compute the hidden states of all tokens, where chunks ask for more of them than a token."""
         self.communicator.begin_step()
         inputs = step.inputs = self.batch_builder.gather(step.prepared)
-        inputs.metadata.plan = self.backend.plan(inputs.metadata)
+        self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             hidden = self.model(inputs.token_ids, inputs.positions).compute()
         step.logits = self.model.project_logits(hidden[inputs.sample_indices])
@@ -315,7 +331,7 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
 
     def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
         """Put tokens into their slots, where the next step finds them, and into `_sampled`, from where they leave."""
-        slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
+        slots, num_decodes = inputs.sample_slots, inputs.metadata[0].num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
 
     def _extra_rows(self, step: ForwardStep) -> ExtraRows | None:
@@ -337,30 +353,9 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         inputs = self.batch_builder.gather(step)
         return inputs, self._compute_logits(inputs)
 
-    def check(self) -> None:
-        """Raise if something that was launched has failed; waits for nothing."""
-        if self.is_cuda:
-            self._stream.query()
-
-    def synchronize(self) -> None:
-        """Wait for all that was launched; raises if the device is lost."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
     def _all_reduce_min(self, value: int) -> int:
         with self._device_guard():
             return self.communicator.all_reduce_min(value)
-
-    def _device_guard(self) -> AbstractContextManager[Any]:
-        """Make the device and one stream of it current: Triton launches there, whatever its arguments' device.
-
-        Steps are ordered by their stream, and the caller's may change between two of them.
-        """
-        return torch.cuda.stream(self._stream) if self.is_cuda else nullcontext()
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.default_stream(self.device)
 
     def exit(self) -> None:
         """Wait for the device, and let go of everything on it."""
@@ -396,7 +391,8 @@ class ModelRunner(RunnerBlockFiles, WeightsHolder):
         # Torch's and flash-attn's own kernels do run, and read memory at these indices.
         inputs.token_ids.zero_()
         inputs.positions.zero_()
-        inputs.metadata.block_tables[: shape.num_decodes].zero_()
-        inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
+        for metadata in inputs.metadata:
+            metadata.block_tables[: shape.num_decodes].zero_()
+        inputs.metadata[0].seq_lens[: shape.num_decodes].fill_(1)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
         self._scatter(inputs, sampled.token_ids)

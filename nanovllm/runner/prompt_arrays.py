@@ -14,9 +14,11 @@ from nanovllm.runner.messages import PromptChunk
 class PromptArrays(NamedTuple):
     """Arrays of int32 (numpy on the host, torch on the device), T prompt tokens and C chunks of them, padding included.
 
+    G is the number of groups of the KV cache.
+
     Attributes:
         token_ids, positions: [T].
-        slot_mapping: [T], `block * block_size + offset`; -1 stores nothing, as for padding.
+        slot_mapping: [G * T], group after group, `block * block_size + offset`; -1 stores nothing, as for padding.
         slots, seq_lens: [C]; a chunk's slot, and the tokens up to its end. Padding has the padding slot, and 1.
         cu_seqlens_q: [C + 1]; where each chunk starts among the tokens.
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
@@ -41,9 +43,9 @@ class PromptArrays(NamedTuple):
         return num_tokens // QUERY_TILE + num_chunks
 
     @classmethod
-    def total_size(cls, num_tokens: int, num_chunks: int) -> int:
+    def total_size(cls, num_tokens: int, num_chunks: int, num_groups: int) -> int:
         """Elements of all arrays together."""
-        return 3 * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
+        return (2 + num_groups) * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
 
 
 _NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
@@ -63,7 +65,7 @@ def make_prompt_arrays(
     Args:
         chunks: of the step.
         num_tokens, num_chunks: sizes to pad to; no chunks at all, padding included, give empty arrays.
-        block_tables: [num_slots + 1, max_blocks]; all slots', on the host.
+        block_tables: [num_slots + 1, G, max_blocks]; all slots', on the host.
         padding_slot: the slot that takes what belongs to nobody.
         block_size: tokens of a block.
     """
@@ -75,16 +77,17 @@ def make_prompt_arrays(
     cu_seqlens_q = np.concatenate(([0], lens.cumsum())).astype(np.int32)
     token_ids = np.concatenate([np.asarray(chunk.token_ids) for chunk in chunks] or [slots])
     positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens_q[:-1], lens)
-    slot_mapping = block_tables[np.repeat(slots, lens), positions // block_size] * block_size
-    slot_mapping += positions % block_size
+    slot_mapping = np.full((block_tables.shape[1], num_tokens), -1, dtype=np.int32)
+    blocks = block_tables[np.repeat(slots, lens), :, positions // block_size].T
+    slot_mapping[:, : len(positions)] = blocks * block_size + positions % block_size
     for chunk, (first, end) in zip(chunks, pairwise(cu_seqlens_q), strict=True):
         if not chunk.store:
-            slot_mapping[first:end] = -1
+            slot_mapping[:, first:end] = -1
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
     return PromptArrays(
         token_ids=_pad(token_ids, num_tokens, 0),
         positions=_pad(positions, num_tokens, 0),
-        slot_mapping=_pad(slot_mapping, num_tokens, -1),
+        slot_mapping=slot_mapping.reshape(-1),
         slots=_pad(slots, num_chunks, padding_slot),
         seq_lens=_pad(starts + lens, num_chunks, 1),
         cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),

@@ -31,16 +31,17 @@ class SlotState:
     Args:
         num_slots: sequences that may run at once.
         max_blocks: entries of a block table.
+        num_groups: groups of the KV cache, of which each has its block tables.
         device: where the state lives.
 
     Raises:
         ValueError: the state has more elements than int32 offsets can address.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
-        self.padding_slot = num_slots
+    def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
+        self.padding_slot, self._max_blocks = num_slots, max_blocks
         # Elements of a slot in the fields of two dimensions.
-        self._wide = {"seed": 2, "block_tables": max_blocks}
+        self._wide = {"seed": 2, "block_tables": num_groups * max_blocks}
         self._widths = {field.name: self._wide.get(field.name, 1) for field in fields(SlotTensors)}
         num_padded = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
         ends = np.cumsum([num_padded * width for width in self._widths.values()]).tolist()
@@ -48,23 +49,31 @@ class SlotState:
         self.size = ends[-1]
         if self.size > _MAX_ELEMENTS:
             raise ValueError(
-                f"the state of {num_slots} running sequences, with block tables of {max_blocks} entries, has "
-                f"{self.size} elements, over the limit of {_MAX_ELEMENTS}: lower max_num_seqs or max_model_len, or "
+                f"the state of {num_slots} running sequences, with block tables of {num_groups * max_blocks} entries, "
+                f"has {self.size} elements, over the limit of {_MAX_ELEMENTS}: lower max_num_seqs or max_model_len, or "
                 "raise kvcache_block_size"
             )
         self._flat = torch.zeros(self.size, dtype=torch.int32, device=device)
         self.tensors = SlotTensors(**{name: self._field(self._flat, name) for name in self._widths})
         self.tensors.temperature = self.tensors.temperature.view(torch.float32)
+        by_group = num_slots + 1, num_groups, max_blocks
+        self.tensors.block_tables = self.tensors.block_tables.view(by_group)
         self._host = np.zeros(self.size, dtype=np.int32)
-        # The host's copies, [num_slots + 1] and [num_slots + 1, max_blocks].
+        # The host's copies, [num_slots + 1] and [num_slots + 1, num_groups, max_blocks].
         self.num_computed = self._field(self._host, "num_computed")
-        self.block_tables = self._field(self._host, "block_tables")
+        self.block_tables = self._field(self._host, "block_tables").reshape(by_group)
 
     def update_host(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
         """Apply a batch to the host's copy; returns the flat indices and values that changed, for `update_device`."""
         # Block tables of new requests, and new blocks of running ones.
-        entries = [(r.slot, i, block) for r in batch.new_requests for i, block in enumerate(r.block_table)]
-        entries += [(new.slot, new.index, new.block_id) for new in batch.new_blocks]
+        width = self._max_blocks
+        entries = [
+            (request.slot, i, block)
+            for request in batch.new_requests
+            for group, table in enumerate(request.block_tables)
+            for i, block in enumerate(table, group * width)
+        ]
+        entries += [(new.slot, new.group * width + new.index, new.block_id) for new in batch.new_blocks]
         changed = [_NOTHING]
         if batch.new_requests:
             changed += self._add(batch.new_requests)

@@ -59,7 +59,7 @@ def make_swap_space(
     config: Config,
     communicator: Communicator,
     current_cache: Callable[[], KVCache],
-    kv_window: int | None,
+    kv_windows: list[int | None],
     run_step: Callable[[ScheduledBatch], None],
 ) -> HostMemory:
     """Have a cache's blocks kept in the host's memory, until it is unbound; takes some 0.2 s.
@@ -68,16 +68,16 @@ def make_swap_space(
         config: the engine's settings.
         communicator: joins the ranks.
         current_cache: returns the cache, which holds nothing yet; after a sleep another one.
-        kv_window: see `Runner`.
+        kv_windows: of the only group; see `Runner`.
         run_step: runs a step, and waits for it.
 
     Raises:
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
     """
-    if kv_window is not None:
+    if kv_windows != [None]:
         raise ValueError(
-            f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kv_window} tokens), "
-            "and such a model's blocks are not kept in the host's memory"
+            f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kv_windows[0]} "
+            "tokens), and such a model's blocks are not kept in the host's memory"
         )
     kv_cache = current_cache()
     block_bytes = kv_cache.block_bytes
@@ -122,7 +122,7 @@ def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
     """Return a batch of one prompt, whose keys and values nobody keeps."""
     chunk = PromptChunk(0, 0, array("i", [0]) * num_tokens, store=False, samples=True)
     return ScheduledBatch(
-        new_requests=[NewRequest(0, [0] * num_blocks, 1, 1.0, 0)], chunks=[chunk], sampled_seq_ids=[0]
+        new_requests=[NewRequest(0, [[0] * num_blocks], 1, 1.0, 0)], chunks=[chunk], sampled_seq_ids=[0]
     )
 
 

@@ -60,7 +60,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
         sample_tiles=none,
         variant=DecodeVariant(single_split=should_use_single_split(num_kv_heads, lens.cpu().numpy())),
     )
-    metadata.plan = backend.plan(metadata)
+    backend.plan([metadata])
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
     # Computed before, so that the product is not measured.
@@ -70,7 +70,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
         for layer in layers:
             layer(projection, *norms, lens - 1)
 
-    with torch.inference_mode(), set_attention_metadata(metadata):
+    with torch.inference_mode(), set_attention_metadata([metadata]):
         step()
         return graph_microseconds(step) / num_layers, num_bytes
 

@@ -1,0 +1,71 @@
+"""Which layers share a block table.
+
+Where some layers see a window and others all tokens, a block that covers all layers cannot be released while one of
+them needs it. So layers of equal windows form groups of equal size, and a block belongs to one group at a time: layer i
+of each group has the same tensor of the cache, and all groups take their blocks from one pool. (vLLM's hybrid KV cache
+manager does the same.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nanovllm.attention.kv_cache_spec import KVCacheSpec, common_window
+
+_GROUP_COST = 0.03
+"""What a block table more is worth, as a share of the cache that padding takes."""
+
+
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        window: tokens that a query sees at most in any of them; None if one sees all.
+        layers: their indices.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def have_equal_pages(specs: Sequence[KVCacheSpec]) -> bool:
+    """Whether layers differ in nothing but their windows, so that their blocks can hold one another's tokens."""
+    return len({replace(spec, window=None) for spec in specs}) == 1
+
+
+def single_group(specs: Sequence[KVCacheSpec]) -> list[KVCacheGroup]:
+    """Return all layers as one group."""
+    return [KVCacheGroup(common_window(specs), tuple(range(len(specs))))]
+
+
+def make_groups(specs: Sequence[KVCacheSpec], block_size: int, max_blocks: int) -> list[KVCacheGroup]:
+    """Return the groups of layers with equal pages, those that see all tokens first.
+
+    It is one group where several would not make the longest sequence hold less.
+
+    Args:
+        specs: what each layer caches.
+        block_size: tokens of a block.
+        max_blocks: those of the longest sequence.
+    """
+    counts = Counter(spec.window for spec in specs)
+    windows = sorted(counts, key=lambda window: (window is not None, window or 0))
+    size = min(range(1, len(specs) + 1), key=lambda size: _cost(counts, size))
+    groups = []
+    for window in windows:
+        layers = [i for i, spec in enumerate(specs) if spec.window == window]
+        groups += [KVCacheGroup(window, tuple(layers[i : i + size])) for i in range(0, len(layers), size)]
+    spans = [max_blocks if group.window is None else (group.window - 2) // block_size + 2 for group in groups]
+    is_less = size * sum(min(span, max_blocks) for span in spans) < len(specs) * max_blocks
+    return groups if len(windows) > 1 and is_less else single_group(specs)
+
+
+def _cost(counts: Counter[int | None], size: int) -> float:
+    """Rate a group's size: by the memory of short sequences, of long ones, and the number of block tables."""
+    num_groups = {window: -(-count // size) for window, count in counts.items()}
+    num_all, num_full = sum(num_groups.values()), num_groups.get(None, 0)
+    long = num_full * size / counts[None] if num_full else 0.0
+    return num_all * size / counts.total() + long + _GROUP_COST * num_all

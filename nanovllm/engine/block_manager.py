@@ -215,36 +215,36 @@ class BlockManager:
                 self.blocks[block_id].ref_count += 1
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
-    def lacks_block(self, seq: Sequence) -> bool:
-        """Whether the sequence has no block of its own, in some group, for the next token to compute."""
-        return self._lacking_group(seq) is not None
+    def lacking_groups(self, seq: Sequence) -> list[int]:
+        """Return the groups in which the next token to compute has no block that the sequence may write to.
 
-    def _lacking_group(self, seq: Sequence) -> int | None:
-        """Return a group in which the next token has no block, or one that another output of the request has, too.
-
-        That output may have ended, and have filled and registered the block.
+        None may be one that another output of the request has, too; that output may have ended, and have filled and
+        registered it.
         """
-        index = seq.num_computed_tokens // self.block_size
+        index, lacking = seq.num_computed_tokens // self.block_size, []
         for group, table in enumerate(seq.block_tables):
-            if index >= len(table):
-                return group
-            if seq.siblings:
-                block = self.blocks[table[index]]
-                if block.ref_count > 1 or block.key is not None:
-                    return group
-        return None
+            if index < len(table) and not (seq.siblings and self._is_shared(table[index])):
+                continue
+            lacking.append(group)
+        return lacking
 
-    def give_block(self, seq: Sequence) -> tuple[NewBlock, list[BlockTransfer]]:
-        """Give a sequence that lacks a block one, which must be free, and what it is to be a copy of."""
-        group = self._lacking_group(seq)
-        assert group is not None
-        index, table = seq.num_computed_tokens // self.block_size, seq.block_tables[group]
-        if index == len(table):
-            return self._append_block(seq, group), []
-        source, copy = table[index], self._take_free_block()
-        self._release(seq, source)
-        table[index] = copy
-        return NewBlock(seq.slot, index, copy, group), [BlockTransfer("copy", source, copy)]
+    def _is_shared(self, block_id: int) -> bool:
+        return self.blocks[block_id].ref_count > 1 or self.blocks[block_id].key is not None
+
+    def give_blocks(self, seq: Sequence, groups: list[int]) -> tuple[list[NewBlock], list[BlockTransfer]]:
+        """Give a sequence what it lacks, as many free blocks as `groups`, and return what they are to be copies of."""
+        index, new, copies = seq.num_computed_tokens // self.block_size, [], []
+        for group in groups:
+            table = seq.block_tables[group]
+            if index == len(table):
+                new.append(self._append_block(seq, group))
+                continue
+            source, copy = table[index], self._take_free_block()
+            self._release(seq, source)
+            table[index] = copy
+            new.append(NewBlock(seq.slot, index, copy, group))
+            copies.append(BlockTransfer("copy", source, copy))
+        return new, copies
 
     def _append_block(self, seq: Sequence, group: int) -> NewBlock:
         table = seq.block_tables[group]

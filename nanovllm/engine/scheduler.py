@@ -257,20 +257,20 @@ class Scheduler:
         return ending
 
     def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        """Give a running sequence the block its next token needs, if need be from the newest one."""
+        """Give a running sequence the blocks its next token needs, if need be from the newest one, or none of them."""
         if seq.status is not SequenceStatus.RUNNING:
             return
         manager = self.block_manager
         manager.release_outside_window(seq)
-        while manager.lacks_block(seq):
-            if not manager.num_free_blocks:
+        while groups := manager.lacking_groups(seq):
+            if manager.num_free_blocks < len(groups):
                 # Those already in the batch come before this one, so the last is never one of them.
                 self._preempt(last := self.running[-1])
                 if last is seq:
                     return
             else:
-                new, copies = manager.give_block(seq)
-                batch.new_blocks.append(new)
+                new, copies = manager.give_blocks(seq, groups)
+                batch.new_blocks += new
                 batch.transfers += copies
         self.decoding.note_blocks(seq)
 

@@ -172,10 +172,13 @@ class LiveWeights:
     def take_nans(self) -> list[str]:
         """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
         maxima, self._maxima = self._maxima, []
-        if not maxima:
-            return []
-        found = torch.stack([value for _, value in maxima]).isnan().tolist()
-        return list(dict.fromkeys(name for (name, _), is_nan in zip(maxima, found, strict=True) if is_nan))
+        names: list[str] = []
+        # One launch for those of a dtype: a conversion of each costs as much as its maximum.
+        for dtype in dict.fromkeys(value.dtype for _, value in maxima):
+            same = [(name, value) for name, value in maxima if value.dtype == dtype]
+            found = torch.stack([value for _, value in same]).isnan().tolist()
+            names += [name for (name, _), is_nan in zip(same, found, strict=True) if is_nan]
+        return list(dict.fromkeys(names))
 
     @property
     def is_complete(self) -> bool:
@@ -304,5 +307,5 @@ class _Watched:
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
         if values.numel() and values.dtype.itemsize > 1:
-            self.maxima.append((self.name, values.amax().float()))
+            self.maxima.append((self.name, values.amax()))
         return values

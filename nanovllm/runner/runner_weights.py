@@ -111,15 +111,20 @@ class RunnerWeights:
         if self._device.type != "cuda":
             yield
             return
-        callers = torch.cuda.current_stream(self._device)
-        with self._device_guard():
-            own = torch.cuda.current_stream(self._device)
-            if own == callers:
+        callers, own = torch.cuda.current_stream(self._device), self._own_stream
+        if own == callers:
+            with torch.cuda.device(self._device):
                 yield
-                return
+            return
+        with self._device_guard():
             own.wait_stream(callers)
             yield
             callers.wait_stream(own)
+
+    @cached_property
+    def _own_stream(self) -> torch.cuda.Stream:
+        with self._device_guard():
+            return torch.cuda.current_stream(self._device)
 
 
 class WeightsHolder(ABC):

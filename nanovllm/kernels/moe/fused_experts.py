@@ -26,7 +26,7 @@ ExpertsMatrices = torch.Tensor | Fp8Matrix
 """One matrix for each expert, [num_experts, out_features, in_features]."""
 
 
-def _linear_ref(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
+def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight[expert])
     if quantizes_rows:
@@ -48,9 +48,9 @@ def fused_experts_ref(
     for expert in experts.unique().tolist():
         if 0 <= expert < len(_values(down)):
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            activated = silu_and_mul_ref(_linear_ref(x[tokens], gate_up, expert, quantizes_rows))
+            activated = silu_and_mul_ref(_torch_linear(x[tokens], gate_up, expert, quantizes_rows))
             weights = routing.weights[tokens, choices].unsqueeze(1)
-            out.index_add_(0, tokens, _linear_ref(activated, down, expert, quantizes_rows).float() * weights)
+            out.index_add_(0, tokens, _torch_linear(activated, down, expert, quantizes_rows).float() * weights)
     return out.to(x.dtype)
 
 

@@ -141,6 +141,8 @@ class MockRunner:
         self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
         self.num_computed = [0] * num_slots
+        # The slots whose prompts are not all computed, which may be given blocks a step before they use them.
+        self.prefilling: set[int] = set()
         # Of the slots that ask for log-probabilities.
         self.num_logprobs: dict[int, int] = {}
         self.batches: list[ScheduledBatch] = []
@@ -167,7 +169,9 @@ class MockRunner:
             self.interrupt = False
             signal.raise_signal(signal.SIGINT)
         self.batches.append(batch)
+        self._check_new_blocks(batch)
         for request in batch.new_requests:
+            self.prefilling.add(request.slot)
             self.tables[request.slot] = [list(table) for table in request.block_tables]
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
@@ -201,6 +205,7 @@ class MockRunner:
             self._context(chunk.slot, chunk.start + 1)
             self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
             if chunk.samples:
+                self.prefilling.discard(chunk.slot)
                 sampled.append(self._sample(chunk.slot))
         assert len(sampled) == len(batch.sampled_seq_ids)
         if self.fail_result:
@@ -221,6 +226,12 @@ class MockRunner:
         most = max(self.num_logprobs[slots[row]] for row in rows)
         logprobs = mock_logprobs([sampled[row] for row in rows], most)
         return MockHandle(sampled, None, rows, logprobs, self._prompt_outputs(batch))
+
+    def _check_new_blocks(self, batch: ScheduledBatch) -> None:
+        """Assert that blocks are given to running requests alone, and to none that comes with its block tables."""
+        running = {*batch.decode_slots.tolist(), *(chunk.slot for chunk in batch.chunks), *self.prefilling}
+        running -= {request.slot for request in batch.new_requests}
+        assert {new.slot for new in batch.new_blocks} <= running, "a block for a request that does not run"
 
     def _prompt_outputs(self, batch: ScheduledBatch) -> list[TokenLogprobs | np.ndarray]:
         outputs: list[TokenLogprobs | np.ndarray] = []
@@ -357,8 +368,11 @@ def check_engine(engine: LLMEngine) -> None:
     """Assert what must hold between any two steps."""
     engine.block_manager.check_integrity(engine.scheduler.sequences)
     running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
-    order = [seq.sort_key for seq in running + sorted(waiting, key=lambda seq: seq.sort_key)]
+    order = [seq.sort_key for seq in running]
     assert order == sorted(order)
+    last = {seq.sort_key[0]: seq.sort_key for seq in running}
+    # A request of a higher priority may come at any time; of equal ones, the earlier ones run.
+    assert all(seq.sort_key > last.get(seq.sort_key[0], (seq.sort_key[0], -1)) for seq in waiting)
     assert engine.scheduler.waiting.first() is min(waiting, key=lambda seq: seq.sort_key, default=None)
     manager = engine.block_manager
     for seq in waiting:

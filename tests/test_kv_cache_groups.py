@@ -208,13 +208,10 @@ def test_the_tail_of_a_prefix_goes_before_its_head_in_all_groups() -> None:
 
 
 def test_a_sequence_is_given_blocks_of_all_groups_or_none() -> None:
-    # Each needs one more in both groups in the same step, and three are free.
-    engine, runner = make_engine(pipeline_depth=0, windows=[None, 9], block_size=4, num_blocks=7, max_model_len=12)
+    # Each needs one more in both groups in the same step, and three are free. The mock runner checks who gets them.
+    engine, _ = make_engine(pipeline_depth=0, windows=[None, 9], block_size=4, num_blocks=7, max_model_len=12)
     for token in range(2):
         engine.add_request([token] * 4, greedy(3))
     while not engine.is_finished():
         engine.step()
-    for batch in runner.batches:
-        running = {*batch.decode_slots.tolist(), *(chunk.slot for chunk in batch.chunks)}
-        assert {new.slot for new in batch.new_blocks} <= running
     assert engine.stats()["num_preemptions"] == 1

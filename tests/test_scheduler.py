@@ -74,7 +74,8 @@ PROMPT = st.tuples(
     st.sampled_from([[], [1] * 4, [1] * 8, [1, 2, 3, 4, 5, 6, 7, 8, 9]]),
     st.lists(st.integers(0, 2), min_size=1, max_size=6),
 )
-ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 12))
+PRIORITY = st.sampled_from([0, 0, 1, -1])
+ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 12), PRIORITY)
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ABORT = st.tuples(st.just("abort"), st.integers(0, 20))
 FAIL = st.tuples(st.sampled_from(["fail_launch", "fail_result"]))
@@ -115,10 +116,10 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
 
     for kind, *arguments in events:
         if kind == "add":
-            (prefix, tail), max_tokens = arguments
+            (prefix, tail), max_tokens, priority = arguments
             prompt = (prefix + tail)[: sizes["max_model_len"]]
             try:
-                request_id = engine.add_request(prompt, greedy(max_tokens))
+                request_id = engine.add_request(prompt, greedy(max_tokens), priority)
             except ValueError:
                 assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
@@ -486,7 +487,7 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(dat
             prompt_logprobs=data.draw(st.sampled_from([None, 1])),
             prompt_logprobs_start=data.draw(st.integers(0, len(prompt))),
         )
-        wanted[engine.add_request(prompt, params)] = prompt, params
+        wanted[engine.add_request(prompt, params, data.draw(PRIORITY))] = prompt, params
     reset_at = data.draw(st.integers(0, 20))
     while not engine.is_finished():
         if engine.stats()["num_steps"] == reset_at:

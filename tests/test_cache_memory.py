@@ -61,6 +61,15 @@ def test_ranks_on_the_cpu_share_what_one_would_take(monkeypatch: pytest.MonkeyPa
     assert num_blocks(Communicator(), block_bytes=100) == 30 and num_blocks(three, block_bytes=100) == 10
 
 
+def test_a_cache_too_small_for_a_token_in_every_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"block_bytes": 2**28, "num_groups": 3}
+    monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 3 * 2**28 - 1)
+    with pytest.raises(ValueError, match=r"0\.75 GiB are left for the KV cache, less than one block of 0\.750 GiB"):
+        num_blocks(Communicator(), **sizes)
+    monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 3 * 2**28)
+    assert num_blocks(Communicator(), **sizes) == 3
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_cache_on_the_cpu_takes_memory_where_it_is_used() -> None:
     layer = Attention(2, 128, 1e-6, RotaryEmbedding(128, RopeConfig(1e4)))

@@ -50,12 +50,12 @@ def num_cache_blocks(
         free_before: `free_memory` before anything was loaded.
         num_groups: groups of the KV cache; the config's blocks are of tokens in all of them.
         block_bytes: bytes of a block, which is one group's, on this rank.
-        most_blocks: what all running sequences take at their longest.
+        most_blocks: what all running sequences take at their longest, had no group a window.
         run_step: runs the step that takes the most memory while requests ask for no more than a temperature.
         extra_bytes: what a step takes besides where they ask for all that they can; see `most_extra_bytes`.
 
     Raises:
-        ValueError: not one block fits, or the config asks for more than `slot_mapping` can address.
+        ValueError: not one block of each group fits, or the config asks for more than `slot_mapping` can address.
     """
     num_blocks, max_blocks = config.num_kvcache_blocks, _MAX_SLOTS // config.kvcache_block_size
     if num_blocks > max_blocks // num_groups:
@@ -72,10 +72,11 @@ def num_cache_blocks(
     else:
         # More is of use to the prefix cache alone, and the memory is other programs' too.
         budget = min(cpu_cache_budget() // communicator.size, most_blocks * block_bytes)
-    if budget < block_bytes:
+    least = num_groups * block_bytes
+    if budget < least:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (budget, budget)
         raise ValueError(
-            f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of {block_bytes / 2**30:.3f} "
+            f"{budget / 2**30:.2f} GiB are left for the KV cache, less than one block of {least / 2**30:.3f} "
             f"GiB; with the weights loaded {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free: raise "
             f"gpu_memory_utilization ({config.gpu_memory_utilization}), lower max_num_batched_tokens, or end what else "
             "uses the device"

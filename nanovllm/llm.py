@@ -566,7 +566,7 @@ class LLM(EngineControl, Unpicklable):
             f"dtype={self.dtype}, tensor_parallel_size={config.tensor_parallel_size}, "
             f"{f'data_parallel_size={config.data_parallel_size}, ' if config.data_parallel_size > 1 else ''}"
             f"max_model_len={limits.max_model_len}, max_num_seqs={config.max_num_seqs}, "
-            f"num_kv_slots={limits.num_kv_slots})"
+            f"num_kv_slots>={limits.num_kv_slots})"
         )
 
     def __enter__(self: Self) -> Self:

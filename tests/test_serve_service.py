@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -78,7 +80,7 @@ class PlayedLLM:
         self.llm = SimpleNamespace(
             config=Config("some/model", device="cpu"),
             recommended_values=lambda: recommended or {},
-            stats=dict,
+            stats=lambda: Counter(num_used_blocks=3, num_free_blocks=4),
             tokenizer=PlayedTokenizer(),
             model_config=SimpleNamespace(hidden_size=8),
             limits=RequestLimits(1000, 512, 512, 512, 20),
@@ -120,6 +122,12 @@ def output(*texts: str, finished: bool = True, logprob: float = -1.0) -> Request
         at = [{ord(character): Logprob(logprob, 1, character)} for character in text]
         items.append(CompletionOutput(i, text, [*map(ord, text)], logprob * len(text), at, reason))
     return RequestOutput(0, "a", [1], items, finished)
+
+
+def test_the_capacity_that_metrics_report_is_the_pool_that_they_report_the_use_of() -> None:
+    text = make_service(PlayedLLM([output("a")])).metrics.render()[0].decode()
+    assert 'num_gpu_blocks="7"' in text
+    assert re.search(r"^nanovllm_cache_usage_ratio\S* 0.4285", text, re.MULTILINE)
 
 
 def test_what_the_model_recommends_comes_before_the_endpoints_default() -> None:

@@ -96,7 +96,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
-            # Of tokens in all groups of layers.
+            # Of tokens in all groups of layers, none of which has released any.
             num_kv_slots=runner.num_kvcache_blocks // len(runner.kv_windows) * config.kvcache_block_size,
             max_stored_tokens=self.block_manager.held.most_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),

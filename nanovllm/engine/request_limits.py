@@ -21,7 +21,7 @@ class RequestLimits:
     Attributes:
         vocab_size: token ids of prompts are below it.
         max_model_len: most tokens of one request, prompt and output together.
-        num_kv_slots: tokens that the KV cache holds.
+        num_kv_slots: tokens that the KV cache holds at least: more where sliding windows release their blocks.
         max_stored_tokens: most tokens of one request whose keys and values are stored, not always all at once.
         max_logprobs: most log-probabilities at a position.
     """

@@ -86,10 +86,10 @@ class Service:
         self.created = int(time.time()) if created is None else created
         self.device = llm.llm.device_name
         self.is_ending = False
-        num_blocks = self.limits.num_kv_slots // self.config.kvcache_block_size
+        stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
-            "num_gpu_blocks": self.config.data_parallel_size * num_blocks,
+            "num_gpu_blocks": stats["num_used_blocks"] + stats["num_free_blocks"],
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }

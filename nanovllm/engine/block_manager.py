@@ -110,26 +110,15 @@ class BlockManager:
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
         spans = self.held.spans(num_computed, seq.num_tokens)
         num_missing = sum([end - num_matched for _, end in spans]) - len(self._free)
-        found: list[list[Block]] = [[]] * len(spans)
+        found: list[list[Block]] = []
         if num_matched:
-            pairs = zip(matched, spans, strict=True)
-            found = [[block for block in blocks[first:] if block is not None] for blocks, (first, _) in pairs]
+            found = [list(filter(None, blocks[first:])) for blocks, (first, _) in zip(matched, spans, strict=True)]
             num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
         if num_missing > 0:
             # With a window, one block more may make a whole prefix usable.
             seq.fits_from = self._num_gained + (num_missing if not self.held.windowed else 1)
             return False
-        for block in chain.from_iterable(found):
-            self._free.pop(block.block_id, None)
-            block.ref_count += 1
-            block.num_hits += 1
-        seq.block_tables.clear()
-        for group, (first, end) in enumerate(spans):
-            blocks = found[group]
-            block_ids = [0] * first + [block.block_id for block in blocks]
-            block_ids += [self._take_free_block() for _ in range(end - num_matched)]
-            identity = blocks[-1].identity if blocks else self._root(seq, group)
-            seq.block_tables.append(BlockTable(block_ids, first, identity))
+        self._make_tables(seq, found, spans)
         seq.num_registered_blocks = num_matched
         seq.num_computed_tokens = num_computed
         seq.num_shared_tokens = 0
@@ -137,6 +126,21 @@ class BlockManager:
             if other is not None:
                 self._fetch(other, seq)
         return True
+
+    def _make_tables(self, seq: Sequence, found: list[list[Block]], spans: list[tuple[int, int]]) -> None:
+        """Give a sequence the blocks found for each group, if any are, and free ones for the rest of its span."""
+        for block in chain.from_iterable(found):
+            self._free.pop(block.block_id, None)
+            block.ref_count += 1
+            block.num_hits += 1
+        seq.block_tables.clear()
+        for group, (first, end) in enumerate(spans):
+            block_ids, identity = [0] * first, self._root(seq, group)
+            if found:
+                block_ids += [block.block_id for block in found[group]]
+                identity = found[group][-1].identity
+            block_ids += [self._take_free_block() for _ in range(end - len(block_ids))]
+            seq.block_tables.append(BlockTable(block_ids, first, identity))
 
     def _fetch(self, source: BlockSource, seq: Sequence) -> None:
         """Load what a source has of the blocks that follow a sequence's registered ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from nanovllm.engine.block import Block
 
@@ -57,13 +57,20 @@ class HeldBlocks:
 
         matched: of each group, its blocks, in none more than in the group before; None where one was evicted.
         """
-        longest = len(matched[-1])
+        length = len(matched[-1])
         if not self.windowed:
-            return longest
-        usable = set(range(longest + 1))
-        for group in range(self.num_groups):
-            usable.intersection_update(self._usable(group, matched[group][:longest], num_tokens))
-        return max(usable)
+            return length
+        for group, blocks in enumerate(matched):
+            if group not in self.windowed:
+                length = _first_missing(blocks, 0, length)
+        longer = -1
+        while length != longer:
+            longer = length
+            for group in self.windowed:
+                # Every length from a missing block up to this one needs that block: its window begins no later.
+                first = self.first(group, min(length * self._block_size, num_tokens - 1))
+                length = _first_missing(matched[group], first, length)
+        return length
 
     def most(self, group: int) -> int:
         """Return the most blocks that a sequence holds in a group."""
@@ -78,15 +85,11 @@ class HeldBlocks:
         """Return the blocks without which a sequence that fills so many in a group cannot go on."""
         return sum(min(num_filled, fewest) for fewest in self._fewest)
 
-    def _usable(self, group: int, matched: Sequence[Block | None], num_tokens: int) -> Iterator[int]:
-        """Yield the lengths of prefixes whose blocks are cached as far as the window of what follows goes."""
-        yield 0
-        num_consecutive = 0
-        for length, block in enumerate(matched, 1):
-            num_consecutive = 0 if block is None else num_consecutive + 1
-            if length - num_consecutive <= self.first(group, min(length * self._block_size, num_tokens - 1)):
-                yield length
-
     def _num_spanned(self, num_tokens: int) -> int:
         """Return the most blocks in which so many consecutive tokens lie."""
         return (num_tokens + self._block_size - 2) // self._block_size + 1
+
+
+def _first_missing(blocks: Sequence[Block | None], first: int, end: int) -> int:
+    """Return the index of the first block from `first` on that was evicted, or `end` if none before it was."""
+    return blocks.index(None, first, end) if None in blocks[first:end] else end

@@ -41,6 +41,7 @@ from tests.test_fp8 import (
     write,
 )  # fmt: skip
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
+from tests.test_live_weights import save_adapter
 from tests.test_sharding import shards
 
 # The blocks of inputs end within the hidden size; each of three ranks has a block of an expert's columns.
@@ -159,11 +160,14 @@ def test_several_ranks_say_the_same(mixture: Path, tmp_path: Path, name: str, si
 
 
 def test_experts_can_be_dropped_and_loaded_again(mixture: Path, tmp_path: Path) -> None:
-    stored, _ = write(mixture, FORMATS["fp8-block"], tmp_path)
+    stored, meant = write(mixture, FORMATS["fp8-block"], tmp_path)
+    save_adapter(tmp_path / "adapter", load_file(meant / "model.safetensors"), 1)
     params, tensors = SamplingParams(0, 6, ignore_eos=True), load_file(stored / "model.safetensors")
     name = "model.layers.0.mlp.experts.3.up_proj.weight_scale_inv"
     with LLM(stored, **SETTINGS) as llm:
         want = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]
+        with pytest.raises(ValueError, match=r"the model's 'model.layers.0.self_attn.q_proj.weight' is quantised"):
+            llm.load_weights(tmp_path / "adapter")
         llm.sleep(level=2)
         llm.wake_up()
         with pytest.raises(ValueError, match="tensors are missing"):
@@ -180,6 +184,10 @@ def test_what_does_not_fit_is_refused_by_name(mixture: Path, tmp_path: Path, mon
     save_file(tensors, stored / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing \['model.layers.0.mlp.experts.gate_up_proj.weight_scale\[up, 3\]'"):
         LLM(stored, **SETTINGS)
+    save_file({name: tensor for name, tensor in tensors.items() if "scale" not in name}, stored / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'\] and \d+ more, left over \[\]$") as refused:
+        LLM(stored, **SETTINGS)
+    assert len(str(refused.value)) < 1000
     change(stored, moe_intermediate_size=192)
     with pytest.raises(ValueError, match="moe_intermediate_size=192: each rank takes at least 128 columns"):
         LLM(stored, tensor_parallel_size=2, **SETTINGS)

@@ -23,6 +23,8 @@ _COMPRESSED_KEYS = {
     "quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status",
     "global_compression_ratio", "version",
 }  # fmt: skip
+_OTHER_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Modules that Mixtral's checkpoints call otherwise, as `DecoderForCausalLM` reads them: name here -> name there."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class QuantizationConfig:
             `BLOCK` inputs ("block").
         is_stored: whether the checkpoint is quantised; otherwise it is while it is loaded, by channels.
         has_input_scale: whether there is a scale of the inputs as well, which weight-only products do not need.
-        ignored: modules that are stored as they are: names, their beginnings or ends at a dot, or "re:" and a pattern.
+        ignored: modules that are stored as they are: names or parts of them between dots, or "re:" and a pattern.
         kv_scales: what of a layer's keys, and of its values, has a scale for a cache in e4m3: all heads ("tensor"), or
             each ("head"); None if the checkpoint has no such scales.
     """
@@ -89,13 +91,15 @@ class QuantizationConfig:
         return False
 
     def _is_named(self, name: str) -> bool:
-        for entry in self.ignored:
-            if entry.startswith("re:"):
-                if re.match(entry[3:], name):
-                    return True
-            elif name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}"):
-                return True
-        return False
+        """Return whether an entry has the name that a layer has here, or in Mixtral's checkpoints."""
+        other = ".".join(_OTHER_NAMES.get(module, module) for module in name.split("."))
+        return any(_has_name(entry, one) for entry in self.ignored for one in (name, other))
+
+
+def _has_name(entry: str, name: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry[3:], name) is not None
+    return f".{entry}." in f".{name}."
 
 
 def _refuse(values: Mapping[str, Any], what: str) -> None:

@@ -1,7 +1,8 @@
 """Compiles what an engine's start would, for a GPU that is not there: `python -m tests.fake_device 80 0.6B bfloat16`.
 
 Tensors are fake, so that the runner, the model and the dispatchers go their own way, and so is the driver that tells
-Triton what to compile for. A size that ends in "-fp8" has weights and KV cache in e4m3. A fourth argument is the number
+Triton what to compile for. A size that ends in "-fp8" has weights and KV cache in e4m3, and one that ends
+in "-fp8-block" has weights with scales by blocks. A fourth argument is the number
 of ranks that share the model, of which this is the first; further ones are the names of the kernels to compile, if not
 all.
 
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from contextvars import copy_context
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -43,6 +45,7 @@ from nanovllm.kernels._triton import compiled_only, to_compile
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
+from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.staging import Staging
@@ -172,7 +175,9 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
         (model_runner, "compiler_ready", lambda device: None),
         (model_runner, "compile_ahead", record),
     ]
-    size, is_fp8 = size.removesuffix("-fp8"), size.endswith("-fp8")
+    has_blocks = size.endswith("-fp8-block")
+    is_fp8 = has_blocks or size.endswith("-fp8")
+    size = size.removesuffix("-block").removesuffix("-fp8")
     family, config_class = ("Qwen3Moe", Qwen3MoeConfig) if "num_experts" in SIZES[size] else ("Qwen3", Qwen3Config)
     shape = config_class(**SIZES[size], num_hidden_layers=2, num_key_value_heads=8, head_dim=128, vocab_size=151936)
     shape.architectures = [f"{family}ForCausalLM"]
@@ -189,7 +194,9 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(FakeTensorMode())
         model, communicator = ModelConfig.from_hf(shape), Communicator()
-        if is_fp8:
+        if has_blocks:
+            model = replace(model, quantization=QuantizationConfig("block", is_stored=True))
+        elif is_fp8:
             model = model.with_quantization("fp8")
         if num_ranks > 1:
             limits = step_limits(config, model)

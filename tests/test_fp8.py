@@ -193,7 +193,11 @@ def test_what_is_quantised_can_be_dropped_and_loaded_again(written: tuple[Path, 
     params = SamplingParams(0, 6, ignore_eos=True)
     with LLM(written[0], device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20) as llm:
         want = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]
+        runner: Any = llm.llm_engine._runner
+        tensors = {name: tensor for name, tensor in runner.model.state_dict().items() if "weight" in name}
+        assert sum(name.endswith(".scales") for name in tensors) >= 6
         llm.sleep(level=2)
+        assert [name for name, tensor in tensors.items() if tensor.untyped_storage().nbytes()] == []
         llm.wake_up()
         llm.load_weights(load_file(written[0] / "model.safetensors"), strict=True)
         assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"] == want

@@ -135,7 +135,8 @@ def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other()
 def test_kernels_change_where_they_say() -> None:
     def tile(rows: int) -> Any:
         chosen = torch.empty(rows, 8, dtype=torch.int32)
-        return choose_tile(torch.empty(rows, 8, dtype=torch.float16), Routing(chosen, chosen.float(), 128))
+        x = torch.empty(rows, 8, dtype=torch.float16)
+        return choose_tile(x, x, Routing(chosen, chosen.float(), 128))
 
     rows = kernel_rows(128, 8)
     assert rows == (1, 2, 17, 129, 385, 1025)

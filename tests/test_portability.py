@@ -31,6 +31,7 @@ EARLY = {"_rms_norm_kernel", "_gemv_kernel", "_hopper_decode_kernel", "_persiste
 ALL = [
     *product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"]),
     *product(DEVICES, ["30B-A3B"], ["bfloat16", "float32"]),
+    *product(["80", "89", "90"], ["30B-A3B-fp8", "30B-A3B-fp8-block"], ["bfloat16", "float32"]),
 ]  # fmt: skip
 
 
@@ -53,6 +54,13 @@ def read(done: subprocess.CompletedProcess[str]) -> tuple[str, list[dict[str, An
     return compiled["triton"], compiled["kernels"]
 
 
+def check_fit(kernels: list[dict[str, Any]], capability: str) -> None:
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
+        assert kernel["fp_fusion"], kernel
+        assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
+
+
 @pytest.mark.parametrize(
     ("capability", "size", "dtype"),
     [*SOME, *(pytest.param(*case, marks=pytest.mark.all_devices) for case in ALL if case not in SOME)],
@@ -69,16 +77,20 @@ def test_kernels_fit_the_device(
     needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
     assert needed | {"_cascade_kernel", "_draw_kernel"} <= {kernel["name"] for kernel in kernels} and len(kernels) >= 20
     mixture = {"_route_kernel", "_down_gemv_kernel", "_place_slots_kernel", "_grouped_gemm_kernel"}
-    assert size != "30B-A3B" or mixture <= {kernel["name"] for kernel in kernels}
+    assert not size.startswith("30B-A3B") or mixture <= {kernel["name"] for kernel in kernels}
     assert not is_hopper or all(kernel["launch_pdl"] for kernel in kernels if kernel["name"] in EARLY)
-    for kernel in kernels:
-        assert kernel["shared_bytes"] <= 1024 * SHARED_KIB[capability], kernel
-        assert kernel["fp_fusion"], kernel
-        assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
+    check_fit(kernels, capability)
     known = known_counts(version)
     if (capability, size, dtype) == CASE and (triton or known is not None):
         assert known is not None, f"no row for Triton {version}: see kernel_counts.py"
         assert not changes(count_kernels(kernels), known), "if it is meant, see kernel_counts.py"
+
+
+def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(tmp_path: Path) -> None:
+    names = {"_expert_gemm_kernel", "_grouped_gemm_kernel"}
+    _, kernels = read(start(tmp_path, "86", "30B-A3B-fp8-block", "float32", "1", *names))
+    assert {kernel["name"] for kernel in kernels} == names
+    check_fit(kernels, "86")
 
 
 def test_a_shared_layout_in_which_rows_lie_in_the_same_banks_is_found() -> None:

@@ -126,7 +126,8 @@ class CausalLM(nn.Module):
 
     def weight_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that the values of `weight_slices` lie in."""
-        return list(self.parameters())
+        # Buffers are scales.
+        return [*self.parameters(), *self.buffers()]
 
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
         """Yield the tensors of a folder, by name, as `LiveWeights` takes them.

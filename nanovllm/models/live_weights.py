@@ -17,6 +17,7 @@ import torch
 from nanovllm.models.adapter import read_adapter
 from nanovllm.models.base import CausalLM
 from nanovllm.models.loader import rows_of
+from nanovllm.models.stored_tensors import shown
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
@@ -74,9 +75,7 @@ class LiveWeights:
         """
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
-        parts = self._parts.get(name)
-        if parts is None:
-            parts = self._parts[name] = self._find(name)
+        parts = self._find(name)
         shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         dtype = _STORED_DTYPES.get(dtype, dtype)
         for target, rows in rows_of(tensor, parts):
@@ -90,12 +89,15 @@ class LiveWeights:
         return bool(parts)
 
     def _find(self, name: str) -> Parts:
+        if name in self._parts:
+            return self._parts[name]
         targets = self._model.weight_targets(name)
         unknown = [target for target in targets if target not in self._slices]
         if unknown:
             near = get_close_matches(str(unknown[0]), map(str, self._slices), 1)
             raise ValueError(f"the model has no tensor {name!r}" + (f"; it has {near[0]!r}" if near else ""))
-        return [(target, self._slices[target]) for target in targets]
+        self._parts[name] = [(target, self._slices[target]) for target in targets]
+        return self._parts[name]
 
     def write(self, name: str, tensor: Any) -> None:
         """Put a tensor that `check` has passed where it goes; an adapter, merged into old weights, is taken out."""
@@ -124,7 +126,7 @@ class LiveWeights:
     def check_whole(self, written: set[WeightTarget]) -> None:
         """Raise a `ValueError` if these are not all."""
         if missing := [str(target) for target in self._slices if target not in written]:
-            raise ValueError(f"{len(missing)} of {len(self._slices)} tensors are missing: {missing}")
+            raise ValueError(f"{len(missing)} of {len(self._slices)} tensors are missing: {shown(missing)}")
 
     def write_folder(self, folder: str) -> None:
         """Write the tensors of a folder, which `check_folder` has passed."""
@@ -142,10 +144,11 @@ class LiveWeights:
         if self.missing:
             raise ValueError(f"an adapter changes weights, of which {len(self.missing)} are missing")
         for name, update in updates.items():
+            # Of what is stored in e4m3 the update would have another dtype.
+            if not all(part.has_model_dtype for _, part in self._find(name)):
+                raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
             if not self.check(name, update):
                 raise ValueError(f"adapter in {folder!r}: the model's {name!r} is tied to its embedding")
-            if not all(self._slices[target].has_model_dtype for target in self.targets(name)):
-                raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
         return len(updates)
 
     def merge_adapter(self, folder: str) -> None:

@@ -15,6 +15,13 @@ from nanovllm.utils.remote import filesystem, is_url, list_names, storage_errors
 
 _INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"-of-(\d+)\.safetensors$")
+_MOST_SHOWN = 8
+
+
+def shown(names: list[str]) -> str:
+    """Return the first of these names for a message, and how many more there are: mixtures have 10,000s of tensors."""
+    more = len(names) - _MOST_SHOWN
+    return f"{names[:_MOST_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
 def weight_files(folder: str) -> list[str]:

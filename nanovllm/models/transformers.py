@@ -29,6 +29,7 @@ from nanovllm.models.base import HiddenStates, LoadableCausalLM
 from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.source_slices import SourceParameters
+from nanovllm.models.stored_tensors import shown
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
@@ -132,8 +133,9 @@ class TransformersForCausalLM(LoadableCausalLM):
             raise ValueError(f"checkpoint in {folder!r} does not fit: {error}") from error
         missing, surplus = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
         if missing or surplus or info["mismatched_keys"]:
-            misfits = f"tensors missing {missing}, left over {surplus}, of another shape {info['mismatched_keys']}"
-            raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}")
+            misfits = f"tensors missing {shown(missing)}, left over {shown(surplus)}"
+            others = info["mismatched_keys"]
+            raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}, of another shape {others}")
         return head
 
     def _find_layers(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:

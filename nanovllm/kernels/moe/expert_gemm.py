@@ -172,6 +172,8 @@ def expert_gemm(
         scaling, weight = weight.scaling, weight.bytes
     assert num_rows <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     outs, ins = _OUTS // 2 if gated else _OUTS, _STEP_BYTES // x.element_size()
+    if x.element_size() == 4 and weight.element_size() == 1:
+        ins //= 2
     _expert_gemm_kernel[(triton.cdiv(out_features, outs), num_rows * top_k)](
         x, routing.experts, routing.weights, weight, out, num_rows, first_expert, len(weight), in_features,
         out_features, EVEN=in_features % ins == 0, ROWS=MAX_ROWS, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),

@@ -47,6 +47,8 @@ _TILES = {8: Tile(16, 64, 256, 4), 24: Tile(32, 64, 256, 4), 64: Tile(64, 128, 1
 """By the most rows that an expert has on the average: few enough rows that most experts' weights are read once."""
 _LARGEST_TILE, _HOPPER_TILE = Tile(128, 128, 128, 8), Tile(128, 256, 128, 8)
 """With more. Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
+_CONVERTING_TILE = Tile(32, 64, 128, 4)
+"""For rows of 32 bits beside weights in e4m3, which have registers for their conversion in small tiles only."""
 _FP8_TILES = {8: Tile(16, 128, FP8_INS, 4), 24: Tile(32, 128, FP8_INS, 4), 64: Tile(64, 128, FP8_INS, 8)}
 """The same for rows in e4m3, beside which weights are the operand of 64 rows: gate's and up's, or two without gate."""
 _LARGEST_FP8_TILE = Tile(128, 128, FP8_INS, 8)
@@ -58,9 +60,11 @@ def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
     return tuple(most * num_experts // top_k + 1 for most in _TILES)
 
 
-def choose_tile(x: torch.Tensor, routing: Routing) -> Tile:
-    """Return the tile for rows of x's dtype and device, of which each has some of all experts."""
+def choose_tile(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> Tile:
+    """Return the tile for rows of x's dtype and device, of which each has some of all experts, and these weights."""
     is_fp8 = x.element_size() == 1
+    if x.element_size() == 4 and weight.element_size() == 1:
+        return _CONVERTING_TILE
     for most, tile in (_FP8_TILES if is_fp8 else _TILES).items():
         if routing.experts.numel() <= most * routing.num_experts or (tile.rows == 64 and x.element_size() == 4):
             return tile
@@ -176,7 +180,7 @@ def grouped_gemm(
         scaling["x_scale_ptr"], x = x.scales, x.values
     (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    tile = choose_tile(x, routing)
+    tile = choose_tile(x, weight, routing)
     outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
     if "x_scale_ptr" in scaling:
         # All outputs of a tile are in one block.

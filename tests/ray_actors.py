@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 from uuid import uuid4
 
-MARK = uuid4().hex
-"""In the environment of this test's processes, so that they are told from those of others."""
+MARK = os.environ.get("NANOVLLM_TEST", uuid4().hex)
+"""In the environment of this test's processes, Ray's included, so that they are told from those of others."""
 
 
 def inherited_environment() -> dict[str, str]:
@@ -17,13 +19,32 @@ def inherited_environment() -> dict[str, str]:
 
 
 def actor_times() -> dict[int, int]:
-    """The CPU time of each process of this run's actors, in ticks."""
+    """Return the CPU time of each of this run's actors whose engine has started, by process, in ticks."""
     times = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            is_actor = b"ray::" in (title := (process / "cmdline").read_bytes()) and b"EngineActor" in title
-            if is_actor and MARK.encode() in (process / "environ").read_bytes():
+            title = (process / "cmdline").read_bytes()
+            is_ready = b"ray::" in title and b"EngineActor" in title and b"__init__" not in title
+            if is_ready and MARK.encode() in (process / "environ").read_bytes():
                 times[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[11])
         except (OSError, ProcessLookupError):
             continue
     return times
+
+
+def wait_for_actors(number: int) -> dict[int, int]:
+    """Return the CPU times of so many actors once their engines have started."""
+    while len(times := actor_times()) < number:
+        time.sleep(0.02)
+    return times
+
+
+def kill_computing_actor(number: int) -> int:
+    """Kill the first of so many actors that computes something, and return its process."""
+    started = wait_for_actors(number)
+    while True:
+        for process, ticks in actor_times().items():
+            if ticks > started.get(process, ticks) + 20:
+                os.kill(process, signal.SIGKILL)
+                return process
+        time.sleep(0.02)

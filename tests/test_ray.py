@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ pytest.importorskip("ray.data")
 import ray
 
 from nanovllm.integrations.ray import ProcessorConfig, build_processor, row_seed
-from tests.ray_actors import actor_times, inherited_environment
+from tests.ray_actors import actor_times, inherited_environment, kill_computing_actor, wait_for_actors
 
 ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 32}
 
@@ -45,14 +44,17 @@ def test_no_row_is_lost_when_an_actor_is_killed() -> None:
     rows = [{"id": i, "prompt": f"{i} + {i * 7 % 90} ="} for i in range(600)]
     # One block, as of one file: rows come in tasks all the same.
     dataset = ray.data.from_items(rows, override_num_blocks=1)
-    answers, killed = [], 0
-    for row in build_processor(config(concurrency=2, seed=3))(dataset).iter_rows():
-        answers.append(row)
-        times = actor_times() if not killed and len(answers) >= 100 else {}
-        if len(times) == 2:
-            killed = max(times, key=times.__getitem__)
-            os.kill(killed, signal.SIGKILL)
-    assert killed and killed not in actor_times()
+
+    def ask(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == 0:
+            # Else one actor could be done with all rows before the other has started.
+            wait_for_actors(2)
+        return {}
+
+    with ThreadPoolExecutor() as threads:
+        killed = threads.submit(kill_computing_actor, 2)
+        answers = list(build_processor(config(concurrency=2, seed=3), ask)(dataset).iter_rows())
+        assert killed.result(timeout=60) not in actor_times()
     assert sorted(row["id"] for row in answers) == list(range(600))
     with LLM(BUNDLED_MODEL, **ENGINE) as llm:
         params = [SamplingParams(temperature=0.8, max_tokens=24, seed=row_seed(3, row)) for row in rows]

@@ -163,7 +163,9 @@ def written(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest
     return write(base, FORMATS[request.param], tmp_path_factory.mktemp(request.param))
 
 
-def tokens_and_logits(folder: Path, **settings: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
+def tokens_and_logits(
+    folder: Path, prompts: list[list[int]] = PROMPTS, **settings: Any
+) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy tokens of each prompt; on one rank the logits of every step, too."""
     logits: list[torch.Tensor] = []
     with LLM(folder, **SETTINGS, **settings) as llm:
@@ -176,7 +178,7 @@ def tokens_and_logits(folder: Path, **settings: Any) -> tuple[list[list[int]], l
                 return logits[-1]
 
             runner.model.compute_logits = recorded
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, schedule="arrival")
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, schedule="arrival")
         return [output["token_ids"] for output in outputs], logits
 
 
@@ -454,7 +456,10 @@ def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dt
     x, residual, norm = randn(5, 300, dtype=dtype), randn(5, 300, dtype=dtype), Norm(randn(300, dtype=dtype), 0.1)
     x[2] = 0
     parts = torch.stack((x.float() - 1, torch.ones_like(x).float()))
-    cases = (x, group, None, None), (x, group, norm, None), (x, group, norm, residual), (parts, group, norm, residual)
+    cases: list[tuple[torch.Tensor, int, Norm | None, torch.Tensor | None, bool]] = [
+        (x, group, None, None, False), (x, group, norm, None, False), (x, group, norm, residual, False),
+        (parts, group, norm, residual, False), (torch.cat((x, residual), 1), group, None, None, True),
+    ]  # fmt: skip
     for args in cases:
         (found, total), (want, same) = quantize_rows_triton(*args), quantize_rows_ref(*args)
         torch.testing.assert_close(total, same, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-3)
@@ -462,7 +467,7 @@ def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dt
         # Norms round a little otherwise.
         assert (found.values.float() != want.values.float()).float().mean() < 0.02
         assert found.values.float().abs().amax(1).max() == 448
-        padded = quantize_rows_triton(args[0], group, args[2], args[3], for_scaled_mm=True)[0]
+        padded = quantize_rows_triton(*args, for_scaled_mm=True)[0]
         assert padded.values.shape == (8, 300) and torch.equal(padded.values[:5].float(), found.values.float())
         assert padded.scales.T.is_contiguous() and torch.equal(padded.scales[:5], found.scales)
 
@@ -536,10 +541,12 @@ def quantizes(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
 def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name: str) -> None:
     """An engine's logits against transformers' model with the same rule in its linear layers; several ranks agree."""
     stored, meant = write(base, FORMATS[name], tmp_path)
+    # Enough tokens in a step that gate and up are activated where they are rounded.
+    prompts = [*PROMPTS, list(range(20, 70))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "should_quantize_rows", quantizes)
-        tokens, logits = tokens_and_logits(stored)
-    plain = tokens_and_logits(stored)[1]
+        tokens, logits = tokens_and_logits(stored, prompts)
+    plain = tokens_and_logits(stored, prompts)[1]
     assert not torch.allclose(logits[0], plain[0], rtol=1e-3)
     group = 128 if name == "fp8-block" else 10**6
     # In the last layer few rows are left after attention, those to sample from, which are not rounded.
@@ -556,7 +563,7 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
         if path.endswith("_proj") and not re.search(ignored, path):
             layer.register_forward_pre_hook(rounded_rows)
     with torch.inference_mode():
-        theirs = [model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]
+        theirs = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
     for mine, want in zip(logits[0], theirs, strict=True):
         assert (mine - want).abs().max() < 1e-3 * want.abs().max()
     assert all(len(token_ids) == NUM_TOKENS for token_ids in tokens)

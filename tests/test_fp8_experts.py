@@ -230,13 +230,13 @@ def test_kernels(rows: int, block: tuple[int, int], dtype: torch.dtype, monkeypa
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("tile", [Tile(32, 256, FP8_INS, 8), Tile(128, 128, FP8_INS, 8)], ids=["32", "128"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_rows_in_e4m3(
-    block: tuple[int, int], rows: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+    block: tuple[int, int], tile: Tile, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against float64 of the same values and scales; experts have rows of several tiles, of one, and none."""
-    monkeypatch.setattr(grouped_op, "choose_tile", lambda *args: Tile(rows, 128, FP8_INS, 8 if rows == 128 else 4))
+    monkeypatch.setattr(grouped_op, "choose_tile", lambda *args, **kwargs: tile)
     num_experts, num_rows, ins, dtype = 4, 150, 300, DTYPES[-1]
     # A tile is cut where gate and up need not be whole blocks.
     outs = 200 if gated and block[0] == 1 else 256

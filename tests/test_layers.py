@@ -46,7 +46,7 @@ def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch
     branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight.values").T
 
     stream = ResidualStream(x.clone())
-    inner = gate_up(norm(stream)).silu_and_mul()
+    inner = gate_up(norm(stream)).compute(gated=True)
     torch.testing.assert_close(stream.residual, x)
     stream += down(inner[kept], rows)
     torch.testing.assert_close(norm(stream).compute(), normalised(norm, x[kept] + branch))

@@ -18,8 +18,8 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import experts_shard
 from nanovllm.experts_config import ExpertsConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
+from nanovllm.kernels.moe import grouped_gemm, sort_slots
 from nanovllm.kernels.moe import route as route_op
-from nanovllm.kernels.moe import sort_slots
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref, kernel_rows
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, route_ref
@@ -132,15 +132,24 @@ def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other()
         assert out.isfinite().all(1).sum() == rows - 1
 
 
-def test_kernels_change_where_they_say() -> None:
-    def tile(rows: int) -> Any:
-        chosen = torch.empty(rows, 8, dtype=torch.int32)
-        x = torch.empty(rows, 8, dtype=torch.float16)
-        return choose_tile(x, x, Routing(chosen, chosen.float(), 128))
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_kernels_change_where_they_say(on_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm, "is_hopper", lambda device: on_hopper)
+    assert kernel_rows(128, 8) == (1, 2, 17, 129, 385, 1025, 8193)
+    changes: dict[tuple[torch.dtype, bool], set[int]] = {
+        (torch.float16, False): {129, 385, 1025},
+        (torch.float32, False): {129, 385},
+        (torch.float8_e4m3fn, False): {129, 385, 8193} if on_hopper else {129, 385, 1025},
+        (torch.float8_e4m3fn, True): {129, 385, 1025},
+    }
+    for (dtype, gated), numbers in changes.items():
+        x = torch.empty(1, 8, dtype=dtype)
 
-    rows = kernel_rows(128, 8)
-    assert rows == (1, 2, 17, 129, 385, 1025)
-    assert all(tile(number - 1) != tile(number) and tile(number - 1) == tile(number - 100) for number in rows[3:])
+        def tile(rows: int, x: torch.Tensor = x, gated: bool = gated) -> Any:
+            chosen = torch.empty(rows, 8, dtype=torch.int32, device="meta")
+            return choose_tile(x, x, Routing(chosen, chosen.float(), 128), gated, has_blocks=True)
+
+        assert {number for number in range(17, 9000) if tile(number) != tile(number - 1)} == numbers
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])

@@ -29,7 +29,10 @@ class Projection:
     x: Normed
 
     def compute(self, gated: bool = False) -> torch.Tensor:
-        """Return the product, [num_tokens, outputs of this rank]; `gated`: see `silu_and_mul`."""
+        """Return the product, [num_tokens, outputs of this rank].
+
+        gated: return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202).
+        """
         weight, norm, stream = self.weight, self.x.norm, self.x.stream
         if norm.communicator.size > 1:
             return weight.multiply(self.x.compute(), gated)
@@ -37,9 +40,10 @@ class Projection:
         stream.settle(total)
         return out
 
-    def silu_and_mul(self) -> torch.Tensor:
-        """Return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
-        return self.compute(gated=True)
+    def compute_for(self, weight: Weight) -> torch.Tensor:
+        """Return gate and up, of which SiLU(gate) * up is meant, as the weight that multiplies them next takes them."""
+        num_rows, dtype = self.x.branch.shape[-2], self.x.norm.weight.dtype
+        return self.compute(gated=not weight.takes_gate_up(num_rows, dtype))
 
     def rope_store(
         self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
@@ -122,13 +126,15 @@ class RowParallelLinear(nn.Module):
         self.inputs = inputs
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> DeferredBranch:
+    def forward(self, x: torch.Tensor | Projection, rows: torch.Tensor | None = None) -> DeferredBranch:
         """Return the product, not computed yet, for the residual stream.
 
         Args:
-            x: [num_rows, inputs of this rank], contiguous.
+            x: [num_rows, inputs of this rank], contiguous; or gate and up, of which SiLU(gate) * up is meant.
             rows: [num_rows]; the rows of the stream that x has, if not all. The stream loses the others.
         """
+        if isinstance(x, Projection):
+            x = x.compute_for(self.weight)
         return partial(self._add_to, x, rows)
 
     def _add_to(

@@ -77,8 +77,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Normed) -> DeferredBranch:
         """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
-        gate_up = self.gate_up_proj(x)
-        return self.down_proj(gate_up.silu_and_mul())
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class SparseMLP(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear import choose
-from nanovllm.kernels.linear.fp8_linear import fp8_linear, fp8_linear_into
+from nanovllm.kernels.linear.fp8_linear import fp8_linear, fp8_linear_into, takes_gate_up
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
@@ -119,6 +119,10 @@ class Fp8Weight(Fp8Values, Weight):
                 slices[WeightTarget(f"{layer}.bias", part)] = bias
             start = stop
         return slices
+
+    def takes_gate_up(self, num_rows: int, dtype: torch.dtype) -> bool:
+        """See the base class."""
+        return takes_gate_up(num_rows, dtype, self.values.device)
 
     def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         """See the base class."""

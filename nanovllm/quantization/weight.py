@@ -38,6 +38,10 @@ class Weight(LoadableModule, ABC):
     Its name in the model is `<layer>.weight`; the checkpoint's tensors have their names from the layer.
     """
 
+    def takes_gate_up(self, num_rows: int, dtype: torch.dtype) -> bool:
+        """Return whether x may be [num_rows, 2 * inputs], of which SiLU of the first half times the second is meant."""
+        return False
+
     @abstractmethod
     def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         """Return the layer's outputs for x, [num_rows, inputs], contiguous -> [num_rows, outputs].

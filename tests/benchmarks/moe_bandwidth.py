@@ -86,7 +86,7 @@ def main() -> None:
 
             run()
             cells.append(describe(name, rows, graph_microseconds(run) / NUM_LAYERS, num_chosen))
-        tile = choose_tile(x, layers[0][1], routings[0])
+        tile = choose_tile(x, layers[0][1], routings[0], gated=True, has_blocks=False)
         print(f"{rows} rows, {num_chosen:.0f} experts, tile {tile.rows} x {tile.outs}: " + "; ".join(cells), flush=True)
 
 

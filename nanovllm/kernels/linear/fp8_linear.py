@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
+from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
@@ -48,7 +49,8 @@ def fp8_linear(
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`; see `norm_linear`.
 
     Args:
-        x: [num_rows, in_features]; or, with a norm, [parts, num_rows, in_features] float32, whose sum is meant.
+        x: [num_rows, in_features]; or, with a norm, [parts, num_rows, in_features] float32, whose sum is meant; or, if
+            `takes_gate_up`, [num_rows, 2 * in_features], gate and up, of which SiLU(gate) * up is meant.
         weight: [out_features, in_features] in e4m3; gate and up, one after the other, if `gated`.
         bias, norm, residual: of the layer, before it, and [num_rows, in_features] to add before the norm.
         gated: return `silu(gate) * up`, which has half the features.
@@ -59,11 +61,11 @@ def fp8_linear(
     dtype = x.dtype if norm is None else norm.weight.dtype
     kernel = choose_fp8(x.shape[-2], dtype, weight)
     if kernel is LinearKernel.SCALED_MM:
-        rows, total = quantize_rows(x, weight.block_ins, norm, residual, for_scaled_mm=True)
+        rows, total = _quantize(x, weight, norm, residual, for_scaled_mm=True)
         out = _scaled_mm(rows, weight, dtype, bias)[: x.shape[-2]]
         return (silu_and_mul(out) if gated else out), total
     if kernel is LinearKernel.SCALED_GEMM:
-        rows, total = quantize_rows(x, weight.block_ins, norm, residual)
+        rows, total = _quantize(x, weight, norm, residual)
         return _scaled_linear(rows, weight, dtype, bias, gated), total
     if x.dim() == 3:
         assert norm is not None
@@ -86,9 +88,25 @@ def fp8_linear_into(
     """Return x and residual for the norm that follows the layer, x maybe in parts to be summed; see `linear_into`."""
     kernel, parts = choose_fp8(len(x), x.dtype, weight), fp8_parts(len(x), weight)
     if kernel is LinearKernel.SCALED_GEMM and parts > 1:
-        rows, _ = quantize_rows(x, weight.block_ins)
+        rows, _ = _quantize(x, weight)
         return scaled_gemm(rows, weight, x.dtype, parts=parts), residual
     return fp8_linear(x, weight)[0], residual
+
+
+def takes_gate_up(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether rows of gate and up are activated where the product that follows rounds them to e4m3."""
+    return num_rows > MAX_GATED_ROWS and choose.should_quantize_rows(num_rows, dtype, device)
+
+
+def _quantize(
+    x: torch.Tensor,
+    weight: Fp8Matrix,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    for_scaled_mm: bool = False,
+) -> tuple[Fp8Rows, torch.Tensor]:
+    gated = x.shape[-1] > weight.values.shape[1]
+    return quantize_rows(x, weight.block_ins, norm, residual, gated, for_scaled_mm)
 
 
 def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Rows of a product in e4m3, each with a scale, or with one for each group of inputs (dynamic quantisation, A8).
 
-The largest value of a row or group becomes 448. A row that a norm makes is rounded to its own dtype first, so that it
-makes no difference whether both are one kernel.
+The largest value of a row or group becomes 448. A row that a norm or an activation makes is rounded to its own dtype
+first, so that it makes no difference whether both are one kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton
 from nanovllm.kernels.e4m3 import quantize, to_e4m3
 from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 _MM_ROWS = 4
 """Of what `torch._scaled_mm` takes, rows are a multiple of this: it reads 16 bytes of scales at a time."""
@@ -39,12 +40,15 @@ def quantize_rows_ref(
     group: int,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    gated: bool = False,
     for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Plain torch form of `quantize_rows`."""
     total = x
     if norm is not None:
         x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
+    if gated:
+        x = silu_and_mul_ref(x)
     if for_scaled_mm:
         x = functional.pad(x, (0, 0, 0, -len(x) % _MM_ROWS))
     values, scales, _, _ = quantize(x, 1, group)
@@ -55,8 +59,8 @@ def quantize_rows_ref(
 def _quantize_rows_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, total_ptr, eps, size, x_stride, part_stride,
     scale_row_stride, scale_group_stride,
-    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A row, or without a norm one of its groups.
     row, first_group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
@@ -78,6 +82,9 @@ def _quantize_rows_kernel(
     if HAS_NORM:
         mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / size
         x = round_to(x * rsqrt(mean + eps) * weight, dtype)
+    if GATED:
+        up = tl.load(x_ptr + row * x_stride + size + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = round_to(x / (1 + tl.exp(-x)) * up, dtype)
     largest = tl.max(tl.abs(x), axis=1)
     scales = tl.where(largest > 0, largest / 448.0, 1.0)
     tl.store(out_ptr + row * size + offsets, to_e4m3(x / scales[:, None], NATIVE), mask=mask)
@@ -92,21 +99,23 @@ def quantize_rows(
     group: int,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    gated: bool = False,
     for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
-    """Return x, or RMSNorm(x + residual), in e4m3, and `x + residual`, as `rms_norm` does.
+    """Return x, or RMSNorm(x + residual), or SiLU(gate) * up, in e4m3, and `x + residual`, as `rms_norm` does.
 
     Args:
         x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size].
         group: inputs that share a scale: `size`, or a power of two.
         norm: RMSNorm before, or None.
         residual: [num_rows, size], or None for zero; only with a norm.
+        gated: x is [num_rows, 2 * size], gate and up, one after the other; without a norm.
         for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are a multiple of 4,
             of which the last may have any values.
     """
     if not uses_triton(x.device):
-        return quantize_rows_ref(x, group, norm, residual, for_scaled_mm)
-    return quantize_rows_triton(x, group, norm, residual, for_scaled_mm)
+        return quantize_rows_ref(x, group, norm, residual, gated, for_scaled_mm)
+    return quantize_rows_triton(x, group, norm, residual, gated, for_scaled_mm)
 
 
 def quantize_rows_triton(
@@ -114,12 +123,13 @@ def quantize_rows_triton(
     group: int,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    gated: bool = False,
     for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Compute `quantize_rows` by the kernel."""
-    num_rows, size = x.shape[-2:]
+    num_rows, size = x.shape[-2], x.shape[-1] // 2 if gated else x.shape[-1]
     parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
-    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous()) and not (gated and norm is not None)
     made_rows = num_rows + -num_rows % _MM_ROWS if for_scaled_mm else num_rows
     values = torch.empty(made_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     num_groups = -(-size // group)
@@ -135,8 +145,8 @@ def quantize_rows_triton(
     _quantize_rows_kernel[(num_rows, triton.cdiv(num_groups, groups))](
         x, residual, None if norm is None else norm.weight, values.view(torch.uint8), scales, total,
         0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), scales.stride(0), scales.stride(1),
-        PARTS=parts, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, GROUPS=groups, GROUP=width,
-        NATIVE=converts_e4m3(x.device),
-        num_warps=min(8, max(1, groups * width // 512)), **pdl_options(x.device),
+        PARTS=parts, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, GATED=gated, GROUPS=groups,
+        GROUP=width, NATIVE=converts_e4m3(x.device),
+        num_warps=min(16 if gated else 8, max(1, groups * width // 512)), **pdl_options(x.device),
     )  # fmt: skip
     return Fp8Rows(values, scales, group), total

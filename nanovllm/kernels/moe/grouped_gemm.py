@@ -6,6 +6,7 @@ e4m3 rows are either 16 or 32 bits wide, or e4m3, too; of the latter sums are ma
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,6 @@ from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert, swigl
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import SortedSlots
 
-_STAGES = 4
-
 
 class Tile(NamedTuple):
     """What a program computes at a time.
@@ -30,12 +29,14 @@ class Tile(NamedTuple):
         outs: rows of a weight, of which half are the gate's if it is gated.
         step_bytes: inputs per step, in bytes.
         warps: of a program.
+        stages: steps whose inputs are on their way at once, at most.
     """
 
     rows: int
     outs: int
     step_bytes: int
     warps: int
+    stages: int = 4
 
     @property
     def stage_bytes(self) -> int:
@@ -43,34 +44,54 @@ class Tile(NamedTuple):
         return (self.rows + self.outs) * self.step_bytes
 
 
-_TILES = {8: Tile(16, 64, 256, 4), 24: Tile(32, 64, 256, 4), 64: Tile(64, 128, 128, 4)}
-"""By the most rows that an expert has on the average: few enough rows that most experts' weights are read once."""
-_LARGEST_TILE, _HOPPER_TILE = Tile(128, 128, 128, 8), Tile(128, 256, 128, 8)
-"""With more. Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
-_CONVERTING_TILE = Tile(32, 64, 128, 4)
+_FEW, _SOME, _MANY, _MOST = 8, 24, 64, 512
+"""Rows that an expert has on the average, up to which a tile is taken; most experts' weights are read once by it."""
+Tiles = dict[float, Tile]
+_TILES: Tiles = {
+    _FEW: Tile(16, 64, 256, 4), _SOME: Tile(32, 64, 256, 4), _MANY: Tile(64, 128, 128, 4), inf: Tile(128, 128, 128, 8)
+}  # fmt: skip
+_HOPPER_TILES: Tiles = {**_TILES, inf: Tile(128, 256, 128, 8)}
+"""Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
+_FLOAT32_TILES: Tiles = {_FEW: _TILES[_FEW], _SOME: _TILES[_SOME], inf: _TILES[_MANY]}
+_CONVERTING_TILES: Tiles = {inf: Tile(32, 64, 128, 4)}
 """For rows of 32 bits beside weights in e4m3, which have registers for their conversion in small tiles only."""
-_FP8_TILES = {8: Tile(16, 128, FP8_INS, 4), 24: Tile(32, 128, FP8_INS, 4), 64: Tile(64, 128, FP8_INS, 8)}
-"""The same for rows in e4m3, beside which weights are the operand of 64 rows: gate's and up's, or two without gate."""
-_LARGEST_FP8_TILE = Tile(128, 128, FP8_INS, 8)
-"""With more. Sums have registers for those of a step beside them."""
+_FP8_TILES: Tiles = {
+    _FEW: Tile(16, 128, FP8_INS, 4), _SOME: Tile(32, 128, FP8_INS, 4), _MANY: Tile(64, 128, FP8_INS, 8),
+    inf: Tile(128, 128, FP8_INS, 8),
+}  # fmt: skip
+"""For rows in e4m3, beside up to 64 of which weights are the first operand. A step's sums have their own registers."""
+_HOPPER_FP8_TILES: Tiles = {
+    _FEW: _FP8_TILES[_FEW], _SOME: Tile(16, 128, FP8_INS, 4, 3), _MOST: Tile(64, 256, FP8_INS, 8), inf: _FP8_TILES[inf]
+}  # fmt: skip
+_HOPPER_GATED_FP8_TILES: Tiles = {
+    _FEW: _FP8_TILES[_FEW], _SOME: _HOPPER_FP8_TILES[_SOME], _MANY: _HOPPER_FP8_TILES[_MOST], inf: _FP8_TILES[inf]
+}  # fmt: skip
+_HOPPER_GATED_BLOCKS_TILES: Tiles = {**_HOPPER_GATED_FP8_TILES, inf: Tile(128, 256, FP8_INS, 8, 3)}
+"""With a scale for each output, the larger tile has no registers left."""
 
 
 def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
     """Return the numbers of rows from which on another tile is taken."""
-    return tuple(most * num_experts // top_k + 1 for most in _TILES)
+    return tuple(most * num_experts // top_k + 1 for most in (_FEW, _SOME, _MANY, _MOST))
 
 
-def choose_tile(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> Tile:
-    """Return the tile for rows of x's dtype and device, of which each has some of all experts, and these weights."""
-    is_fp8 = x.element_size() == 1
-    if x.element_size() == 4 and weight.element_size() == 1:
-        return _CONVERTING_TILE
-    for most, tile in (_FP8_TILES if is_fp8 else _TILES).items():
-        if routing.experts.numel() <= most * routing.num_experts or (tile.rows == 64 and x.element_size() == 4):
-            return tile
-    if is_fp8:
-        return _LARGEST_FP8_TILE
-    return _HOPPER_TILE if is_hopper(x.device) else _LARGEST_TILE
+def choose_tile(x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool, has_blocks: bool) -> Tile:
+    """Return the tile for rows of x's dtype and device, of which each has some of all experts, and these weights.
+
+    gated: see `grouped_gemm`; has_blocks: whether scales are those of blocks.
+    """
+    on_hopper = is_hopper(x.device)
+    if x.element_size() == 1 and on_hopper:
+        gated_tiles = _HOPPER_GATED_BLOCKS_TILES if has_blocks else _HOPPER_GATED_FP8_TILES
+        tiles = gated_tiles if gated else _HOPPER_FP8_TILES
+    elif x.element_size() == 1:
+        tiles = _FP8_TILES
+    elif x.element_size() == 4:
+        tiles = _CONVERTING_TILES if weight.element_size() == 1 else _FLOAT32_TILES
+    else:
+        tiles = _HOPPER_TILES if on_hopper else _TILES
+    rows = routing.experts.numel() / routing.num_experts
+    return next(tile for most, tile in tiles.items() if rows <= most)
 
 
 @jit
@@ -180,14 +201,14 @@ def grouped_gemm(
         scaling["x_scale_ptr"], x = x.scales, x.values
     (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    tile = choose_tile(x, weight, routing)
+    tile = choose_tile(x, weight, routing, gated, has_blocks=bool(scaling.get("SCALE_INS")))
     outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
     if "x_scale_ptr" in scaling:
         # All outputs of a tile are in one block.
         is_even = FP8_INS % outs == 0 and (not gated or out_features % FP8_INS == 0)
         scaling["ONE_SCALE"] = scaling["SCALE_INS"] > 0 and scaling["SCALE_OUTS"] == FP8_INS and is_even
     num_processors, shared_bytes = device_limits(x.device)
-    stages = max(1, min(_STAGES, shared_bytes // tile.stage_bytes))
+    stages = max(1, min(tile.stages, shared_bytes // tile.stage_bytes))
     most_tiles = (num_experts + num_rows * top_k // tile.rows) * triton.cdiv(out_features, outs)
     # Products of fewer than 64 rows on a warpgroup's tensor cores hold a stage in registers.
     buffers = stages if tile.rows >= 64 or x.element_size() == 1 else stages - 1

@@ -61,6 +61,11 @@ def check_fit(kernels: list[dict[str, Any]], capability: str) -> None:
         assert not kernel["loops"] or kernel["spilled_bytes"] <= MAX_SPILLED_BYTES, kernel
 
 
+def skip_if_slow(triton: str, request: pytest.FixtureRequest) -> None:
+    if not triton and not request.config.getoption("markexpr"):
+        pytest.skip("takes 20 s; .ci/run compiles this with a Triton that is allowed")
+
+
 @pytest.mark.parametrize(
     ("capability", "size", "dtype"),
     [*SOME, *(pytest.param(*case, marks=pytest.mark.all_devices) for case in ALL if case not in SOME)],
@@ -68,8 +73,7 @@ def check_fit(kernels: list[dict[str, Any]], capability: str) -> None:
 def test_kernels_fit_the_device(
     capability: str, size: str, dtype: str, triton: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    if not triton and not request.config.getoption("markexpr"):
-        pytest.skip("takes 20 s; .ci/run compiles these starts with a Triton that is allowed")
+    skip_if_slow(triton, request)
     version, kernels = read(start(tmp_path, capability, size, dtype, triton=triton))
     # The installed one could take its place unnoticed.
     assert not triton or (Path(triton) / f"triton-{version}.dist-info").is_dir(), version
@@ -86,9 +90,12 @@ def test_kernels_fit_the_device(
         assert not changes(count_kernels(kernels), known), "if it is meant, see kernel_counts.py"
 
 
-def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(tmp_path: Path) -> None:
+def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(
+    triton: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    skip_if_slow(triton, request)
     names = {"_expert_gemm_kernel", "_grouped_gemm_kernel"}
-    _, kernels = read(start(tmp_path, "86", "30B-A3B-fp8-block", "float32", "1", *names))
+    _, kernels = read(start(tmp_path, "86", "30B-A3B-fp8-block", "float32", "1", *names, triton=triton))
     assert {kernel["name"] for kernel in kernels} == names
     check_fit(kernels, "86")
 

@@ -9,6 +9,8 @@ import torch
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 
 NUM_RANKS = 3
@@ -17,6 +19,9 @@ SIZE, MAX_ROWS, MAX_CANDIDATES = 102, 16, 40
 """Rows of two-byte elements have an odd number of words."""
 STEP_ROWS = (16, 3, 1)
 """Rows of each step's calls."""
+_WHOLE = Rounding(SIZE, for_scaled_mm=True)
+ROUNDINGS = ((None, None, None), (_WHOLE, Rounding(32), None), (None, _WHOLE, Rounding(32)))
+"""How rows of each step's calls are rounded, if they have 16 bits."""
 
 
 @dataclass
@@ -27,6 +32,7 @@ class Case:
     parts: list[torch.Tensor]
     residual: torch.Tensor | None
     weight: torch.Tensor
+    rounding: Rounding | None = None
 
 
 @dataclass
@@ -70,9 +76,12 @@ def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
         for i, one_shot in enumerate((False, True, False)):
             rows = STEP_ROWS[(step + i) % 3]
             residual = randn(rows, SIZE) if (step + i) % 2 else None
-            calls.append(
-                Case(one_shot or rows < NUM_RANKS, [randn(rows, SIZE) for _ in range(NUM_RANKS)], residual, randn(SIZE))
-            )
+            parts, weight = [randn(rows, SIZE) for _ in range(NUM_RANKS)], randn(SIZE)
+            # Of 16 bits some rows are rounded, in groups or as a whole.
+            rounding = (None, Rounding(32), Rounding(SIZE, for_scaled_mm=True))[
+                i if step and dtype.itemsize == 2 else 0
+            ]
+            calls.append(Case(one_shot or rows < NUM_RANKS, parts, residual, weight, rounding))
         scores = torch.randint(-2, 3, (NUM_RANKS, MAX_CANDIDATES), generator=generator).float()
         scores[:, 0] = torch.tensor([-0.0, 0.0, -1e-40])
         scores[:, 1] = -torch.inf
@@ -81,15 +90,23 @@ def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
     return steps
 
 
+def reduce(case: Case, part: torch.Tensor, buffer: SymmetricBuffer, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's part of a call; of rows that were rounded what they mean, in float32."""
+    total, normed = torch.empty_like(part), torch.empty_like(part)
+    out = normed if case.rounding is None else case.rounding.empty_rows(len(part), SIZE, part.device)
+    all_reduce_rms_norm(part, Norm(case.weight, 1e-6), case.residual, buffer, call, case.one_shot, (out, total))
+    return (out if isinstance(out, torch.Tensor) else meant(out)[: len(part)]), total
+
+
+def meant(rows: Fp8Rows) -> torch.Tensor:
+    """Return rows in float32."""
+    return dequantize_ref(Fp8Matrix(rows.values, rows.scales.contiguous(), 1, rows.group), torch.float32)
+
+
 def run_step(buffer: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
     buffer.step.add_(1)
-    results = [
-        all_reduce_rms_norm(
-            case.parts[buffer.rank], Norm(case.weight, 1e-6), case.residual, buffer, call, case.one_shot
-        )
-        for call, case in enumerate(step.calls)
-    ]
+    results = [reduce(case, case.parts[buffer.rank], buffer, call) for call, case in enumerate(step.calls)]
     drawn = all_reduce_argmax(step.scores[buffer.rank], step.tokens[buffer.rank], buffer)
     return [*results, (drawn, drawn)]
 

@@ -20,23 +20,29 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import Shard
 from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
 from nanovllm.kernels.linear import choose, fp8_linear
 from nanovllm.kernels.linear.choose import FP8_INS, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
-from nanovllm.kernels.linear.quantize_rows import quantize_rows, quantize_rows_ref, quantize_rows_triton
+from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref, quantize_rows_triton
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+from nanovllm.layers.layernorm import AllReduceRMSNorm, ResidualStream
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader
 from nanovllm.models.base import CausalLM
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
+from nanovllm.quantization_config import Granularity, QuantizationConfig
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
 from tests.test_kernels import DEVICE, DTYPES, GPU, randn
+from tests.test_layers import TwoRanks
 from tests.test_sharding import shards
 
 # Blocks end within heads, keys and values; a rank's keys begin within one. A KV head's group has 128 inputs of o_proj.
@@ -456,18 +462,19 @@ def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dt
     x, residual, norm = randn(5, 300, dtype=dtype), randn(5, 300, dtype=dtype), Norm(randn(300, dtype=dtype), 0.1)
     x[2] = 0
     parts = torch.stack((x.float() - 1, torch.ones_like(x).float()))
-    cases: list[tuple[torch.Tensor, int, Norm | None, torch.Tensor | None, bool]] = [
-        (x, group, None, None, False), (x, group, norm, None, False), (x, group, norm, residual, False),
-        (parts, group, norm, residual, False), (torch.cat((x, residual), 1), group, None, None, True),
+    cases: list[tuple[torch.Tensor, Norm | None, torch.Tensor | None, bool]] = [
+        (x, None, None, False), (x, norm, None, False), (x, norm, residual, False), (parts, norm, residual, False),
+        (torch.cat((x, residual), 1), None, None, True),
     ]  # fmt: skip
-    for args in cases:
-        (found, total), (want, same) = quantize_rows_triton(*args), quantize_rows_ref(*args)
+    for rows, before, added, gated in cases:
+        found, total = quantize_rows_triton(rows, Rounding(group), before, added, gated)
+        want, same = quantize_rows_ref(rows, Rounding(group), before, added, gated)
         torch.testing.assert_close(total, same, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-3)
         torch.testing.assert_close(found.scales, want.scales, rtol=4e-3 if dtype != torch.float32 else 1e-5, atol=1e-6)
         # Norms round a little otherwise.
         assert (found.values.float() != want.values.float()).float().mean() < 0.02
         assert found.values.float().abs().amax(1).max() == 448
-        padded = quantize_rows_triton(*args, for_scaled_mm=True)[0]
+        padded = quantize_rows_triton(rows, Rounding(group, for_scaled_mm=True), before, added, gated)[0]
         assert padded.values.shape == (8, 300) and torch.equal(padded.values[:5].float(), found.values.float())
         assert padded.scales.T.is_contiguous() and torch.equal(padded.scales[:5], found.scales)
 
@@ -489,7 +496,7 @@ def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int,
     if positive and not GPU:
         num_ins = 2048
     made = make_product(rows, (num_ins, 150), block, dtype, gated, positive)
-    x = quantize_rows_ref(made.x, made.weight.block_ins)[0]
+    x = quantize_rows_ref(made.x, Rounding(made.weight.block_ins))[0]
     wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
     bias = None if gated or parts > 1 or made.bias is None else made.bias
     meant = dequantize_ref(made.weight, torch.float64)
@@ -519,11 +526,11 @@ def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block
     """What sums of 12,288 positive products lose, in either kernel."""
     torch.manual_seed(0)
     made = make_product(rows, (12288, 512), block, torch.bfloat16, False, positive)
-    x = quantize_rows(made.x, block[1] or 12288)[0]
+    x = quantize_rows(made.x, Rounding(block[1] or 12288))[0]
     wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
     exact = wide @ dequantize_ref(made.weight, torch.float64).T
     if kind == "SCALED_MM":
-        padded = quantize_rows(made.x, block[1] or 12288, for_scaled_mm=True)[0]
+        padded = quantize_rows(made.x, Rounding(block[1] or 12288, for_scaled_mm=True))[0]
         out = fp8_linear._scaled_mm(padded, made.weight, torch.bfloat16, None)[:rows]
     else:
         out = fp8_linear._scaled_linear(x, made.weight, torch.bfloat16, None, False)
@@ -554,7 +561,7 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
 
     def rounded_rows(layer: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         flat = args[0].flatten(0, -2)
-        rows = quantize_rows_ref(flat, min(group, flat.shape[1]))[0]
+        rows = quantize_rows_ref(flat, Rounding(min(group, flat.shape[1])))[0]
         wide = dequantize_ref(Fp8Matrix(rows.values, rows.scales, 1, rows.group), torch.float32)
         return (wide.view_as(args[0]),)
 
@@ -618,6 +625,36 @@ def test_rows_that_torchs_product_is_padded_with_are_dropped(rows: int, monkeypa
         results.append(fp8_linear.fp8_linear(made.x, made.weight, None, made.norm, made.residual, gated=True))
     for found, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+@pytest.mark.parametrize("rows", [20, 80])
+def test_rows_are_rounded_after_the_sum_of_the_ranks(
+    rows: int, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An MLP on one rank, and on one of two of which the other adds nothing."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    config, inner = QuantizationConfig(granularity), Shard.whole(384)
+    gate_up = MergedColumnParallelLinear(256, {"gate": inner, "up": inner}, quant_config=config, prefix="gate_up")
+    down = RowParallelLinear(inner, 256, quant_config=config, prefix="down")
+    for layer in (gate_up, down):
+        assert isinstance(layer.weight, Fp8Weight)
+        block = layer.weight.block_outs, layer.weight.block_ins
+        made = quantize(torch.randn(layer.weight.values.shape), *block)
+        layer.weight.values.data.copy_(made.values)
+        layer.weight.scales.copy_(made.scales)
+    x, results = torch.randn(rows, 256), []
+    for communicator in (Communicator(), TwoRanks()):
+        norm = AllReduceRMSNorm(256, 1e-6, communicator)
+        norm.weight.data.copy_(torch.linspace(0.5, 2, 256))
+        stream = ResidualStream(x.clone())
+        # Rows are rounded where they are normalised, not after it.
+        monkeypatch.setattr(communicator, "all_reduce_rms_norm", None)
+        stream += down(gate_up(norm(stream)))
+        assert stream.branch is not None and stream.residual is not None
+        results.append(torch.cat((stream.branch, stream.residual)))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("in_features", [64, 512, 576, 1024, 1100])

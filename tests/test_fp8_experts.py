@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, quantize
 from nanovllm.kernels.linear.choose import FP8_INS
-from nanovllm.kernels.linear.quantize_rows import quantize_rows_ref
+from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm as grouped_op
 from nanovllm.kernels.moe import route as route_op
@@ -244,7 +244,7 @@ def test_products_of_rows_in_e4m3(
     chosen = torch.where(torch.arange(num_rows, device=DEVICE)[:, None] < 140, 2, 0).int()
     chosen[-1] = 3
     routing = Routing(chosen, torch.rand(num_rows, 1, device=DEVICE) + 0.1, num_experts)
-    x = quantize_rows_ref(randn(num_rows, ins, dtype=dtype), block[1] or ins)[0]
+    x = quantize_rows_ref(randn(num_rows, ins, dtype=dtype), Rounding(block[1] or ins))[0]
     order = sort_slots(routing, 0, num_experts)
     buffer = torch.full((num_rows + 1, outs), torch.nan, dtype=dtype, device=DEVICE)
     out = buffer[:-1]

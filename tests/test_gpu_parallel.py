@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
-from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
-from nanovllm.kernels.rms_norm import Norm
 from tests import symmetric_buffer_ranks
 from tests.conftest import MakeCheckpoint
 from tests.parallel_engine import Plan, Result
@@ -98,7 +96,7 @@ def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
             all_reduce_argmax(step.scores[0], step.tokens[0], buffer)
         else:
             case = step.calls[call]
-            all_reduce_rms_norm(case.parts[0], Norm(case.weight, 1e-6), case.residual, buffer, call, case.one_shot)
+            symmetric_buffer_ranks.reduce(case, case.parts[0], buffer, call)
         torch.cuda.synchronize()
 
     run()

@@ -12,7 +12,8 @@ from torch import distributed as dist
 from torch.distributed import ReduceOp, Store, TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
-from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
+from nanovllm.kernels.rms_norm import Norm, rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
 """Limit for joining the group and for host collectives. A rank that dies is detected by watching its process."""
@@ -51,6 +52,12 @@ class Communicator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return RMSNorm(sum of the ranks' x + residual), and that sum; x may be overwritten."""
         return rms_norm(self.all_reduce(x), weight, eps, residual)
+
+    def all_reduce_quantize_rows(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
+    ) -> tuple[Fp8Rows, torch.Tensor]:
+        """Return what `all_reduce_rms_norm` does, the normalised rows in e4m3."""
+        return quantize_rows(self.all_reduce(x), rounding, Norm(weight, eps), residual)
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.

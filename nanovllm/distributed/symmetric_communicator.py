@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
@@ -16,6 +17,7 @@ from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 
 _WORD_BYTES = 2**19
@@ -158,18 +160,38 @@ class SymmetricCommunicator(DistributedCommunicator):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class."""
+        normed, total = torch.empty_like(x), torch.empty_like(x)
+        self._reduce(x, Norm(weight, eps), residual, lambda part: normed[part], total)
+        return normed, total
+
+    def all_reduce_quantize_rows(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
+    ) -> tuple[Fp8Rows, torch.Tensor]:
+        """See the base class."""
+        rows, total = rounding.empty_rows(len(x), x.shape[1], x.device), torch.empty_like(x)
+        self._reduce(x, Norm(weight, eps), residual, rows.part, total)
+        return rows, total
+
+    def _reduce(
+        self,
+        x: torch.Tensor,
+        norm: Norm,
+        residual: torch.Tensor | None,
+        normed: Callable[[slice], torch.Tensor | Fp8Rows],
+        total: torch.Tensor,
+    ) -> None:
+        """Sum the ranks' x in as many calls as it takes; `normed` returns where some of the rows go."""
         num_bytes = x.numel() * x.element_size()
         one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
         count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)
-        norm, normed, total = Norm(weight, eps), torch.empty_like(x), torch.empty_like(x)
-        residuals = [None] * count if residual is None else residual.tensor_split(count)
-        outs = zip(normed.tensor_split(count), total.tensor_split(count), strict=True)
         assert count <= len(x)
-        for part, rest, out in zip(x.tensor_split(count), residuals, outs, strict=True):
+        start = 0
+        for sums in total.tensor_split(count):
             assert self._call < self._end_call
-            all_reduce_rms_norm(part, norm, rest, self._buffer, self._call, one_shot, out)
+            part = slice(start, start := start + len(sums))
+            rest = None if residual is None else residual[part]
+            all_reduce_rms_norm(x[part], norm, rest, self._buffer, self._call, one_shot, (normed(part), sums))
             self._call += 1
-        return normed, total
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.communicator import Communicator
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.quantization.loading import LoadableModule
 
 DeferredBranch = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -86,3 +87,11 @@ class Normed:
         out, total = norm.communicator.all_reduce_rms_norm(self.branch, norm.weight, norm.eps, residual)
         self.stream.settle(total)
         return out
+
+    def compute_rounded(self, rounding: Rounding) -> Fp8Rows:
+        """Return the same in e4m3."""
+        norm, residual = self.norm, self.stream.residual
+        reduce = norm.communicator.all_reduce_quantize_rows
+        rows, total = reduce(self.branch, norm.weight, norm.eps, residual, rounding)
+        self.stream.settle(total)
+        return rows

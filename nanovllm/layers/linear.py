@@ -28,6 +28,11 @@ class Projection:
     weight: Weight
     x: Normed
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the step."""
+        return self.x.branch.shape[-2]
+
     def compute(self, gated: bool = False) -> torch.Tensor:
         """Return the product, [num_tokens, outputs of this rank].
 
@@ -35,15 +40,17 @@ class Projection:
         """
         weight, norm, stream = self.weight, self.x.norm, self.x.stream
         if norm.communicator.size > 1:
-            return weight.multiply(self.x.compute(), gated)
+            product = weight.rounded_product(self.num_rows, norm.weight.dtype)
+            if product is None:
+                return weight.multiply(self.x.compute(), gated)
+            return product.multiply(self.x.compute_rounded(product.rounding), gated)
         out, total = weight.multiply_normed(self.x.branch, Norm(norm.weight, norm.eps), stream.residual, gated)
         stream.settle(total)
         return out
 
     def compute_for(self, weight: Weight) -> torch.Tensor:
         """Return gate and up, of which SiLU(gate) * up is meant, as the weight that multiplies them next takes them."""
-        num_rows, dtype = self.x.branch.shape[-2], self.x.norm.weight.dtype
-        return self.compute(gated=not weight.takes_gate_up(num_rows, dtype))
+        return self.compute(gated=not weight.takes_gate_up(self.num_rows, self.x.norm.weight.dtype))
 
     def rope_store(
         self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor

@@ -11,10 +11,17 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear import choose
-from nanovllm.kernels.linear.fp8_linear import fp8_linear, fp8_linear_into, takes_gate_up
+from nanovllm.kernels.linear.fp8_linear import (
+    fp8_linear,
+    fp8_linear_into,
+    multiply_rounded,
+    row_rounding,
+    takes_gate_up,
+)
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import MatrixShard, RoundedProduct, Weight
 from nanovllm.quantization_config import BLOCK, QuantizationConfig
 
 
@@ -127,6 +134,17 @@ class Fp8Weight(Fp8Values, Weight):
     def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         """See the base class."""
         return fp8_linear(x, self.matrix, self.bias, gated=gated)[0]
+
+    def rounded_product(self, num_rows: int, dtype: torch.dtype) -> RoundedProduct | None:
+        """See the base class."""
+        rounding = row_rounding(num_rows, dtype, self.matrix)
+        if rounding is None:
+            return None
+
+        def multiply(rows: Fp8Rows, gated: bool) -> torch.Tensor:
+            return multiply_rounded(rows, self.matrix, num_rows, dtype, self.bias, gated)
+
+        return RoundedProduct(rounding, multiply)
 
     def multiply_normed(
         self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, gated: bool = False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import LoadableModule
@@ -32,6 +34,18 @@ class MatrixShard:
         return sum(shard.size for shard in self.outputs.values()), self.inputs.size
 
 
+class RoundedProduct(NamedTuple):
+    """A product with rows in e4m3.
+
+    Attributes:
+        rounding: how it wants the rows.
+        multiply: takes them, and whether to return SiLU of the first half of the outputs times the second.
+    """
+
+    rounding: Rounding
+    multiply: Callable[[Fp8Rows, bool], torch.Tensor]
+
+
 class Weight(LoadableModule, ABC):
     """The matrix of a linear layer, with the layer's bias if it has one; multiplies by itself.
 
@@ -48,6 +62,10 @@ class Weight(LoadableModule, ABC):
 
         gated: return SiLU of the first half of the outputs times the second, [num_rows, outputs / 2].
         """
+
+    def rounded_product(self, num_rows: int, dtype: torch.dtype) -> RoundedProduct | None:
+        """Return what `multiply` does with so many rows of a dtype if it begins by rounding them to e4m3."""
+        return None
 
     @abstractmethod
     def multiply_normed(

@@ -195,8 +195,8 @@ def no_saturation() -> Iterator[None]:
 def shifted_groups() -> Iterator[None]:
     """Give each group of a row the scale of the one before."""
 
-    def shifted(*args: Any) -> Any:
-        rows, total = quantize_rows_ref(*args)
+    def shifted(*args: Any, **settings: Any) -> Any:
+        rows, total = quantize_rows_ref(*args, **settings)
         return rows._replace(scales=rows.scales.roll(1, 1)), total
 
     with patch.object(fp8_linear, "quantize_rows", shifted):

@@ -2,14 +2,14 @@
 
 One-shot, for few rows: every rank sends its rows to every rank, as words, and each rank sums them. Two-shot: each rank
 sums the rows that it owns and sends the sums to the others, as rows with signals. Sums are in rank order, so all ranks
-get the same bits.
+get the same bits. The normalised rows may be rounded to e4m3, for a product that takes them so.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.collective.symmetric_buffer import (
     ABORT_CHECK_SPINS,
     SymmetricBuffer,
@@ -20,6 +20,7 @@ from nanovllm.kernels.collective.symmetric_buffer import (
     wait_signal,
 )
 from nanovllm.kernels.fast_math import pack_pair, rsqrt
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, store_rounded
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 
 
@@ -59,6 +60,7 @@ def _one_shot_kernel(
     call_in_step, calls_per_step,
     RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
     PDL: tl.constexpr,
+    scale_ptr=None, scale_row_stride=0, scale_group_stride=0, GROUP: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     per_word: tl.constexpr = 32 // dtype.primitive_bitwidth
@@ -102,7 +104,13 @@ def _one_shot_kernel(
     scale = rsqrt(tl.sum(first * first + second * second, axis=0) / size + eps)
     weight_first, weight_second = _unpack(weight, dtype)
     out = _pack(first * scale * weight_first, second * scale * weight_second, dtype)
-    tl.store(out_ptr.to(word_pointer) + row_offsets, out, mask=mask)
+    if GROUP:
+        first, second = _unpack(out, dtype)
+        values = tl.reshape(tl.interleave(first, second), [2 * BLOCK // GROUP, GROUP])
+        out_ptr += row.to(tl.int64) * size
+        store_rounded(values, out_ptr, scale_ptr + row * scale_row_stride, 0, size, scale_group_stride, NATIVE)
+    else:
+        tl.store(out_ptr.to(word_pointer) + row_offsets, out, mask=mask)
 
 
 @jit(do_not_specialize=["call_in_step"])
@@ -111,6 +119,7 @@ def _two_shot_kernel(
     rows_offset, row_bytes, signals_offset, max_rows, call_in_step, calls_per_step,
     RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
     PDL: tl.constexpr,
+    scale_ptr=None, scale_row_stride=0, scale_group_stride=0, GROUP: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0)
@@ -159,7 +168,13 @@ def _two_shot_kernel(
     # The norm reads the rounded sum, which is what the next layer adds to.
     wide = rounded.to(tl.float32)
     scale = rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    tl.store(out_ptr + row_offsets, (wide * scale * weight).to(dtype), mask=mask)
+    out = (wide * scale * weight).to(dtype)
+    if GROUP:
+        values = tl.reshape(out.to(tl.float32), [BLOCK // GROUP, GROUP])
+        out_ptr += row.to(tl.int64) * size
+        store_rounded(values, out_ptr, scale_ptr + row * scale_row_stride, 0, size, scale_group_stride, NATIVE)
+    else:
+        tl.store(out_ptr + row_offsets, out, mask=mask)
 
 
 def whole_pairs(row_bytes: int) -> int:
@@ -183,8 +198,8 @@ def all_reduce_rms_norm(
     buffer: SymmetricBuffer,
     call_in_step: int,
     one_shot: bool,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[torch.Tensor | Fp8Rows, torch.Tensor],
+) -> None:
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
 
     Args:
@@ -196,20 +211,26 @@ def all_reduce_rms_norm(
         call_in_step: index of the call in its step, below `calls_per_step`.
         one_shot: which algorithm, the same on every rank; x must fit. Two-shot needs at least `num_ranks` rows, so
             that every rank takes part.
-        out: the result tensors, contiguous; None allocates them.
-
-    Returns:
-        The normalised rows, and the sum, both in x's dtype and the same on every rank.
+        out: filled with the normalised rows, perhaps rounded to e4m3 if x has 16 bits, and with the sum; contiguous, in
+            x's dtype, and the same on every rank.
     """
     num_rows, size = x.shape
     assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and fits(x, buffer, one_shot)
     assert one_shot or num_rows >= buffer.num_ranks
-    normed, total = out or (torch.empty_like(x), torch.empty_like(x))
+    normed, total = out
     words = max(2, triton.next_power_of_2(size * x.element_size() // 4))
     options = {
         "RANK": buffer.rank, "RANKS": buffer.num_ranks, "HAS_RESIDUAL": residual is not None,
         "CHECK": ABORT_CHECK_SPINS, "num_warps": min(8, max(1, words // 256)),
     } | pdl_options(x.device)  # fmt: skip
+    if isinstance(normed, Fp8Rows):
+        assert x.element_size() == 2
+        strides = normed.scales.stride()
+        options |= {
+            "scale_ptr": normed.scales, "scale_row_stride": strides[0], "scale_group_stride": strides[1],
+            "GROUP": triton.next_power_of_2(normed.group), "NATIVE": converts_e4m3(x.device),
+        }  # fmt: skip
+        normed = normed.values.view(torch.uint8)
     if one_shot:
         _one_shot_kernel[(num_rows,)](
             x, residual, norm.weight, normed, total, buffer.addresses, buffer.step, buffer.abort, norm.eps, size,
@@ -221,4 +242,3 @@ def all_reduce_rms_norm(
             buffer.rows_offset, buffer.row_bytes, buffer.signals_offset, buffer.max_rows, call_in_step,
             buffer.calls_per_step, BLOCK=triton.next_power_of_2(size), **options,
         )  # fmt: skip
-    return normed, total

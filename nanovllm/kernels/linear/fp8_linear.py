@@ -14,7 +14,7 @@ from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, quantize_rows
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.linear.scaled_gemm import MAX_GATED_ROWS, scaled_gemm
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.rms_norm import Norm, rms_norm
@@ -59,14 +59,10 @@ def fp8_linear(
         [num_rows, out_features] in the dtype of x, or of the norm's weight, and [num_rows, in_features].
     """
     dtype = x.dtype if norm is None else norm.weight.dtype
-    kernel = choose_fp8(x.shape[-2], dtype, weight)
-    if kernel is LinearKernel.SCALED_MM:
-        rows, total = _quantize(x, weight, norm, residual, for_scaled_mm=True)
-        out = _scaled_mm(rows, weight, dtype, bias)[: x.shape[-2]]
-        return (silu_and_mul(out) if gated else out), total
-    if kernel is LinearKernel.SCALED_GEMM:
-        rows, total = _quantize(x, weight, norm, residual)
-        return _scaled_linear(rows, weight, dtype, bias, gated), total
+    num_rows, kernel = x.shape[-2], choose_fp8(x.shape[-2], dtype, weight)
+    if (rounding := row_rounding(num_rows, dtype, weight)) is not None:
+        rows, total = quantize_rows(x, rounding, norm, residual, gated=x.shape[-1] > weight.values.shape[1])
+        return multiply_rounded(rows, weight, num_rows, dtype, bias, gated), total
     if x.dim() == 3:
         assert norm is not None
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
@@ -88,7 +84,7 @@ def fp8_linear_into(
     """Return x and residual for the norm that follows the layer, x maybe in parts to be summed; see `linear_into`."""
     kernel, parts = choose_fp8(len(x), x.dtype, weight), fp8_parts(len(x), weight)
     if kernel is LinearKernel.SCALED_GEMM and parts > 1:
-        rows, _ = _quantize(x, weight)
+        rows, _ = quantize_rows(x, Rounding(weight.block_ins), gated=x.shape[-1] > weight.values.shape[1])
         return scaled_gemm(rows, weight, x.dtype, parts=parts), residual
     return fp8_linear(x, weight)[0], residual
 
@@ -98,15 +94,27 @@ def takes_gate_up(num_rows: int, dtype: torch.dtype, device: torch.device) -> bo
     return num_rows > MAX_GATED_ROWS and choose.should_quantize_rows(num_rows, dtype, device)
 
 
-def _quantize(
-    x: torch.Tensor,
+def row_rounding(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> Rounding | None:
+    """Return how rows of a dtype are rounded for `multiply_rounded`; None if they are not."""
+    kernel = choose_fp8(num_rows, dtype, weight)
+    if kernel in (LinearKernel.SCALED_MM, LinearKernel.SCALED_GEMM):
+        return Rounding(weight.block_ins, for_scaled_mm=kernel is LinearKernel.SCALED_MM)
+    return None
+
+
+def multiply_rounded(
+    rows: Fp8Rows,
     weight: Fp8Matrix,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    for_scaled_mm: bool = False,
-) -> tuple[Fp8Rows, torch.Tensor]:
-    gated = x.shape[-1] > weight.values.shape[1]
-    return quantize_rows(x, weight.block_ins, norm, residual, gated, for_scaled_mm)
+    num_rows: int,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """Return the product of `fp8_linear`, [num_rows, out_features], with rows rounded as `row_rounding` says."""
+    if choose_fp8(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM:
+        return _scaled_linear(rows, weight, dtype, bias, gated)
+    out = _scaled_mm(rows, weight, dtype, bias)[:num_rows]
+    return silu_and_mul(out) if gated else out
 
 
 def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

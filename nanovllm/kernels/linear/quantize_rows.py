@@ -34,14 +34,39 @@ class Fp8Rows(NamedTuple):
     scales: torch.Tensor
     group: int
 
+    def part(self, rows: slice) -> Fp8Rows:
+        """Return some of the rows."""
+        return Fp8Rows(self.values[rows], self.scales[rows], self.group)
+
+
+class Rounding(NamedTuple):
+    """How a product wants its rows in e4m3.
+
+    Attributes:
+        group: inputs that share a scale: all of a row, or a power of two.
+        for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are a multiple of 4,
+            of which the last may have any values.
+    """
+
+    group: int
+    for_scaled_mm: bool = False
+
+    def empty_rows(self, num_rows: int, size: int, device: torch.device) -> Fp8Rows:
+        """Return rows to be filled."""
+        made_rows = num_rows + -num_rows % _MM_ROWS if self.for_scaled_mm else num_rows
+        values = torch.empty(made_rows, size, dtype=torch.float8_e4m3fn, device=device)
+        num_groups = -(-size // self.group)
+        shape = (num_groups, made_rows) if self.for_scaled_mm else (made_rows, num_groups)
+        scales = torch.empty(shape, dtype=torch.float32, device=device)
+        return Fp8Rows(values, scales.T if self.for_scaled_mm else scales, self.group)
+
 
 def quantize_rows_ref(
     x: torch.Tensor,
-    group: int,
+    rounding: Rounding,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Plain torch form of `quantize_rows`."""
     total = x
@@ -49,10 +74,26 @@ def quantize_rows_ref(
         x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
     if gated:
         x = silu_and_mul_ref(x)
-    if for_scaled_mm:
+    if rounding.for_scaled_mm:
         x = functional.pad(x, (0, 0, 0, -len(x) % _MM_ROWS))
-    values, scales, _, _ = quantize(x, 1, group)
-    return Fp8Rows(values, scales.T.contiguous().T if for_scaled_mm else scales, group), total
+    values, scales, _, _ = quantize(x, 1, rounding.group)
+    return Fp8Rows(values, scales.T.contiguous().T if rounding.for_scaled_mm else scales, rounding.group), total
+
+
+@jit
+def store_rounded(x, out_ptr, scale_ptr, first_group, size, scale_group_stride, NATIVE: tl.constexpr):
+    """Round some groups of a row, [groups, group] float32, of which what lies beyond the row is zero, and store them.
+
+    out_ptr, scale_ptr: of the row's first value and scale.
+    """
+    GROUP: tl.constexpr = x.shape[1]
+    largest = tl.max(tl.abs(x), axis=1)
+    scales = tl.where(largest > 0, largest / 448.0, 1.0)
+    numbers = first_group + tl.arange(0, x.shape[0])
+    offsets = numbers[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out_ptr + offsets, to_e4m3(x / scales[:, None], NATIVE), mask=offsets < size)
+    mask = numbers < tl.cdiv(size, GROUP)
+    tl.store(scale_ptr + numbers.to(tl.int64) * scale_group_stride, scales, mask=mask)
 
 
 @jit
@@ -85,68 +126,56 @@ def _quantize_rows_kernel(
     if GATED:
         up = tl.load(x_ptr + row * x_stride + size + offsets, mask=mask, other=0.0).to(tl.float32)
         x = round_to(x / (1 + tl.exp(-x)) * up, dtype)
-    largest = tl.max(tl.abs(x), axis=1)
-    scales = tl.where(largest > 0, largest / 448.0, 1.0)
-    tl.store(out_ptr + row * size + offsets, to_e4m3(x / scales[:, None], NATIVE), mask=mask)
-    num_groups = tl.cdiv(size, GROUP)
-    numbers = first_group + tl.arange(0, GROUPS)
-    scale_offsets = row * scale_row_stride + numbers.to(tl.int64) * scale_group_stride
-    tl.store(scale_ptr + scale_offsets, scales, mask=numbers < num_groups)
+    store_rounded(
+        x, out_ptr + row * size, scale_ptr + row * scale_row_stride, first_group, size, scale_group_stride, NATIVE
+    )
 
 
 def quantize_rows(
     x: torch.Tensor,
-    group: int,
+    rounding: Rounding,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Return x, or RMSNorm(x + residual), or SiLU(gate) * up, in e4m3, and `x + residual`, as `rms_norm` does.
 
     Args:
         x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size].
-        group: inputs that share a scale: `size`, or a power of two.
+        rounding: how; groups of `size`, or a power of two.
         norm: RMSNorm before, or None.
         residual: [num_rows, size], or None for zero; only with a norm.
         gated: x is [num_rows, 2 * size], gate and up, one after the other; without a norm.
-        for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are a multiple of 4,
-            of which the last may have any values.
     """
     if not uses_triton(x.device):
-        return quantize_rows_ref(x, group, norm, residual, gated, for_scaled_mm)
-    return quantize_rows_triton(x, group, norm, residual, gated, for_scaled_mm)
+        return quantize_rows_ref(x, rounding, norm, residual, gated)
+    return quantize_rows_triton(x, rounding, norm, residual, gated)
 
 
 def quantize_rows_triton(
     x: torch.Tensor,
-    group: int,
+    rounding: Rounding,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    for_scaled_mm: bool = False,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Compute `quantize_rows` by the kernel."""
     num_rows, size = x.shape[-2], x.shape[-1] // 2 if gated else x.shape[-1]
     parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous()) and not (gated and norm is not None)
-    made_rows = num_rows + -num_rows % _MM_ROWS if for_scaled_mm else num_rows
-    values = torch.empty(made_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
-    num_groups = -(-size // group)
-    shape = (num_groups, made_rows) if for_scaled_mm else (made_rows, num_groups)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    scales = scales.T if for_scaled_mm else scales
+    rows = rounding.empty_rows(num_rows, size, x.device)
     total = x
     if residual is not None or parts > 1:
         total = torch.empty(num_rows, size, dtype=dtype, device=x.device)
-    width = triton.next_power_of_2(group)
+    width, num_groups = triton.next_power_of_2(rounding.group), -(-size // rounding.group)
     # A norm takes the whole row; without one a program has some 1024 elements.
     groups = triton.next_power_of_2(num_groups if norm is not None else min(num_groups, max(1, 1024 // width)))
     _quantize_rows_kernel[(num_rows, triton.cdiv(num_groups, groups))](
-        x, residual, None if norm is None else norm.weight, values.view(torch.uint8), scales, total,
-        0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), scales.stride(0), scales.stride(1),
+        x, residual, None if norm is None else norm.weight, rows.values.view(torch.uint8), rows.scales, total,
+        0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), rows.scales.stride(0),
+        rows.scales.stride(1),
         PARTS=parts, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, GATED=gated, GROUPS=groups,
         GROUP=width, NATIVE=converts_e4m3(x.device),
         num_warps=min(16 if gated else 8, max(1, groups * width // 512)), **pdl_options(x.device),
     )  # fmt: skip
-    return Fp8Rows(values, scales, group), total
+    return rows, total

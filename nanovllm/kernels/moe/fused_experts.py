@@ -13,7 +13,7 @@ from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix
 from nanovllm.kernels.linear.choose import should_quantize_rows
 from nanovllm.kernels.linear.fp8_linear import fp8_linear_ref
-from nanovllm.kernels.linear.quantize_rows import quantize_rows, quantize_rows_ref
+from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref
 from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
 from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
@@ -30,7 +30,7 @@ def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantiz
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight[expert])
     if quantizes_rows:
-        return scaled_gemm_ref(quantize_rows_ref(x, weight.block_ins)[0], weight.expert(expert), x.dtype)
+        return scaled_gemm_ref(quantize_rows_ref(x, Rounding(weight.block_ins))[0], weight.expert(expert), x.dtype)
     return fp8_linear_ref(x, weight.expert(expert))[0]
 
 
@@ -63,7 +63,7 @@ def _grouped_product(
 ) -> None:
     """Compute `grouped_gemm`, of rows in e4m3 if the weights are and the device multiplies these."""
     if isinstance(weight, Fp8Matrix) and should_quantize_rows(len(routing.experts), x.dtype, x.device):
-        grouped_gemm(quantize_rows(x, weight.block_ins)[0], routing, order, weight, out, gated)
+        grouped_gemm(quantize_rows(x, Rounding(weight.block_ins))[0], routing, order, weight, out, gated)
     else:
         grouped_gemm(x, routing, order, weight, out, gated)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.quantization.loading import WeightSlice
@@ -92,6 +94,26 @@ def test_new_weights_are_those_of_a_fresh_engine(
         llm.wake_up()
         llm.load_weights((name, tensor.double().float()) for name, tensor in weights.items())
         assert answers(llm) == want
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}, {"enable_expert_parallel": True}])
+def test_a_trainer_has_the_experts_of_a_mixture_in_one_tensor(
+    make_checkpoint: MakeCheckpoint, settings: dict[str, Any]
+) -> None:
+    old, new = two_models(make_checkpoint, "mixture")
+    with LLM(new, **SETTINGS, **settings) as fresh:
+        want = answers(fresh)
+    parameters = dict(AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32).named_parameters())
+    stacked = "model.layers.0.mlp.experts.gate_up_proj"
+    assert parameters[stacked].dim() == 3
+    with LLM(old, **SETTINGS, **settings) as llm:
+        assert llm.load_weights(parameters, strict=True) == len(parameters)
+        assert llm.reset_prefix_cache() and answers(llm) == want
+        for wrong in (parameters[stacked][:3], parameters[stacked][:, :60], parameters[stacked][0]):
+            with pytest.raises(ValueError, match=re.escape(f"{list(wrong.shape)}; the config asks for [4, 64,")):
+                llm.load_weights({stacked: wrong})
+        with pytest.raises(ValueError, match=r"it has 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight'"):
+            llm.load_weights({"model.layers.0.mlp.experts.3.upp_proj.weight": torch.zeros(1)})
 
 
 @pytest.fixture

@@ -152,6 +152,9 @@ class CausalLM(nn.Module):
         path = [self.renamed_modules.get(module, module) for module in name.split(".")]
         path[-1] = _SCALES.get(path[-1], path[-1])
         module = path[-2] if len(path) >= 2 else ""
+        if module == "experts" and self.config.experts is not None:
+            # All experts in one tensor, as transformers' modules and so trainers have them.
+            return self._stacked_experts(path)
         if (scale := _KV_SCALES.get((module, path[-1]))) is not None:
             return [WeightTarget(".".join([*path[: path.index("self_attn") + 1], "attn.scales", scale]))]
         if module in self.fused_modules_mapping:
@@ -164,6 +167,19 @@ class CausalLM(nn.Module):
             # One tensor for each of the experts that are stacked here.
             expert = int(path.pop(-3))
         return [WeightTarget(".".join(path), part, expert)]
+
+    def _stacked_experts(self, path: list[str]) -> list[WeightTarget]:
+        assert self.config.experts is not None
+        param, parts = ".".join([*path, "weight"]), self.fused_modules_mapping.get(path[-1], (None,))
+        return [WeightTarget(param, part, i) for i in range(self.config.experts.num_experts) for part in parts]
+
+    def stored_name(self, target: WeightTarget) -> str:
+        """Return the name of the checkpoint's tensor for a target."""
+        *path, module, name = target.param.split(".")
+        if target.part is not None:
+            packed = self.packed_modules_mapping.items()
+            module = next(there for there, here in packed if here == (module, target.part))
+        return ".".join([*path, *([] if target.expert is None else [str(target.expert)]), module, name])
 
 
 class LoadableCausalLM(CausalLM, ABC):

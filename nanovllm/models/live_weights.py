@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.models.adapter import read_adapter
 from nanovllm.models.base import CausalLM
-from nanovllm.models.loader import rows_of
+from nanovllm.models.loader import rows_of, shape_of
 from nanovllm.models.stored_tensors import shown
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 
@@ -78,12 +78,10 @@ class LiveWeights:
         parts = self._find(name)
         shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         dtype = _STORED_DTYPES.get(dtype, dtype)
+        if len(parts) > 1 and shape not in ([], [1], expected := shape_of(parts)):
+            raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
         for target, rows in rows_of(tensor, parts):
             part = self._slices[target]
-            if len(parts) > 1 and shape not in ([], [1]):
-                expected = [sum(part.shape[0] for _, part in parts), *part.shape[1:]]
-                if shape != expected:
-                    raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
             part.check_shape(name, rows.get_shape())
             part.check_dtype(name, dtype)
         return bool(parts)
@@ -94,7 +92,7 @@ class LiveWeights:
         targets = self._model.weight_targets(name)
         unknown = [target for target in targets if target not in self._slices]
         if unknown:
-            near = get_close_matches(str(unknown[0]), map(str, self._slices), 1)
+            near = get_close_matches(name, map(self._model.stored_name, self._slices), 1)
             raise ValueError(f"the model has no tensor {name!r}" + (f"; it has {near[0]!r}" if near else ""))
         self._parts[name] = [(target, self._slices[target]) for target in targets]
         return self._parts[name]

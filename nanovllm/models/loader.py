@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM, LoadableCausalLM
 from nanovllm.models.stored_tensors import shown, stored_tensors, weight_files
-from nanovllm.quantization.loading import LoadableModule, TensorRows, WeightSlice, WeightTarget
+from nanovllm.quantization.loading import LoadableModule, StackedTensor, TensorRows, WeightSlice, WeightTarget
 from nanovllm.utils.loading_bar import loading_bar
 
 
@@ -108,11 +109,23 @@ def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Itera
         # One number is that of all.
         yield from ((target, tensor) for target, _ in parts)
         return
+    if len(tensor.get_shape()) > len(parts[0][1].shape):
+        for number, (_, own) in enumerate(groupby(parts, lambda part: part[0].expert)):
+            yield from rows_of(StackedTensor(tensor, number), list(own))
+        return
     start, num_rows = 0, tensor.get_shape()[0]
     for number, (target, part) in enumerate(parts, 1):
         stop = num_rows if number == len(parts) else start + part.shape[0]
         yield target, TensorRows(tensor, start, stop)
         start = stop
+
+
+def shape_of(parts: list[tuple[WeightTarget, WeightSlice]]) -> list[int]:
+    """Return the shape of the tensor that has all these parts."""
+    experts = {target.expert for target, _ in parts}
+    _, first = parts[0]
+    rows = sum(part.shape[0] for _, part in parts) // len(experts)
+    return [*([len(experts)] if len(experts) > 1 else []), rows, *first.shape[1:]]
 
 
 def _warn_of_conversions(

@@ -131,6 +131,23 @@ class TensorRows:
         return values
 
 
+@dataclass(frozen=True)
+class StackedTensor:
+    """One matrix of a tensor in which several are stacked, as a trainer has its experts; see `WeightSlice.fill`."""
+
+    tensor: Any
+    number: int
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the matrix."""
+        return list(self.tensor.get_shape()[1:])
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        place = (slice(self.number, self.number + 1), *index)
+        values: torch.Tensor = self.tensor[place]
+        return values[0]
+
+
 class LoadableModule(nn.Module):
     """A module that makes its parameters of checkpoint tensors."""
 

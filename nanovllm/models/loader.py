@@ -105,7 +105,7 @@ def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], fo
 
 def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
     """Return each target with the rows of a tensor that it gets; the last gets what is left."""
-    if len(parts) == 1 or tensor.get_shape() in ([], [1]):
+    if len(parts) < 2 or tensor.get_shape() in ([], [1]):
         # One number is that of all.
         yield from ((target, tensor) for target, _ in parts)
         return

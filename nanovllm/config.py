@@ -75,7 +75,7 @@ class Config:
         trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
         logprobs_mode: "raw_logprobs", of the model's logits; "processed_logprobs", of what is sampled from: after
             masks, penalties, temperature, top-k, top-p and min-p; or "scaled_logprobs", as a trainer computes them:
-            without the last three.
+            without the last three, and without masks of grammars and `min_tokens`.
         max_logprobs: most log-probabilities that a request may ask for at each position; -1: of the whole vocabulary.
         seed: of dummy weights (0 if None), and of requests without their own seed (drawn at random if None).
 

@@ -142,7 +142,7 @@ def test_log_probabilities_are_of_raw_or_of_processed_logits(llm: LLM, folder: P
         whole = output.prompt_token_ids + token_ids
         assert raw.outputs[0].token_ids == token_ids
         check_logprobs(raw, reference_logits(folder, whole)[start - 1 : -1], param.logprobs or 0)
-        uncut = dataclasses.replace(param, top_k=0, top_p=1.0, min_p=0.0)
+        uncut = dataclasses.replace(param, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0)
         logits = processed(folder, uncut if mode == "scaled_logprobs" else param, start, whole, [EOS])
         check_logprobs(output, logits, param.logprobs or 0)
 

@@ -63,12 +63,14 @@ class _Edited:
     Attributes:
         indices: [n] int64; which rows they are.
         rows: their logits, edited.
+        scored: those of which log-probabilities are, but for what is cut off.
         cutoffs: [n] float32; logits below count as -inf. None keeps all.
         inputs: what these rows are sampled by.
     """
 
     indices: torch.Tensor
     rows: EditedRows
+    scored: EditedRows
     cutoffs: torch.Tensor | None
     inputs: SamplingInputs
 
@@ -138,9 +140,14 @@ class Sampler:
         return self.communicator.all_reduce_argmax(scores, token_ids)
 
     def _edit(self, logits: torch.Tensor, inputs: SamplingInputs, indices: torch.Tensor, extra: ExtraRows) -> _Edited:
-        rows = self._whole_rows(logits, indices, extra.edits)
+        gathered, own = self._gathered(logits, indices)
+        edits, size = extra.edits, self.vocab.total
+        rows = scored = edit_logits(gathered, own, size, edits)
+        if self.logprobs_mode == "scaled_logprobs" and edits.has_masks:
+            # A trainer knows of no grammar, and of no least number of tokens.
+            scored = edit_logits(gathered, own, size, edits.without_masks())
         least = None if extra.cutoffs is None else cutoffs(rows, extra.cutoffs)
-        return _Edited(indices, rows, least, inputs[indices])
+        return _Edited(indices, rows, scored, least, inputs[indices])
 
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, edited: _Edited | None, extra: ExtraRows
@@ -152,19 +159,21 @@ class Sampler:
         # In other modes each row that asks for them is an edited one, see `SamplingState.rows_of`.
         if self.logprobs_mode == "raw_logprobs" or edited is None or extra.logprobs_in_edited is None:
             return token_logprobs(self._whole_rows(logits, indices), token_ids[indices], extra.num_logprobs)
-        kept = edited.rows
+        kept = edited.scored
         if self.logprobs_mode == "processed_logprobs" and edited.cutoffs is not None:
             kept = kept.above(edited.cutoffs)
         temperatures = edited.inputs.temperatures[extra.logprobs_in_edited]
         return token_logprobs(kept[extra.logprobs_in_edited], token_ids[indices], extra.num_logprobs, temperatures)
 
-    def _whole_rows(
-        self, logits: torch.Tensor, rows: torch.Tensor | None = None, edits: LogitsEdits | None = None
-    ) -> EditedRows:
-        """Return rows of logits over the whole vocabulary, on every rank, with edits; rows: [n] int64, None for all."""
+    def _whole_rows(self, logits: torch.Tensor, rows: torch.Tensor | None = None) -> EditedRows:
+        """Return rows of logits over the whole vocabulary, on every rank; rows: [n] int64, None for all."""
         if rows is None:
             rows = torch.arange(len(logits), device=logits.device)
-        if self.communicator.size > 1:
-            logits = self.communicator.all_gather_columns(logits[rows])
-            rows = torch.arange(len(rows), device=rows.device)
-        return edit_logits(logits, rows, self.vocab.total, edits or LogitsEdits())
+        gathered, own = self._gathered(logits, rows)
+        return edit_logits(gathered, own, self.vocab.total, LogitsEdits())
+
+    def _gathered(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits over the whole vocabulary, and which of them the rows are."""
+        if self.communicator.size == 1:
+            return logits, rows
+        return self.communicator.all_gather_columns(logits[rows]), torch.arange(len(rows), device=rows.device)

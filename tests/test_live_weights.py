@@ -273,6 +273,20 @@ def test_a_pause_ends_requests(live: LLM, mode: Any) -> None:
     assert set(done) == {*ids, late} and len(done[late].outputs[0].token_ids) == 9
 
 
+def test_nobody_freezes_what_a_pause_waits_for(live: LLM) -> None:
+    ids = [live.add_request([number, 5], SamplingParams(0, 9, ignore_eos=True)) for number in (1, 2)]
+    live.step()
+    # As if the thread that waits had not come to its first step.
+    live.llm_engine.pause("wait")
+    for change in (lambda: live.load_weights({}), live.unload_adapter, live.sleep):
+        with pytest.raises(RuntimeError, match="a pause still waits for requests to end"):
+            change()
+    live.pause("keep")
+    done = dict(live.step().finished)
+    assert {len(done[i].outputs[0].token_ids) for i in ids} == {9}
+    assert live.is_paused and live.load_weights({}) == 0
+
+
 def test_requests_that_were_paused_are_computed_again_after_a_sleep(live: LLM) -> None:
     params = SamplingParams(0, 20, ignore_eos=True)
     prompts = [[*PREFIX, number] for number in range(3)]

@@ -95,8 +95,10 @@ class ControlledEngine(DrivenEngine):
             return self.block_manager.reset()
 
     def pause(self, mode: PauseMode) -> None:
-        """Do no more steps, or those alone that a pause that waits waits for."""
+        """Do no more steps, but those of requests that a "wait" waits for, which a later "keep" does not freeze."""
         with self.between_steps():
+            if mode == "keep" and self.is_draining():
+                return
             self.state.pause_mode = mode
             if mode == "wait":
                 self.scheduler.waiting.hold_new()
@@ -117,7 +119,7 @@ class ControlledEngine(DrivenEngine):
     def sleep(self, level: int) -> None:
         """Give back the memory of weights, cache and CUDA graphs."""
         with self.between_steps():
-            self.state.require_no_requests("sleep", self.request_ids)
+            self._require_rest("sleep")
             self.scheduler.preempt_all()
             self.block_manager.reset()
             self.state.asleep = set(SLEEP_TAGS)
@@ -136,8 +138,13 @@ class ControlledEngine(DrivenEngine):
             raise RuntimeError("this engine's runner does not change weights")
         return self._weights_runner
 
-    def _require_weights(self, name: str) -> None:
+    def _require_rest(self, name: str) -> None:
         self.state.require_no_requests(name, self.request_ids)
+        if self.is_draining():
+            raise RuntimeError(f"{name}: a pause still waits for requests to end")
+
+    def _require_weights(self, name: str) -> None:
+        self._require_rest(name)
         if "weights" in self.state.asleep:
             raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
 

@@ -84,7 +84,8 @@ class NanoVLLMGeneration(VLLMGeneration):
         given = {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": max(0, self.top_k or 0),
             "min_p": self.min_p or 0.0, "repetition_penalty": self.repetition_penalty,
-            "max_tokens": self.max_completion_length, "logprobs": self.logprobs, "detokenize": False,
+            "max_tokens": self.max_completion_length, "logprobs": self.logprobs,
+            "detokenize": bool(self.generation_kwargs.get("stop")),
             **self.generation_kwargs,
         }  # fmt: skip
         if self.structured_outputs_regex is not None:
@@ -96,7 +97,7 @@ class NanoVLLMGeneration(VLLMGeneration):
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Have TRL's trainers that are made inside the `with` block generate with nanovllm."""
+    """Have TRL's trainers that were imported before, and are made inside the `with` block, generate with nanovllm."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("trl.") and "VLLMGeneration" in vars(module):

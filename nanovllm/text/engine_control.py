@@ -122,7 +122,8 @@ class EngineControl:
 
         Args:
             mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets those end
-                that are there; "abort" ends them with what they have, `finish_reason` "abort".
+                that are there, for which a "keep" that comes meanwhile waits, too; "abort" ends them with what they
+                have, `finish_reason` "abort".
 
         Raises:
             ValueError: an unknown mode.
@@ -138,7 +139,7 @@ class EngineControl:
         if mode == "abort":
             # Those too that no replica has yet.
             engine.abort(engine.request_ids, keep_outputs=True)
-        elif mode == "wait":
+        else:
             self._drain()
 
     def _drain(self) -> None:

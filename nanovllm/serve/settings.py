@@ -158,8 +158,10 @@ class ServeSettings:
 
     def check_access(self) -> None:
         """Raise a `ValueError` if anybody could control the engine; once it is known which keys there are."""
-        if self.weights_root is not None and not (self.control and Path(self.weights_root).is_dir()):
-            raise ValueError(f"weights_root={self.weights_root!r} must be a folder, and needs control=True")
+        if self.weights_root is not None and not self.control:
+            raise ValueError(f"weights_root={self.weights_root!r} needs control=True")
+        if self.weights_root is not None and not Path(self.weights_root).is_dir():
+            raise ValueError(f"weights_root={self.weights_root!r} must be a folder")
         if self.control and not self.api_key and self.uds is None and not _is_loopback(self.host):
             raise ValueError(f"control=True needs an api_key: the server listens to others, on host={self.host!r}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from nanovllm.assets import BUNDLED_MODEL
 pytest.importorskip("ray.data")
 import ray
 
-from nanovllm.integrations.ray import ProcessorConfig, build_processor, row_seed
+from nanovllm.integrations.ray import EngineActor, ProcessorConfig, build_processor, row_seed
 from tests.ray_actors import actor_times, inherited_environment, kill_computing_actor, wait_for_actors
 
 ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 32}
@@ -86,6 +88,17 @@ def test_a_bad_row_has_an_error_or_ends_the_job() -> None:
     assert rows[4]["__inference_error__"] == "sampling_params is a dict, not 'greedy'"
     with pytest.raises(Exception, match=r"prompt or messages|max_model_len=256|is a dict"):
         build_processor(config(should_continue_on_error=False), ask)(dataset).take_all()
+
+
+def test_rows_beyond_those_that_an_actor_should_have_wait() -> None:
+    """Ray may put the rest of one block and rows of the next into a task."""
+
+    async def answers() -> list[dict[str, Any]]:
+        actor = EngineActor(config(batch_size=2, max_concurrent_batches=1))
+        batch = {"row": [pickle.dumps({"prompt": f"{i} + 1 ="}) for i in range(5)]}
+        return [pickle.loads(row) async for done in actor(batch) for row in done["row"]]
+
+    assert [row["__inference_error__"] for row in asyncio.run(answers())] == [""] * 5
 
 
 def test_what_would_wait_for_ever_or_is_no_parameter_is_refused() -> None:

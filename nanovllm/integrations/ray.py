@@ -41,7 +41,7 @@ class ProcessorConfig:
             quarter of `max_num_seqs`. Ray hands out some ten tasks a second, so small ones leave a fast GPU waiting.
         concurrency: number of actors, or a pair of the least and the most.
         max_concurrent_batches: of an actor; None: as fit into 1.25 * `max_num_seqs` rows. With more, the first actor
-            that is ready would take what others could do.
+            that is ready would take what others could do. Rows beyond wait in the actor.
         should_continue_on_error: whether a row that cannot be answered has an `__inference_error__`, or ends the job.
         num_gpus: of an actor; None: one for each rank of each replica, none with `device="cpu"`.
         num_cpus: of an actor.
@@ -105,6 +105,8 @@ class EngineActor:
 
         self._config = config
         self._llm = AsyncLLM(config.model_source, **{"max_pending_requests": config.max_rows, **config.engine_kwargs})
+        # Ray may put rows of several blocks into a task, and so hand out more than `max_rows`.
+        self._free = asyncio.Semaphore(self._llm.max_pending_requests)
         self._running = set[Any]()
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -117,7 +119,8 @@ class EngineActor:
 
     async def _answer(self, row: Row) -> Row:
         try:
-            return {**row, **await self._generate(row), "__inference_error__": ""}
+            async with self._free:
+                return {**row, **await self._generate(row), "__inference_error__": ""}
         except (ValueError, RuntimeError) as error:
             if self._llm.errored:
                 # Ray starts an actor again whose process has died, and would send more to one that raises.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from nanovllm.config import ModelImpl, Quantization
 from nanovllm.experts_config import ExpertsConfig, is_sparse
@@ -27,8 +27,9 @@ class Architecture:
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head of queries and keys is normalised.
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
-        is_windowed: whether `sliding_window`, where the config has it, holds for all layers of a config without
-            `layer_types`.
+        windows: layers that `sliding_window` holds for, where the config has it: all, none, or those of `layer_types`,
+            or without these from `max_window_layers` on.
+        ropes: layers that rotate: all, or those of `no_rope_layers`.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
 
@@ -36,7 +37,8 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     has_experts: bool = False
-    is_windowed: bool = False
+    windows: Literal["all", "none", "some"] = "some"
+    ropes: Literal["all", "some"] = "all"
     model: str = "decoder.DecoderForCausalLM"
 
 
@@ -44,15 +46,15 @@ _ROWS = (
     Architecture("Qwen3ForCausalLM", qk_norm=True),
     Architecture("Qwen2ForCausalLM", qkv_bias=True),
     # Llama 2 and 3.x, SmolLM2, and many more that took its shape over.
-    Architecture("LlamaForCausalLM"),
-    Architecture("MistralForCausalLM", is_windowed=True),
+    Architecture("LlamaForCausalLM", windows="none"),
+    Architecture("MistralForCausalLM", windows="all"),
     Architecture("MinistralForCausalLM"),
-    Architecture("SmolLM3ForCausalLM"),
-    Architecture("Phi3ForCausalLM", is_windowed=True),
-    Architecture("SeedOssForCausalLM", qkv_bias=True),
+    Architecture("SmolLM3ForCausalLM", ropes="some"),
+    Architecture("Phi3ForCausalLM", windows="all"),
+    Architecture("SeedOssForCausalLM", qkv_bias=True, windows="none"),
     Architecture("CwmForCausalLM"),
-    Architecture("Qwen3MoeForCausalLM", qk_norm=True, has_experts=True),
-    Architecture("MixtralForCausalLM", has_experts=True, is_windowed=True),
+    Architecture("Qwen3MoeForCausalLM", qk_norm=True, has_experts=True, windows="all"),
+    Architecture("MixtralForCausalLM", has_experts=True, windows="all"),
 )
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
@@ -311,14 +313,20 @@ def _dtype(hf: Any) -> str:
     return name
 
 
+def _kinds(hf: Any, architecture: Architecture, count: int) -> list[str]:
+    """Return the type of each layer, by transformers' names."""
+    if architecture.windows != "some":
+        has_window = architecture.windows == "all" and getattr(hf, "sliding_window", None) is not None
+        return ["sliding_attention" if has_window else "full_attention"] * count
+    first = getattr(hf, "max_window_layers", 0) if getattr(hf, "use_sliding_window", False) else count
+    made = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
+    return list(getattr(hf, "layer_types", None) or made)
+
+
 def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
     count, window = hf.num_hidden_layers, getattr(hf, "sliding_window", None)
-    kinds = getattr(hf, "layer_types", None)
-    if kinds is None and getattr(hf, "use_sliding_window", False):
-        kinds = ["sliding_attention" if i >= hf.max_window_layers else "full_attention" for i in range(count)]
-    elif kinds is None:
-        kinds = ["sliding_attention" if architecture.is_windowed and window else "full_attention"] * count
-    ropes = getattr(hf, "no_rope_layers", None) or [1] * count
+    kinds = _kinds(hf, architecture, count)
+    ropes = (getattr(hf, "no_rope_layers", None) if architecture.ropes == "some" else None) or [1] * count
     if len(kinds) != count or len(ropes) != count:
         raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={ropes!r:.80} do not have {count} entries")
     if "sliding_attention" in kinds:

@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {
         "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "num_experts": 5,
         "num_experts_per_tok": 1, "norm_topk_prob": False, "moe_intermediate_size": 48, "head_dim": 16,
+        "use_sliding_window": True, "sliding_window": 36, "max_window_layers": 2,
     },
     "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 40},
 }  # fmt: skip

@@ -45,12 +45,11 @@ def choices(model: Any, prompt: list[int], output: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_answers_are_transformers(folder: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "impl"), [(1, "native"), (3, "native"), (1, "transformers"), (3, "transformers")])
+def test_answers_are_transformers(folder: Path, ranks: int, impl: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    questions = QUESTIONS if ranks == 1 else QUESTIONS[::5]
-    chats: list[Any] = [[{"role": "user", "content": question}] for question in questions]
-    with LLM(folder, device="cpu", max_model_len=256, tensor_parallel_size=ranks) as llm:
+    chats: list[Any] = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    with LLM(folder, device="cpu", max_model_len=256, tensor_parallel_size=ranks, model_impl=impl) as llm:
         outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     for output in outputs:
         token_ids = list(output.outputs[0].token_ids)

@@ -109,9 +109,13 @@ def test_what_would_wait_for_ever_or_is_no_parameter_is_refused() -> None:
         build_processor(ProcessorConfig(str(BUNDLED_MODEL)))(dataset)
     with pytest.raises(ValueError, match=r"must be 1 to 40, 1\.25 max_num_seqs, not 48"):
         config(max_concurrent_batches=6)
-    for concurrency in (0, (4, 1)):
-        with pytest.raises(ValueError, match="least and the most"):
+    for concurrency in (0, (4, 1), (1,), "2", 2.5):
+        with pytest.raises(ValueError, match="concurrency"):
             config(concurrency=concurrency)
+    for wrong in ({"max_num_sequences": 3}, {"max_num_seqs": 0}):
+        with pytest.raises(ValueError, match="max_num_seq"):
+            ProcessorConfig("model", wrong)
+    ProcessorConfig("model", sampling_params={"structured_outputs": {"regex": "[0-9]+"}})
     replicas = ProcessorConfig("model", {"data_parallel_size": 2, "max_num_seqs": 32})
     assert (replicas.num_gpus, replicas.batch_size, replicas.max_rows) == (2, 16, 80)
     for params in ({"temprature": 1}, {"n": 2}, {"temperature": -1}):

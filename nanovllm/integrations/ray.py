@@ -17,7 +17,8 @@ from hashlib import blake2b
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.extras import install_hint
 
 try:
@@ -63,6 +64,12 @@ class ProcessorConfig:
 
     def __post_init__(self) -> None:
         _params(self.sampling_params)
+        # What is wrong is said here, and not by an actor that ends; folders are those of the nodes.
+        elsewhere = {"max_pending_requests", "prefix_cache"}
+        Config(self.model_source, **{name: x for name, x in self.engine_kwargs.items() if name not in elsewhere})
+        for name in ("batch_size", "max_concurrent_batches"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         replicas = self.engine_kwargs.get("data_parallel_size", 1)
         max_num_seqs = replicas * self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs)
         most = int(1.25 * max_num_seqs)
@@ -77,13 +84,14 @@ class ProcessorConfig:
             self.num_gpus = 0 if self.engine_kwargs.get("device") == "cpu" else ranks
         least, most = self.num_actors
         if not 1 <= least <= most:
-            raise ValueError(f"concurrency is a number of actors, or the least and the most, not {self.concurrency!r}")
+            raise ValueError(f"concurrency={self.concurrency!r} must be a number of actors, or the least and the most")
 
     @property
     def num_actors(self) -> tuple[int, int]:
         """The least and the most."""
-        least, most = (self.concurrency,) * 2 if isinstance(self.concurrency, int) else self.concurrency
-        return least, most
+        given = self.concurrency
+        pair = given if isinstance(given, tuple) and len(given) == 2 else (given, given)
+        return check_int("concurrency", pair[0]), check_int("concurrency", pair[1])
 
     @property
     def max_rows(self) -> int:
@@ -189,6 +197,8 @@ def build_processor(
 
 
 def _params(values: Row) -> SamplingParams:
+    if isinstance(constraint := values.get("structured_outputs"), dict):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**constraint)}
     try:
         params = SamplingParams(**values)
     except TypeError as error:

@@ -100,7 +100,7 @@ class Trace:
         # An output that ends early, in the queue for example, has no more phases.
         ends = [end for end in (times.queue_time, times.time_to_first_token) if end is not None] + [total]
         starts = [times.arrival_time + start for start in (0.0, *ends)]
-        name = f"request {seq.seq_id}" + (f", output {seq.index} of it" if seq.index else "")
+        name = f"request {seq.seq_id}" + (f", output {seq.index}" if seq.index else "")
         args = {"prompt tokens": seq.num_prompt_tokens, "tokens": len(seq.token_ids), "ended by": seq.finish_reason}
         begin, finish = self._nested(seq.seq_id, name, starts[0], starts[-1])
         events = [begin | {"args": args}]

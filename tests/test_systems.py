@@ -18,9 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from nanovllm import LLM, kernels
+from nanovllm import LLM, attention, kernels
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.attention import make_backend
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
@@ -98,6 +99,10 @@ def test_a_device_that_no_kernel_is_for_is_refused_before_weights_are_loaded(
 
 def test_sdpa_takes_every_op_in_plain_torch(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_backend("sdpa", CUDA, torch.float16, 256, 4, [], num_slots=1), SdpaBackend)
+    spec = KVCacheSpec(2, 96, 96, None, torch.float16)
+    monkeypatch.setattr(attention, "check_backend", lambda *args: None)
+    with pytest.warns(UserWarning, match=r"without CUDA graphs .* \[\(2, 96, 96\)\]"):
+        assert isinstance(make_backend("auto", CUDA, torch.float16, 256, 4, [spec], num_slots=1), SdpaBackend)
     assert not _triton.is_hopper(CUDA)
     ops = 0
     for info in pkgutil.walk_packages(kernels.__path__, "nanovllm.kernels."):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
@@ -43,7 +44,15 @@ def make_backend(
         ValueError: see `check_backend`.
     """
     check_backend(name, device, dtype, block_size)
-    if name == "sdpa" or (name == "auto" and (device.type != "cuda" or not _are_for_triton(specs))):
+    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
+        return SdpaBackend(block_size)
+    sizes = sorted({(spec.num_kv_heads, spec.key_size, spec.value_size) for spec in specs})
+    if name == "auto" and not _are_for_triton(sizes):
+        warnings.warn(
+            "attention is attention_backend='sdpa', without CUDA graphs and slower: kernels take one size of heads, of "
+            f"{HEAD_SIZES}, and layers have (KV heads, key size, value size) {sizes}",
+            stacklevel=2,
+        )
         return SdpaBackend(block_size)
     if name in ("auto", "triton"):
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
@@ -66,10 +75,10 @@ def make_backend(
     return FlashAttnBackend()
 
 
-def _are_for_triton(specs: Sequence[KVCacheSpec]) -> bool:
+def _are_for_triton(sizes: list[tuple[int, int, int]]) -> bool:
     """Whether the layers' heads are alike, and of a size that the kernels are written for."""
-    sizes = {(spec.num_kv_heads, spec.key_size, spec.value_size) for spec in specs}
-    return len(sizes) == 1 and specs[0].key_size == specs[0].value_size and specs[0].key_size in HEAD_SIZES
+    _, key_size, value_size = sizes[0]
+    return len(sizes) == 1 and key_size == value_size and key_size in HEAD_SIZES
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> None:

@@ -266,6 +266,7 @@ def table(results: dict[str, Result]) -> str:
             )
             refused.setdefault(cause, []).append(names[name])
     causes = sorted((cause, sorted(set(members) - set(equal))) for cause, members in refused.items())
+    not_made = sorted({names[name] for name, result in results.items() if result.verdict == "not made"} - set(equal))
     return "\n".join(
         [
             "# Families",
@@ -281,6 +282,8 @@ def table(results: dict[str, Result]) -> str:
             "| refused, since | architectures |",
             "|---|---|",
             *(f"| {cause.splitlines()[0]} | {', '.join(members)} |" for cause, members in causes if members),
+            "",
+            f"Not tried, since the script makes no tiny model of them: {', '.join(not_made)}.",
             "",
         ]
     )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
 from nanovllm.engine.request import Request
@@ -185,6 +185,27 @@ for turn in range(2):
         assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
         print("interrupted", flush=True)
 """
+
+
+def test_an_output_that_has_met_its_stop_string_stops_again_on_another_replica() -> None:
+    params = SamplingParams(0, 400, stop=["e"], ignore_eos=True)
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
+    with LLM(BUNDLED_MODEL, **settings) as llm:
+        want = llm.generate(["tell me"], params, use_tqdm=False)[0].outputs[0]
+    with LLM(BUNDLED_MODEL, data_parallel_size=2, num_kvcache_blocks=40, **settings) as llm:
+        engine: Any = llm.engine_client.engine
+        stop = engine.stop
+
+        def kill_and_stop(outputs: list[tuple[int, int]]) -> None:
+            engine.stop = stop
+            os.kill(engine_pids()[engine._placement.holder(outputs[0][0])], signal.SIGKILL)
+            stop(outputs)
+
+        engine.stop = kill_and_stop
+        with pytest.warns(UserWarning, match="its 1 requests run again"):
+            found = llm.generate(["tell me"], params, use_tqdm=False)[0].outputs[0]
+        assert (found.text, found.stop_reason, found.token_ids) == (want.text, "e", want.token_ids)
+        assert llm.stats()["num_output_tokens"] < 100
 
 
 def wait_until(reached: Callable[[], bool]) -> None:

@@ -92,6 +92,8 @@ class ReplicatedEngine(Unpicklable):
         # Tokens of each output that have been reported, and those that come again, of replicas that may die.
         self._num_reported: Counter[tuple[int, int]] = Counter()
         self._num_repeated: dict[tuple[int, int], int] = {}
+        # Outputs that have met a stop string, at their last token that has been reported.
+        self._stopped: set[tuple[int, int]] = set()
         self._history = StatsHistory()
         self._guard = CallGuard()
         # Requests come from any thread.
@@ -214,6 +216,7 @@ class ReplicatedEngine(Unpicklable):
             for request_id, index in outputs:
                 holder = self._placement.holder(request_id)
                 if holder is not None:
+                    self._stopped.add((request_id, index))
                     self._replicas[holder].add(Stop([(request_id, index)]))
 
     def drop(self, request_ids: set[int]) -> None:
@@ -313,6 +316,7 @@ class ReplicatedEngine(Unpicklable):
             self._first_ids.pop(request_id + index, None)
             self._num_reported.pop((request_id, index), None)
             self._num_repeated.pop((request_id, index), None)
+            self._stopped.discard((request_id, index))
         return request
 
     def _take_in(self, replica: Replica, report: StepReport, tokens: NewTokens) -> None:
@@ -341,6 +345,8 @@ class ReplicatedEngine(Unpicklable):
             key = token[:2]
             if self._num_repeated.get(key, 0) > 0:
                 self._num_repeated[key] -= 1
+                if not self._num_repeated[key] and key in self._stopped:
+                    self.stop([key])
             elif token[0] in self._placement.requests:
                 self._num_reported[key] += 1
                 yield token

@@ -164,6 +164,6 @@ def test_an_output_that_is_no_file_gets_the_answers(tmp_path: Path, capfd: pytes
     for flags in ([], ["--overwrite"]):
         assert main(["run", "-i", str(source), "-o", "/dev/full", *ENGINE, *flags]) == 1
         errors = capfd.readouterr().err.splitlines()
-        assert errors == ["nanovllm run: error: [Errno 28] No space left on device"]
+        assert errors == ["nanovllm run: error: [Errno 28] No space left on device: '/dev/full'"]
         assert main(["run", "-i", str(source), "-o", "/dev/null", *ENGINE, *flags]) == 0
         capfd.readouterr()

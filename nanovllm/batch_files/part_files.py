@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from nanovllm.batch_files.digests import AnsweredRequests
+from nanovllm.batch_files.result_file import named
 from nanovllm.batch_files.shards import Shard
 from nanovllm.batch_files.stored_results import check_run, stored_results
 from nanovllm.utils.remote import filesystem, storage_errors
@@ -180,7 +181,7 @@ class PartFiles:
 def _create_file(path: str, content: bytes) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".part-") as file:
+    with named(path), tempfile.NamedTemporaryFile(dir=folder, prefix=".part-") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -12,6 +12,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,7 +53,8 @@ class ResultFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with named(self._path):
+            self._file.close()
 
     def is_file(self, descriptor: int | None) -> bool:
         """Return whether a descriptor (None: that of no local file) is one of this file."""
@@ -84,9 +86,10 @@ class ResultFile:
 
     def write(self, lines: list[bytes]) -> None:
         """Append results."""
-        self._file.write(b"".join(lines))
-        # A line that is not in the file when the process is killed is answered again.
-        self._file.flush()
+        with named(self._path):
+            self._file.write(b"".join(lines))
+            # A line that is not in the file when the process is killed is answered again.
+            self._file.flush()
 
     def finish(self) -> None:
         """Keep of the older results the answers that hold, and all of this run's; nothing can be written then."""
@@ -122,6 +125,15 @@ class ResultFile:
     def _still_holds(self, line: bytes) -> bool:
         header = parse_header(line)
         return header is not None and self.answered.pop(header[0], header[2])
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Have errors name a file: of a full disk, say, the system says none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _is_stream(path: str) -> bool:

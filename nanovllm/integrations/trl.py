@@ -76,9 +76,9 @@ class NanoVLLMGeneration(VLLMGeneration):
         if self.logprobs is None:
             return prompt_ids, token_ids, None, None
         # The most likely first, as TRL has them.
-        steps = [[sorted(at.items(), key=lambda item: item[1].rank) for at in c.logprobs] for c in completions]
-        values = [[[logprob.logprob for _, logprob in at] for at in each] for each in steps]
-        return prompt_ids, token_ids, values, [[[token for token, _ in at] for at in each] for each in steps]
+        steps = [[sorted(step.items(), key=lambda item: item[1].rank) for step in c.logprobs] for c in completions]
+        values = [[[logprob.logprob for _, logprob in step] for step in each] for each in steps]
+        return prompt_ids, token_ids, values, [[[token for token, _ in step] for step in each] for each in steps]
 
     def _sampling_params(self) -> SamplingParams:
         given = {

@@ -95,7 +95,7 @@ class Judge:
         return [self._score(output) for output in outputs]
 
     def _score(self, output: RequestOutput) -> float:
-        (at,) = output.outputs[0].logprobs or ()
-        found = {token_id: logprob.logprob for token_id, logprob in at.items()}
+        (logprobs,) = output.outputs[0].logprobs or ()
+        found = {token_id: logprob.logprob for token_id, logprob in logprobs.items()}
         least = min(found.values())
         return 1 / (1 + math.exp(found.get(self._no, least) - found.get(self._yes, least)))

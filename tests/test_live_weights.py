@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.quantization.loading import WeightSlice
+from nanovllm.text.engine_control import EngineControl
 from tests.conftest import MakeCheckpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
@@ -459,6 +460,14 @@ def test_an_adapter_is_merged_and_taken_out_again(
         llm.load_weights([("model.norm.weight", stored(pair[0])["model.norm.weight"])])
         llm.reset_prefix_cache()
         assert answers(llm) == before and not llm.unload_adapter()
+
+
+@pytest.mark.parametrize("had_one", [[True, False], [False, True], [False, False]])
+def test_an_adapter_of_any_replica_is_one(had_one: list[bool]) -> None:
+    control = EngineControl()
+    control.engine_client = Mock()
+    control.engine_client.engine.call.return_value = had_one
+    assert control.unload_adapter() == any(had_one)
 
 
 @pytest.mark.parametrize(

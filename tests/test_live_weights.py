@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -460,6 +461,75 @@ def test_an_adapter_is_merged_and_taken_out_again(
         llm.load_weights([("model.norm.weight", stored(pair[0])["model.norm.weight"])])
         llm.reset_prefix_cache()
         assert answers(llm) == before and not llm.unload_adapter()
+
+
+def fail_stores(patch: pytest.MonkeyPatch, numbers: set[int]) -> None:
+    """Let stores fail, by their numbers from here on."""
+    store, count = WeightSlice.store, itertools.count(1)
+
+    def store_or_fail(part: WeightSlice, name: str, values: torch.Tensor) -> None:
+        if (number := next(count)) in numbers:
+            raise RuntimeError(f"no memory for store {number}")
+        store(part, name, values)
+
+    patch.setattr(WeightSlice, "store", store_or_fail)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
+    pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(tmp_path, stored(pair[0]), 1)
+    norm = {"model.norm.weight": stored(pair[0])["model.norm.weight"]}
+    with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
+
+        def check_refused() -> None:
+            with pytest.raises(
+                RuntimeError, match=r"3 weights such as .* have parts of an adapter: call unload_adapter"
+            ):
+                llm.add_request([1], GREEDY)
+
+        def check_restored() -> None:
+            llm.reset_prefix_cache()
+            assert answers(llm) == before and not llm.unload_adapter()
+
+        before = answers(llm)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(RuntimeError, match="store 2; the weights are those without"),
+        ):
+            fail_stores(patch, {2})
+            llm.load_weights(tmp_path)
+        check_restored()
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"for store 2; .* for store 3"):
+            fail_stores(patch, {2, 3})
+            llm.load_weights(tmp_path)
+        check_refused()
+        llm.sleep()
+        llm.wake_up()
+        check_refused()
+        assert llm.unload_adapter()
+        check_restored()
+        llm.load_weights(tmp_path)
+        for change in (llm.unload_adapter, lambda: llm.load_weights(norm), lambda: llm.load_weights(pair[0])):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="for store 1"):
+                fail_stores(patch, {1})
+                change()
+            check_refused()
+        # Other weights come without it.
+        llm.load_weights(norm)
+        check_restored()
+
+
+def test_a_tensor_that_is_written_in_part_is_missing(live: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(f"model.layers.{layer}.self_attn.v_proj.weight", torch.zeros(64, 64)) for layer in range(2)]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=f"writing '{pairs[1][0]}' has failed"):
+        fail_stores(patch, {2})
+        live.load_weights(pairs)
+    with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):
+        live.add_request([1], GREEDY)
+    live.load_weights(pairs[1:])
+    assert answers(live)
 
 
 @pytest.mark.parametrize("had_one", [[True, False], [False, True], [False, False]])

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.driven_engine import DrivenEngine
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.runner.messages import LoadFailedError, WeightsRunner
+from nanovllm.runner.messages import LoadedWeights, LoadFailedError, WeightsRunner
 
 
 class ControlledEngine(DrivenEngine):
@@ -66,28 +66,34 @@ class ControlledEngine(DrivenEngine):
             self._require_weights("load_weights")
             is_unchanged = False
             try:
-                loaded = self._weights.load_weights(weights, strict)
+                return self._change_weights(lambda runner: runner.load_weights(weights, strict))
             except ValueError:
                 # Of a folder that is refused nothing is written; how many pairs were, is not known here.
                 is_unchanged = isinstance(weights, str)
                 raise
-            except LoadFailedError as error:
-                self.state.missing = error.missing
-                raise
             finally:
                 if not is_unchanged:
                     self._drop_prefix_files()
-            was_missing, self.state.missing = self.state.missing, loaded.missing
-            if was_missing.count and not loaded.missing.count:
-                # Graphs could not be captured before.
-                self._weights.wake_up([])
-            return loaded.count
 
     def unload_adapter(self) -> bool:
         """Take out the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps():
             self._require_weights("unload_adapter")
-            return self._weights.unload_adapter()
+            return bool(self._change_weights(lambda runner: runner.unload_adapter()))
+
+    def _change_weights(self, change: Callable[[WeightsRunner], LoadedWeights]) -> int:
+        """Change weights, note what is missing afterwards, also if that fails, and return how many were written."""
+        was_missing = self.state.missing
+        try:
+            changed = change(self._weights)
+        except LoadFailedError as error:
+            self.state.missing = error.missing
+            raise
+        self.state.missing = changed.missing
+        if was_missing.count and not changed.missing.count:
+            # Graphs could not be captured before.
+            self._weights.wake_up([])
+        return changed.count
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache, and return whether no request holds blocks of it."""

@@ -36,7 +36,8 @@ class LiveWeights:
         device: of the model.
 
     Attributes:
-        missing: what a sleep has dropped, and nothing has brought again.
+        missing: what a sleep has dropped, and nothing has brought again; or a load that failed has left undone.
+        half_merged: what may have parts of an adapter, on this rank or another, since a change of it has failed.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -53,11 +54,17 @@ class LiveWeights:
         self._is_kept = False
         self._pinned: list[torch.Tensor] = []
         self.missing: set[WeightTarget] = set()
+        self.half_merged: set[WeightTarget] = set()
 
     @property
     def slices(self) -> dict[WeightTarget, WeightSlice]:
         """What this rank holds of each tensor that the model is made of."""
         return self._slices
+
+    @property
+    def adapter_targets(self) -> set[WeightTarget]:
+        """What an adapter has changed, or may have, in whole or in part."""
+        return self.half_merged | set(self._base)
 
     def targets(self, name: str) -> list[WeightTarget]:
         """Return what a tensor, which `check` has passed, is for; nothing for one that is not needed."""
@@ -98,11 +105,9 @@ class LiveWeights:
         return self._parts[name]
 
     def write(self, name: str, tensor: Any) -> None:
-        """Put a tensor that `check` has passed where it goes; an adapter, merged into old weights, is taken out."""
+        """Put a tensor that `check` has passed where it goes. An adapter must have been taken out."""
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
-        if self._base:
-            self.take_adapter_out()
         for target, rows in rows_of(tensor, self._parts[name]):
             self._slices[target].fill(name, _Watched(name, rows, self._device, self._maxima))
             self.missing.discard(target)
@@ -132,8 +137,8 @@ class LiveWeights:
             if self.check(name, tensor):
                 self.write(name, tensor)
 
-    def check_adapter(self, folder: str) -> int:
-        """Return how many matrices an adapter changes.
+    def check_adapter(self, folder: str) -> tuple[int, set[WeightTarget]]:
+        """Return how many matrices an adapter changes, and which weights they are.
 
         Raises:
             ValueError: it does not fit, or the weights that it changes are missing, quantised or tied to others.
@@ -147,7 +152,7 @@ class LiveWeights:
                 raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
             if not self.check(name, update):
                 raise ValueError(f"adapter in {folder!r}: the model's {name!r} is tied to its embedding")
-        return len(updates)
+        return len(updates), {target for name in updates for target in self.targets(name)}
 
     def merge_adapter(self, folder: str) -> None:
         """Add an adapter, which `check_adapter` has passed, to the weights without the one before it."""
@@ -160,15 +165,15 @@ class LiveWeights:
                 self._base[target] = part.region.to("cpu", copy=True)
                 part.store(name, part.region.float() + rows[part.index])
 
-    def take_adapter_out(self) -> bool:
-        """Restore the weights that an adapter has changed, to the bit; return whether there was one."""
-        was_merged = bool(self._base)
+    def take_adapter_out(self) -> int:
+        """Restore the weights that an adapter has changed, to the bit; return how many."""
+        count = len(self._base)
         while self._base:
             # Kept until it is restored: a device may have no memory for what a store takes.
             target, values = next(iter(self._base.items()))
             self._slices[target].store(str(target), values)
             del self._base[target]
-        return was_merged
+        return count
 
     def take_nans(self) -> list[str]:
         """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
@@ -205,7 +210,7 @@ class LiveWeights:
             return
         if not keep:
             self._is_kept = False
-            self._pinned, self._base = [], {}
+            self._pinned, self._base, self.half_merged = [], {}, set()
             self.missing = set(self._slices)
         if is_cuda or not keep:
             for storage in storages:

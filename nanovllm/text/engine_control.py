@@ -63,8 +63,9 @@ class EngineControl:
         Raises:
             ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
                 how many were before. Of a folder nothing is written.
-            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; or a folder was
-                written in part, and nothing is generated until all of it has come.
+            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
+                tensor was written in part, and nothing is generated until all of it has come; or an adapter was not
+                merged, and if it cannot be taken out again, nothing is generated until `unload_adapter` has done it.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
@@ -95,7 +96,8 @@ class EngineControl:
             Whether there was one.
 
         Raises:
-            RuntimeError: see `load_weights`.
+            RuntimeError: see `load_weights`; a part of the adapter stays, and nothing is generated until the rest of
+                this has been done.
 
         Example:
             >>> llm.unload_adapter()

@@ -163,6 +163,20 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_is_written(
     assert answers(live) == before
 
 
+def test_other_errors_say_how_many_tensors_were_written(live: LLM) -> None:
+    norm = ("model.norm.weight", torch.ones(64))
+
+    def ending() -> Iterator[Any]:
+        yield norm
+        raise KeyError("next")
+
+    with pytest.raises(RuntimeError, match="the weights end with KeyError: 'next'; 1 tensors were written") as raised:
+        live.load_weights(ending())
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(ValueError, match=r"tensors are missing: .*; 1 tensors were written before"):
+        live.load_weights([norm], strict=True)
+
+
 def test_folders_that_do_not_fit_change_nothing(
     live: LLM, pair: tuple[Path, Path], make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
@@ -523,7 +537,8 @@ def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
 
 def test_a_tensor_that_is_written_in_part_is_missing(live: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(f"model.layers.{layer}.self_attn.v_proj.weight", torch.zeros(64, 64)) for layer in range(2)]
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=f"writing '{pairs[1][0]}' has failed"):
+    message = f"writing '{pairs[1][0]}' has failed in its middle: no .*; 1 tensors were written before"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message):
         fail_stores(patch, {2})
         live.load_weights(pairs)
     with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):

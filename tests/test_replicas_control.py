@@ -96,7 +96,7 @@ def test_new_weights_are_those_of_a_fresh_engine(
 def test_mistakes_are_those_of_one_engine(llm: LLM, old: dict[str, Any], wanted: tuple[list[Any], Any]) -> None:
     for weights, message in (
         ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\]"),
-        ([("model.norm.weight", [0.0])], "'model.norm.weight' is a list"),
+        ([("model.norm.weight", [0.0])], "'model.norm.weight' is a list; 0 tensors were written"),
         ("nowhere", "'nowhere' is no folder"),
     ):
         with pytest.raises(ValueError, match=message):

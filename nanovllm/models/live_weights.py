@@ -7,7 +7,7 @@ so whatever views them (parts of a merged matrix, a tied head) stays as it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -19,6 +19,7 @@ from nanovllm.models.base import CausalLM
 from nanovllm.models.loader import rows_of, shape_of
 from nanovllm.models.stored_tensors import shown
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
+from nanovllm.utils.remote import is_url, weights_place
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
 _STORED_DTYPES = {
@@ -93,6 +94,11 @@ class LiveWeights:
             part.check_dtype(name, dtype)
         return bool(parts)
 
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Raise a `ValueError` if a tensor, which `check` has passed, has values that are not stored."""
+        for part in {type(part): part for _, part in self._parts[name]}.values():
+            part.check_values(name, tensor)
+
     def _find(self, name: str) -> Parts:
         if name in self._parts:
             return self._parts[name]
@@ -116,11 +122,16 @@ class LiveWeights:
         """Return how many tensors of a folder are needed, and what for; refuses one that does not fit.
 
         Raises:
-            ValueError: see `check`; a file is missing or damaged; or, with `strict`, tensors are missing.
+            ValueError: see `check`; a file is missing or damaged; or, with `strict`, tensors are missing. Or, of a
+                local folder, see `check_values`.
         """
         num_needed, found = 0, set[WeightTarget]()
+        # Elsewhere neighbours come with what is read: that would be all of the folder, once more.
+        is_local = not is_url(weights_place(folder))
         for name, tensor in self._model.folder_tensors(folder):
             num_needed += self.check(name, tensor)
+            if is_local:
+                self.check_values(name, tensor)
             found.update(self.targets(name))
         if strict:
             self.check_whole(found)
@@ -242,40 +253,6 @@ class LiveWeights:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def update_weights(
-    live: LiveWeights,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    write: Callable[[str, torch.Tensor], None],
-    *,
-    strict: bool,
-) -> int:
-    """Write tensors, as they come, and return how many.
-
-    Args:
-        live: checks them.
-        weights: tensors by their names in the checkpoint.
-        write: puts one where it goes, on every rank.
-        strict: raise if a tensor of the model has not come; those that have stay written.
-
-    Raises:
-        ValueError: one does not fit, of which nothing is written; says how many were before it. Or see `strict`.
-    """
-    written, count = set[WeightTarget](), 0
-    for item in weights.items() if isinstance(weights, Mapping) else weights:
-        try:
-            name, tensor = weight_pair(item)
-            is_needed = live.check(name, tensor)
-        except ValueError as error:
-            raise ValueError(f"{error}; {count} tensors were written before") from error
-        if is_needed:
-            write(name, tensor)
-            count += 1
-            written.update(live.targets(name))
-    if strict:
-        live.check_whole(written)
-    return count
 
 
 def warn_of_nans(names: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from operator import attrgetter
@@ -14,10 +14,29 @@ import torch
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.models.adapter import is_adapter
 from nanovllm.models.base import CausalLM
-from nanovllm.models.live_weights import update_weights, warn_of_nans
+from nanovllm.models.live_weights import warn_of_nans, weight_pair
 from nanovllm.quantization.loading import WeightTarget
 from nanovllm.runner.messages import LoadedWeights, LoadFailedError
 from nanovllm.runner.runner_weights import RunnerWeights
+
+
+@contextmanager
+def counted(written: Sized) -> Iterator[None]:
+    """If the `with` block raises, say how many tensors it had written.
+
+    Raises:
+        ValueError, LoadFailedError: the block raised it.
+        RuntimeError: it raised another error, such as that of the iterator which brings the tensors.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; {len(written)} tensors were written before") from error
+    except LoadFailedError as error:
+        raise LoadFailedError(f"{error}; {len(written)} tensors were written before", error.missing) from error
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"the weights end with {cause}; {len(written)} tensors were written before") from error
 
 
 class WeightsLoader:
@@ -44,7 +63,7 @@ class WeightsLoader:
         elif isinstance(weights, str):
             count = self._load_folder(weights, strict)
         else:
-            count = update_weights(self._live, weights, self._write_pair, strict=strict)
+            count = self._load_pairs(weights, strict)
         warn_of_nans(name for names in self._call("weights.take_nans") for name in names)
         return LoadedWeights(count, self._own.missing())
 
@@ -58,6 +77,19 @@ class WeightsLoader:
         with self._left_undone("loading weights", targets):
             self._call("weights.write_folder", folder)
         return count
+
+    def _load_pairs(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> int:
+        live, written = self._live, list[str]()
+        with counted(written):
+            for item in weights.items() if isinstance(weights, Mapping) else weights:
+                name, tensor = weight_pair(item)
+                if live.check(name, tensor):
+                    live.check_values(name, tensor)
+                    self._write_pair(name, tensor)
+                    written.append(name)
+            if strict:
+                live.check_whole({target for name in written for target in live.targets(name)})
+        return len(written)
 
     def _write_pair(self, name: str, tensor: torch.Tensor) -> None:
         if self._live.adapter_targets:

@@ -12,6 +12,7 @@ from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.models.tensor_files import write_tensors
 from nanovllm.outputs import StepResult
+from nanovllm.runner.weights_loader import counted
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.remote import absolute_folder
@@ -62,10 +63,11 @@ class EngineControl:
 
         Raises:
             ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
-                how many were before. Of a folder nothing is written.
+                how many were before. Of a folder nothing is written. Or see `strict`.
             RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
                 tensor was written in part, and nothing is generated until all of it has come; or an adapter was not
                 merged, and if it cannot be taken out again, nothing is generated until `unload_adapter` has done it.
+                Or the pairs' iterator raised, which is the error's cause; the message says how many were before.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
@@ -83,7 +85,9 @@ class EngineControl:
         if engine.is_in_process:
             return self._load(pairs, strict)
         with TemporaryDirectory(prefix="nanovllm-weights-") as folder:
-            return self._load(write_tensors(folder, pairs), strict)
+            with counted([]):
+                files = write_tensors(folder, pairs)
+            return self._load(files, strict)
 
     def _load(self, weights: Any, strict: bool) -> int:
         count: int = self.engine_client.engine.call("load_weights", weights, strict)[0]
@@ -96,8 +100,8 @@ class EngineControl:
             Whether there was one.
 
         Raises:
-            RuntimeError: see `load_weights`; a part of the adapter stays, and nothing is generated until the rest of
-                this has been done.
+            RuntimeError: see `load_weights`; or a part of the adapter stays, and nothing is generated until a later
+                call has taken it out.
 
         Example:
             >>> llm.unload_adapter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,6 +226,14 @@ def test_scales_that_are_no_numbers_are_refused_before_they_are_written(base: Pa
         with pytest.raises(ValueError, match=f"{refused}$"):
             llm.load_weights(tmp_path)
         assert llm.generate([[1]], GREEDY, use_tqdm=False)
+        # Of values that were not written nothing is said later.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm.load_weights(tensors)
+        weight = name.removesuffix("_scale")
+        tensors[weight].view(torch.uint8)[3, 5] = 0xFF
+        with pytest.warns(UserWarning, match=f"^1 tensors that were loaded have NaN, such as '{weight}'"):
+            llm.load_weights(tensors)
 
 
 def dequantised(model: CausalLM) -> dict[str, tuple[torch.Tensor, tuple[slice, slice]]]:

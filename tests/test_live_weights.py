@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.quantization.loading import WeightSlice
+from nanovllm.runner.messages import LoadFailedError, MissingWeights
 from nanovllm.text.engine_control import EngineControl
 from tests.conftest import MakeCheckpoint
 
@@ -545,6 +546,26 @@ def test_a_tensor_that_is_written_in_part_is_missing(live: LLM, monkeypatch: pyt
         live.add_request([1], GREEDY)
     live.load_weights(pairs[1:])
     assert answers(live)
+
+
+def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:
+    control = EngineControl()
+    control.engine_client = Mock()
+    engine = control.engine_client.engine
+    engine.is_in_process = False
+    engine.call.side_effect = [LoadFailedError("no memory", MissingWeights()), [True, False]]
+    with pytest.raises(LoadFailedError, match="no memory"):
+        control.load_weights(tmp_path)
+    assert [call.args[0] for call in engine.call.call_args_list] == ["load_weights", "unload_adapter"]
+
+
+def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    save_adapter(tmp_path, stored(pair[0]), 1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"][2, 3] = torch.nan
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match=r"^1 tensors that were loaded have NaN, such as 'model\.layers\.1\.mlp\.up_"):
+        live.load_weights(tmp_path)
 
 
 @pytest.mark.parametrize("had_one", [[True, False], [False, True], [False, False]])

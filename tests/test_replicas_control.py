@@ -103,6 +103,9 @@ def test_mistakes_are_those_of_one_engine(llm: LLM, old: dict[str, Any], wanted:
             llm.load_weights(weights)
     with pytest.raises(ValueError, match="tensors are missing"):
         llm.load_weights({"model.norm.weight": old["model.norm.weight"]}, strict=True)
+    with pytest.warns(UserWarning, match="^1 tensors that were loaded have NaN, such as 'model.norm.weight'"):
+        llm.load_weights({"model.norm.weight": torch.full_like(old["model.norm.weight"], torch.nan)})
+    llm.load_weights(old)
     request_id = llm.add_request([1, 2], ENDLESS)
     for change in (lambda: llm.load_weights(old), llm.sleep, llm.unload_adapter):
         with pytest.raises(RuntimeError, match="1 requests are pending"):

@@ -186,6 +186,11 @@ def test_an_update_that_fails_in_its_middle_leaves_a_server_that_says_so(
             monkeypatch.setattr(LiveWeights, "write", write)
             assert (await client.post("/update_weights", json={"weight_dir": "step_1"})).status_code == 200
             assert (await client.post("/v1/completions", json=asked)).status_code == 200
+            norm = torch.full_like(load_file(root / "step_1" / "model.safetensors")["model.norm.weight"], torch.nan)
+            (root / "nan").mkdir()
+            save_file({"model.norm.weight": norm}, root / "nan" / "model.safetensors")
+            answer = (await client.post("/update_weights", json={"weight_dir": "nan"})).json()
+            assert answer == {"status": "ok", "num_tensors": 1, "nan_tensors": ["model.norm.weight"]}
             # An adapter, too, of which a part stays.
             save_adapter(root / "adapter", load_file(Path(BUNDLED_MODEL) / "model.safetensors"), 1)
             with monkeypatch.context() as patch:

@@ -60,7 +60,7 @@ class ControlledEngine(DrivenEngine):
         """Call a method of every engine, which are this one; see `Engine`."""
         return [getattr(self, method)(*args)]
 
-    def load_weights(self, weights: Any, strict: bool) -> int:
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps():
             self._require_weights("load_weights")
@@ -79,10 +79,10 @@ class ControlledEngine(DrivenEngine):
         """Take out the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps():
             self._require_weights("unload_adapter")
-            return bool(self._change_weights(lambda runner: runner.unload_adapter()))
+            return bool(self._change_weights(lambda runner: runner.unload_adapter()).count)
 
-    def _change_weights(self, change: Callable[[WeightsRunner], LoadedWeights]) -> int:
-        """Change weights, note what is missing afterwards, also if that fails, and return how many were written."""
+    def _change_weights(self, change: Callable[[WeightsRunner], LoadedWeights]) -> LoadedWeights:
+        """Change weights, and note what is missing afterwards, also if that fails."""
         was_missing = self.state.missing
         try:
             changed = change(self._weights)
@@ -93,7 +93,7 @@ class ControlledEngine(DrivenEngine):
         if was_missing.count and not changed.missing.count:
             # Graphs could not be captured before.
             self._weights.wake_up([])
-        return changed.count
+        return changed
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache, and return whether no request holds blocks of it."""
@@ -159,4 +159,4 @@ class ControlledEngine(DrivenEngine):
         self.has_own_weights = False
         if self.block_manager.source is not None:
             self.block_manager.source = None
-            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=5)
+            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=7)

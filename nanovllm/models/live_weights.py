@@ -6,8 +6,6 @@ so whatever views them (parts of a merged matrix, a tied head) stays as it is.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -22,6 +20,9 @@ from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 from nanovllm.utils.remote import is_url, weights_place
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
+Maxima = list[tuple[str, torch.Tensor]]
+_E4M3_NAN = 0x7F
+"""Its bits without the sign."""
 _STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
@@ -47,7 +48,7 @@ class LiveWeights:
         self._slices = model.weight_slices()
         # By the names of tensors that have come once: a trainer brings them again and again.
         self._parts: dict[str, Parts] = {}
-        self._maxima: list[tuple[str, torch.Tensor]] = []
+        self._maxima: Maxima = []
         # What an adapter has changed, as it was.
         self._base: dict[WeightTarget, torch.Tensor] = {}
         # Of each storage its bytes while it is released, and a copy of its content.
@@ -115,7 +116,10 @@ class LiveWeights:
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
         for target, rows in rows_of(tensor, self._parts[name]):
-            self._slices[target].fill(name, _Watched(name, rows, self._device, self._maxima))
+            maxima: Maxima = []
+            self._slices[target].fill(name, _Watched(name, rows, self._device, maxima))
+            # Not of what was refused.
+            self._maxima += maxima
             self.missing.discard(target)
 
     def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
@@ -174,7 +178,7 @@ class LiveWeights:
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
-                part.store(name, part.region.float() + rows[part.index])
+                part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
 
     def take_adapter_out(self) -> int:
         """Restore the weights that an adapter has changed, to the bit; return how many."""
@@ -193,7 +197,8 @@ class LiveWeights:
         # One launch for those of a dtype: a conversion of each costs as much as its maximum.
         for dtype in dict.fromkeys(value.dtype for _, value in maxima):
             same = [(name, value) for name, value in maxima if value.dtype == dtype]
-            found = torch.stack([value for _, value in same]).isnan().tolist()
+            stacked = torch.stack([value for _, value in same])
+            found = (stacked == _E4M3_NAN if dtype == torch.uint8 else stacked.isnan()).tolist()
             names += [name for (name, _), is_nan in zip(same, found, strict=True) if is_nan]
         return list(dict.fromkeys(names))
 
@@ -255,12 +260,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def warn_of_nans(names: Iterable[str]) -> None:
-    """Warn of tensors that have NaN."""
-    if found := list(dict.fromkeys(names)):
-        warnings.warn(f"{len(found)} tensors that were loaded have NaN, such as {found[0]!r}", stacklevel=2)
-
-
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
     """Return a name and its tensor, if they are that."""
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
@@ -282,13 +281,15 @@ class _Watched:
     name: str
     tensor: Any
     device: torch.device
-    maxima: list[tuple[str, torch.Tensor]]
+    maxima: Maxima
 
     def get_shape(self) -> list[int]:
         return list(self.tensor.get_shape())
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
-        if values.numel() and values.dtype.itemsize > 1:
-            self.maxima.append((self.name, values.amax()))
+        if values.numel():
+            # There is no maximum in e4m3; without their signs its bytes are in the order of their values.
+            is_e4m3 = values.dtype == torch.float8_e4m3fn
+            self.maxima.append((self.name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
         return values

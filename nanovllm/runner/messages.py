@@ -289,10 +289,11 @@ class MissingWeights:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """How many tensors were written, and what is still missing."""
+    """How many tensors were written, what is still missing, and which have NaN, of which the caller is warned."""
 
     count: int
     missing: MissingWeights
+    nan_names: list[str] = field(default_factory=list)
 
 
 class LoadFailedError(RuntimeError):

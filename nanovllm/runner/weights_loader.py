@@ -14,7 +14,7 @@ import torch
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.models.adapter import is_adapter
 from nanovllm.models.base import CausalLM
-from nanovllm.models.live_weights import warn_of_nans, weight_pair
+from nanovllm.models.live_weights import weight_pair
 from nanovllm.quantization.loading import WeightTarget
 from nanovllm.runner.messages import LoadedWeights, LoadFailedError
 from nanovllm.runner.runner_weights import RunnerWeights
@@ -64,8 +64,8 @@ class WeightsLoader:
             count = self._load_folder(weights, strict)
         else:
             count = self._load_pairs(weights, strict)
-        warn_of_nans(name for names in self._call("weights.take_nans") for name in names)
-        return LoadedWeights(count, self._own.missing())
+        nans = [name for names in self._call("weights.take_nans") for name in names]
+        return LoadedWeights(count, self._own.missing(), list(dict.fromkeys(nans)))
 
     def unload_adapter(self) -> LoadedWeights:
         """Restore the weights that an adapter has changed; the count is of them."""

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
-from nanovllm.models.tensor_files import write_tensors
 from nanovllm.outputs import StepResult
-from nanovllm.runner.weights_loader import counted
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.utils.checks import check_bool
-from nanovllm.utils.remote import absolute_folder
+from nanovllm.text.weight_loading import Weights, load_weights, warn_of_nans
 
 _POLL_SECONDS = 0.005
 
@@ -42,9 +37,7 @@ class EngineControl:
         """Whether no request is left, and every result has been returned."""
         return self.engine_client.is_finished()
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = False
-    ) -> int:
+    def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the model that runs, in place, on every rank and replica.
 
         Replicas get tensors through files of a temporary folder. What was computed with the old ones stays in the
@@ -59,7 +52,7 @@ class EngineControl:
             strict: refuse to leave a tensor of the model as it was.
 
         Returns:
-            The number of tensors written.
+            The number of tensors written. A warning names one that has NaN.
 
         Raises:
             ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
@@ -73,25 +66,9 @@ class EngineControl:
             >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
             1
         """
-        check_bool("strict", strict)
-        given = os.fspath(weights) if isinstance(weights, str | os.PathLike) else weights
-        if isinstance(given, str):
-            given = absolute_folder(given)
-        engine = self.engine_client.engine
-        engine.state.require_no_requests("load_weights", engine.request_ids)
-        if isinstance(given, str):
-            return self._load(given, strict)
-        pairs = given.items() if isinstance(given, Mapping) else given
-        if engine.is_in_process:
-            return self._load(pairs, strict)
-        with TemporaryDirectory(prefix="nanovllm-weights-") as folder:
-            with counted([]):
-                files = write_tensors(folder, pairs)
-            return self._load(files, strict)
-
-    def _load(self, weights: Any, strict: bool) -> int:
-        count: int = self.engine_client.engine.call("load_weights", weights, strict)[0]
-        return count
+        loaded = load_weights(self.engine_client.engine, weights, strict)
+        warn_of_nans(loaded.nan_names)
+        return loaded.count
 
     def unload_adapter(self) -> bool:
         """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.

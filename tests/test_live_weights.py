@@ -581,6 +581,13 @@ def test_an_adapter_of_any_replica_is_one(had_one: list[bool]) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
         ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication=.* is not supported"),
+        ({"lora_alpha": None}, "lora_alpha must be a finite number, not None"),
+        ({"lora_alpha": "16"}, "lora_alpha must be a finite number, not '16'"),
+        ({"r": 8}, "self_attn.q_proj.weight' have rank 4; the config has r=8"),
+        ({"r": None}, "self_attn.q_proj.weight' have rank 4; the config has r=None"),
+        ({"rank_pattern": [4]}, r"rank_pattern must be an object, not \[4\]"),
+        ({"r": 8, "rank_pattern": {"down_proj": 2}}, "have rank 4; the config has r=8"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not supported"),
     ],
 )
@@ -605,4 +612,7 @@ def test_adapters_that_do_not_fit_are_refused(
     save_file(tensors, tmp_path / "half" / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="do not fit each other"):
         live.load_weights(tmp_path / "half")
+    save_adapter(pair[1], stored(pair[0]), 1)
+    with pytest.raises(ValueError, match=r"both an adapter and other weights, \['model.safetensors'\]"):
+        live.load_weights(pair[1])
     assert answers(live) == before

@@ -536,16 +536,25 @@ def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
         check_restored()
 
 
-def test_a_tensor_that_is_written_in_part_is_missing(live: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_a_tensor_that_is_written_in_part_is_missing(
+    pair: tuple[Path, Path], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = [(f"model.layers.{layer}.self_attn.v_proj.weight", torch.zeros(64, 64)) for layer in range(2)]
     message = f"writing '{pairs[1][0]}' has failed in its middle: no .*; 1 tensors were written before"
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message):
-        fail_stores(patch, {2})
-        live.load_weights(pairs)
-    with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):
-        live.add_request([1], GREEDY)
-    live.load_weights(pairs[1:])
-    assert answers(live)
+    with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message):
+            fail_stores(patch, {2})
+            llm.load_weights(pairs)
+        llm.sleep()
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):
+            llm.add_request([1], GREEDY)
+        # Or one rank would capture graphs without another.
+        runner: Any = llm.llm_engine._runner
+        assert [missing.count for missing in runner.call("weights.missing")] == [1] * size
+        llm.load_weights(pairs[1:])
+        assert answers(llm)
 
 
 def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:

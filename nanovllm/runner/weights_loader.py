@@ -100,21 +100,20 @@ class WeightsLoader:
     @contextmanager
     def _left_undone(self, what: str, targets: set[WeightTarget]) -> Iterator[None]:
         """If the `with` block raises, these weights are missing until they are loaded."""
-        # The block takes from it what it has written.
-        missing = self._live.missing | targets
         try:
             yield
         except Exception as error:
-            self._live.missing = missing
+            self._live.missing |= targets
             raise LoadFailedError(f"{what} has failed in its middle: {error}", self._own.missing()) from error
 
     def _merge_adapter(self, folder: str) -> int:
         count, targets = self._live.check_adapter(folder)
+        # Other ranks may change more of them than this one, and may not take out the adapter before.
+        changed = self._live.adapter_targets | targets
         try:
             self._call("weights.merge_adapter", folder)
         except Exception as error:
-            # Other ranks may have changed more than this one.
-            self._live.half_merged = self._live.adapter_targets | targets
+            self._live.half_merged = changed
             failure = f"merging an adapter has failed: {error}"
             try:
                 self._take_adapter_out()

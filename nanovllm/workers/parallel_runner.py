@@ -185,6 +185,8 @@ class ParallelRunner:
 
     def wake_up(self, tags: list[str]) -> None:
         """See `WeightsRunner`."""
+        # Of what a load that failed has left undone the first rank alone knows; all capture graphs, or none does.
+        self.call("weights.live.missing.update", self._require_open().weights.live.missing)
         self.call("wake_up", tags)
 
     def synchronize(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +210,30 @@ def test_what_is_quantised_can_be_dropped_and_loaded_again(written: tuple[Path, 
         llm.wake_up()
         llm.load_weights(load_file(written[0] / "model.safetensors"), strict=True)
         assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"] == want
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_scales_that_are_no_numbers_are_refused_before_they_are_written(base: Path, tmp_path: Path, size: int) -> None:
+    stored, _ = write(base, FORMATS["compressed-channel"], tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_scale"))
+    bad = {"model.norm.weight": tensors["model.norm.weight"], name: torch.full_like(tensors[name], torch.nan)}
+    save_file(bad, tmp_path / "model.safetensors")
+    refused = f"^scales '{name}' must be finite and not negative"
+    with LLM(stored, tensor_parallel_size=size, **SETTINGS) as llm:
+        with pytest.raises(ValueError, match=f"{refused}; 1 tensors were written before"):
+            llm.load_weights(bad)
+        with pytest.raises(ValueError, match=f"{refused}$"):
+            llm.load_weights(tmp_path)
+        assert llm.generate([[1]], GREEDY, use_tqdm=False)
+        # Of values that were not written nothing is said later.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm.load_weights(tensors)
+        weight = name.removesuffix("_scale")
+        tensors[weight].view(torch.uint8)[3, 5] = 0xFF
+        with pytest.warns(UserWarning, match=f"^1 tensors that were loaded have NaN, such as '{weight}'"):
+            llm.load_weights(tensors)
 
 
 def dequantised(model: CausalLM) -> dict[str, tuple[torch.Tensor, tuple[slice, slice]]]:

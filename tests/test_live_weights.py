@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.quantization.loading import WeightSlice
+from nanovllm.runner.messages import LoadFailedError, MissingWeights
+from nanovllm.text.engine_control import EngineControl
 from tests.conftest import MakeCheckpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
@@ -159,6 +162,20 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_is_written(
     live.load_weights(pair[0], strict=True)
     live.reset_prefix_cache()
     assert answers(live) == before
+
+
+def test_other_errors_say_how_many_tensors_were_written(live: LLM) -> None:
+    norm = ("model.norm.weight", torch.ones(64))
+
+    def ending() -> Iterator[Any]:
+        yield norm
+        raise KeyError("next")
+
+    with pytest.raises(RuntimeError, match="the weights end with KeyError: 'next'; 1 tensors were written") as raised:
+        live.load_weights(ending())
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(ValueError, match=r"tensors are missing: .*; 1 tensors were written before"):
+        live.load_weights([norm], strict=True)
 
 
 def test_folders_that_do_not_fit_change_nothing(
@@ -461,11 +478,125 @@ def test_an_adapter_is_merged_and_taken_out_again(
         assert answers(llm) == before and not llm.unload_adapter()
 
 
+def fail_stores(patch: pytest.MonkeyPatch, numbers: set[int]) -> None:
+    """Let stores fail, by their numbers from here on."""
+    store, count = WeightSlice.store, itertools.count(1)
+
+    def store_or_fail(part: WeightSlice, name: str, values: torch.Tensor) -> None:
+        if (number := next(count)) in numbers:
+            raise RuntimeError(f"no memory for store {number}")
+        store(part, name, values)
+
+    patch.setattr(WeightSlice, "store", store_or_fail)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
+    pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(tmp_path, stored(pair[0]), 1)
+    norm = {"model.norm.weight": stored(pair[0])["model.norm.weight"]}
+    with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
+
+        def check_refused() -> None:
+            with pytest.raises(
+                RuntimeError, match=r"3 weights such as .* have parts of an adapter: call unload_adapter"
+            ):
+                llm.add_request([1], GREEDY)
+
+        def check_restored() -> None:
+            llm.reset_prefix_cache()
+            assert answers(llm) == before and not llm.unload_adapter()
+
+        before = answers(llm)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(RuntimeError, match="store 2; the weights are those without"),
+        ):
+            fail_stores(patch, {2})
+            llm.load_weights(tmp_path)
+        check_restored()
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"for store 2; .* for store 3"):
+            fail_stores(patch, {2, 3})
+            llm.load_weights(tmp_path)
+        check_refused()
+        llm.sleep()
+        llm.wake_up()
+        check_refused()
+        assert llm.unload_adapter()
+        check_restored()
+        llm.load_weights(tmp_path)
+        for change in (llm.unload_adapter, lambda: llm.load_weights(norm), lambda: llm.load_weights(pair[0])):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="for store 1"):
+                fail_stores(patch, {1})
+                change()
+            check_refused()
+        # Other weights come without it.
+        llm.load_weights(norm)
+        check_restored()
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+def test_a_tensor_that_is_written_in_part_is_missing(
+    pair: tuple[Path, Path], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [(f"model.layers.{layer}.self_attn.v_proj.weight", torch.zeros(64, 64)) for layer in range(2)]
+    message = f"writing '{pairs[1][0]}' has failed in its middle: no .*; 1 tensors were written before"
+    with LLM(pair[0], tensor_parallel_size=size, **SETTINGS) as llm:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message):
+            fail_stores(patch, {2})
+            llm.load_weights(pairs)
+        llm.sleep()
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):
+            llm.add_request([1], GREEDY)
+        # Or one rank would capture graphs without another.
+        runner: Any = llm.llm_engine._runner
+        assert [missing.count for missing in runner.call("weights.missing")] == [1] * size
+        llm.load_weights(pairs[1:])
+        assert answers(llm)
+
+
+def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:
+    control = EngineControl()
+    control.engine_client = Mock()
+    engine = control.engine_client.engine
+    engine.is_in_process = False
+    engine.call.side_effect = [LoadFailedError("no memory", MissingWeights()), [True, False]]
+    with pytest.raises(LoadFailedError, match="no memory"):
+        control.load_weights(tmp_path)
+    assert [call.args[0] for call in engine.call.call_args_list] == ["load_weights", "unload_adapter"]
+
+
+def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    save_adapter(tmp_path, stored(pair[0]), 1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"][2, 3] = torch.nan
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match=r"^1 tensors that were loaded have NaN, such as 'model\.layers\.1\.mlp\.up_"):
+        live.load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("had_one", [[True, False], [False, True], [False, False]])
+def test_an_adapter_of_any_replica_is_one(had_one: list[bool]) -> None:
+    control = EngineControl()
+    control.engine_client = Mock()
+    control.engine_client.engine.call.return_value = had_one
+    assert control.unload_adapter() == any(had_one)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
         ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication=.* is not supported"),
+        ({"lora_alpha": None}, "lora_alpha must be a finite number, not None"),
+        ({"lora_alpha": "16"}, "lora_alpha must be a finite number, not '16'"),
+        ({"r": 8}, "self_attn.q_proj.weight' have rank 4; the config has r=8"),
+        ({"r": None}, "self_attn.q_proj.weight' have rank 4; the config has r=None"),
+        ({"rank_pattern": [4]}, r"rank_pattern must be an object, not \[4\]"),
+        ({"r": 8, "rank_pattern": {"down_proj": 2}}, "have rank 4; the config has r=8"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not supported"),
     ],
 )
@@ -490,4 +621,7 @@ def test_adapters_that_do_not_fit_are_refused(
     save_file(tensors, tmp_path / "half" / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="do not fit each other"):
         live.load_weights(tmp_path / "half")
+    save_adapter(pair[1], stored(pair[0]), 1)
+    with pytest.raises(ValueError, match=r"both an adapter and other weights, \['model.safetensors'\]"):
+        live.load_weights(pair[1])
     assert answers(live) == before

@@ -96,13 +96,16 @@ def test_new_weights_are_those_of_a_fresh_engine(
 def test_mistakes_are_those_of_one_engine(llm: LLM, old: dict[str, Any], wanted: tuple[list[Any], Any]) -> None:
     for weights, message in (
         ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\]"),
-        ([("model.norm.weight", [0.0])], "'model.norm.weight' is a list"),
+        ([("model.norm.weight", [0.0])], "'model.norm.weight' is a list; 0 tensors were written"),
         ("nowhere", "'nowhere' is no folder"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.load_weights(weights)
     with pytest.raises(ValueError, match="tensors are missing"):
         llm.load_weights({"model.norm.weight": old["model.norm.weight"]}, strict=True)
+    with pytest.warns(UserWarning, match="^1 tensors that were loaded have NaN, such as 'model.norm.weight'"):
+        llm.load_weights({"model.norm.weight": torch.full_like(old["model.norm.weight"], torch.nan)})
+    llm.load_weights(old)
     request_id = llm.add_request([1, 2], ENDLESS)
     for change in (lambda: llm.load_weights(old), llm.sleep, llm.unload_adapter):
         with pytest.raises(RuntimeError, match="1 requests are pending"):

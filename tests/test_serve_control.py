@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ httpx = pytest.importorskip("httpx")
 from nanovllm import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanovllm.assets import BUNDLED_MODEL  # noqa: E402
 from nanovllm.models.live_weights import LiveWeights  # noqa: E402
+from nanovllm.quantization.loading import WeightSlice  # noqa: E402
 from nanovllm.serve.app import create_app  # noqa: E402
 from nanovllm.serve.service import Service  # noqa: E402
 from nanovllm.serve.settings import ServeSettings  # noqa: E402
 from tests.server_process import ServerProcess, unexpected_lines  # noqa: E402
+from tests.test_live_weights import save_adapter  # noqa: E402
 
 KEY = "secret"
 NUM_CLIENTS, NUM_TOKENS = 20, 100
@@ -181,6 +184,21 @@ def test_an_update_that_fails_in_its_middle_leaves_a_server_that_says_so(
             for answer in (await client.get("/health"), await client.post("/v1/completions", json=asked)):
                 assert answer.status_code == 503 and "left undone by a load that" in answer.json()["error"]["message"]
             monkeypatch.setattr(LiveWeights, "write", write)
+            assert (await client.post("/update_weights", json={"weight_dir": "step_1"})).status_code == 200
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+            norm = torch.full_like(load_file(root / "step_1" / "model.safetensors")["model.norm.weight"], torch.nan)
+            (root / "nan").mkdir()
+            save_file({"model.norm.weight": norm}, root / "nan" / "model.safetensors")
+            answer = (await client.post("/update_weights", json={"weight_dir": "nan"})).json()
+            assert answer == {"status": "ok", "num_tensors": 1, "nan_tensors": ["model.norm.weight"]}
+            # An adapter, too, of which a part stays.
+            save_adapter(root / "adapter", load_file(Path(BUNDLED_MODEL) / "model.safetensors"), 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(WeightSlice, "store", Mock(side_effect=OSError("the device is gone")))
+                failed = await client.post("/update_weights", json={"weight_dir": "adapter"})
+            assert failed.status_code == 500 and "the device is gone" in failed.json()["error"]["message"]
+            for answer in (await client.get("/health"), await client.post("/v1/completions", json=asked)):
+                assert answer.status_code == 503 and "parts of an adapter" in answer.json()["error"]["message"]
             assert (await client.post("/update_weights", json={"weight_dir": "step_1"})).status_code == 200
             assert (await client.post("/v1/completions", json=asked)).status_code == 200
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nanovllm.async_llm.engine_thread import EngineThread
 from nanovllm.engine.engine_state import PauseMode
 from nanovllm.llm import LLM
+from nanovllm.runner.messages import LoadedWeights
+from nanovllm.text.weight_loading import Weights, load_weights, warn_of_nans
 
 Result = TypeVar("Result")
 _WAKE_SECONDS = 0.02
@@ -22,11 +23,15 @@ class AsyncEngineControl:
     llm: LLM
     _thread: EngineThread
 
-    async def load_weights(
-        self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = False
-    ) -> int:
+    async def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the model that runs; see `LLM.load_weights`."""
-        return await self._between_steps(partial(self.llm.load_weights, weights, strict=strict))
+        loaded = await self.load_and_report(weights, strict=strict)
+        warn_of_nans(loaded.nan_names)
+        return loaded.count
+
+    async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
+        """Do the same, and return, instead of a warning, which tensors have NaN."""
+        return await self._between_steps(partial(load_weights, self.llm.engine_client.engine, weights, strict))
 
     async def unload_adapter(self) -> bool:
         """Take an adapter out; see `LLM.unload_adapter`."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.driven_engine import DrivenEngine
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.runner.messages import LoadFailedError, WeightsRunner
+from nanovllm.runner.messages import LoadedWeights, LoadFailedError, WeightsRunner
 
 
 class ControlledEngine(DrivenEngine):
@@ -60,34 +60,40 @@ class ControlledEngine(DrivenEngine):
         """Call a method of every engine, which are this one; see `Engine`."""
         return [getattr(self, method)(*args)]
 
-    def load_weights(self, weights: Any, strict: bool) -> int:
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps():
             self._require_weights("load_weights")
             is_unchanged = False
             try:
-                loaded = self._weights.load_weights(weights, strict)
+                return self._change_weights(lambda runner: runner.load_weights(weights, strict))
             except ValueError:
                 # Of a folder that is refused nothing is written; how many pairs were, is not known here.
                 is_unchanged = isinstance(weights, str)
                 raise
-            except LoadFailedError as error:
-                self.state.missing = error.missing
-                raise
             finally:
                 if not is_unchanged:
                     self._drop_prefix_files()
-            was_missing, self.state.missing = self.state.missing, loaded.missing
-            if was_missing.count and not loaded.missing.count:
-                # Graphs could not be captured before.
-                self._weights.wake_up([])
-            return loaded.count
 
     def unload_adapter(self) -> bool:
         """Take out the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps():
             self._require_weights("unload_adapter")
-            return self._weights.unload_adapter()
+            return bool(self._change_weights(lambda runner: runner.unload_adapter()).count)
+
+    def _change_weights(self, change: Callable[[WeightsRunner], LoadedWeights]) -> LoadedWeights:
+        """Change weights, and note what is missing afterwards, also if that fails."""
+        was_missing = self.state.missing
+        try:
+            changed = change(self._weights)
+        except LoadFailedError as error:
+            self.state.missing = error.missing
+            raise
+        self.state.missing = changed.missing
+        if was_missing.count and not changed.missing.count:
+            # Graphs could not be captured before.
+            self._weights.wake_up([])
+        return changed
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache, and return whether no request holds blocks of it."""
@@ -153,4 +159,4 @@ class ControlledEngine(DrivenEngine):
         self.has_own_weights = False
         if self.block_manager.source is not None:
             self.block_manager.source = None
-            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=5)
+            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=7)

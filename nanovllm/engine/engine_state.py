@@ -19,7 +19,7 @@ class EngineState:
     Attributes:
         pause_mode: how the engine was paused; None if it is not.
         asleep: those of `SLEEP_TAGS` that have no memory.
-        missing: weights that a sleep has dropped, or a load that failed has left undone, and nobody has loaded since.
+        missing: weights that a sleep has dropped, or that a change that failed has left undone.
     """
 
     pause_mode: PauseMode | None = None
@@ -39,6 +39,10 @@ class EngineState:
             return f"the engine is asleep, without its {' and '.join(tags)}: call wake_up({tags})"
         if self.missing.count:
             count, example = self.missing.count, self.missing.example
+            if self.missing.is_half_merged:
+                return (
+                    f"{count} weights such as {example!r} have parts of an adapter: call unload_adapter or load_weights"
+                )
             cause = "were dropped by sleep(level=2), or left undone by a load that failed"
             return f"{count} weights such as {example!r} {cause}: call load_weights with them"
         return None

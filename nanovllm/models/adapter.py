@@ -12,10 +12,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from nanovllm.models.stored_tensors import shown
 from nanovllm.utils.checks import read_json
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+_ALPHA = 8
+"""That of a config without one."""
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -23,6 +26,7 @@ _UNSUPPORTED = (
     "alpha_pattern",
     "megatron_config",
     "trainable_token_indices",
+    "layer_replication",
 )
 
 
@@ -66,15 +70,10 @@ def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
     """Return what an adapter adds to tensors, by their names in the checkpoint.
 
     Raises:
-        ValueError: it is no plain LoRA, or its weights are not there or damaged.
+        ValueError: it is no plain LoRA, its weights are not there or damaged, or a model's are beside them.
     """
     config = read_json(os.path.join(folder, _CONFIG))
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
-        kind = f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
-        raise ValueError(f"adapter in {folder!r}: {kind} is not supported: only 'LORA' with bias 'none'")
-    for name in _UNSUPPORTED:
-        if config.get(name):
-            raise ValueError(f"adapter in {folder!r}: {name}={config[name]!r:.80} is not supported")
+    _check_config(folder, config)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in _read_tensors(folder).items():
         found = _NAME.fullmatch(name)
@@ -84,10 +83,27 @@ def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
     return {name: _update(folder, name, pair, config) for name, pair in pairs.items()}
 
 
+def _check_config(folder: str, config: dict[str, Any]) -> None:
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        kind = f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
+        raise ValueError(f"adapter in {folder!r}: {kind} is not supported: only 'LORA' with bias 'none'")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise ValueError(f"adapter in {folder!r}: {name}={config[name]!r:.80} is not supported")
+    alpha = config.get("lora_alpha", _ALPHA)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"adapter in {folder!r}: lora_alpha must be a finite number, not {alpha!r:.80}")
+    if not isinstance(pattern := config.get("rank_pattern") or {}, dict):
+        raise ValueError(f"adapter in {folder!r}: rank_pattern must be an object, not {pattern!r:.80}")
+
+
 def _read_tensors(folder: str) -> dict[str, torch.Tensor]:
     path = os.path.join(folder, _WEIGHTS)
     if not os.path.isfile(path):
         raise ValueError(f"adapter in {folder!r} has no {_WEIGHTS}")
+    others = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name != _WEIGHTS)
+    if others:
+        raise ValueError(f"{folder!r} has both an adapter and other weights, {shown(others)}: which are meant?")
     try:
         tensors: dict[str, torch.Tensor] = load_file(path)
     except SafetensorError as error:
@@ -100,5 +116,9 @@ def _update(folder: str, name: str, pair: dict[str, torch.Tensor], config: dict[
         shapes = {key: list(tensor.shape) for key, tensor in pair.items()}
         raise ValueError(f"adapter in {folder!r}: the matrices for {name!r} do not fit each other: {shapes}")
     rank = len(pair["A"])
+    # Of some layers the pattern has others.
+    if rank not in (config.get("r", rank), *(config.get("rank_pattern") or {}).values()):
+        found = f"the matrices for {name!r} have rank {rank}; the config has r={config['r']!r}"
+        raise ValueError(f"adapter in {folder!r}: {found}")
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
-    return LowRankUpdate(pair["A"], pair["B"], config.get("lora_alpha", 8) / divisor)
+    return LowRankUpdate(pair["A"], pair["B"], config.get("lora_alpha", _ALPHA) / divisor)

@@ -6,8 +6,6 @@ so whatever views them (parts of a merged matrix, a tied head) stays as it is.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -19,8 +17,12 @@ from nanovllm.models.base import CausalLM
 from nanovllm.models.loader import rows_of, shape_of
 from nanovllm.models.stored_tensors import shown
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
+from nanovllm.utils.remote import is_url, weights_place
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
+Maxima = list[tuple[str, torch.Tensor]]
+_E4M3_NAN = 0x7F
+"""Its bits without the sign."""
 _STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
@@ -36,7 +38,8 @@ class LiveWeights:
         device: of the model.
 
     Attributes:
-        missing: what a sleep has dropped, and nothing has brought again.
+        missing: what a sleep has dropped, and nothing has brought again; or a load that failed has left undone.
+        half_merged: what may have parts of an adapter, on this rank or another, since a change of it has failed.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -45,7 +48,7 @@ class LiveWeights:
         self._slices = model.weight_slices()
         # By the names of tensors that have come once: a trainer brings them again and again.
         self._parts: dict[str, Parts] = {}
-        self._maxima: list[tuple[str, torch.Tensor]] = []
+        self._maxima: Maxima = []
         # What an adapter has changed, as it was.
         self._base: dict[WeightTarget, torch.Tensor] = {}
         # Of each storage its bytes while it is released, and a copy of its content.
@@ -53,11 +56,17 @@ class LiveWeights:
         self._is_kept = False
         self._pinned: list[torch.Tensor] = []
         self.missing: set[WeightTarget] = set()
+        self.half_merged: set[WeightTarget] = set()
 
     @property
     def slices(self) -> dict[WeightTarget, WeightSlice]:
         """What this rank holds of each tensor that the model is made of."""
         return self._slices
+
+    @property
+    def adapter_targets(self) -> set[WeightTarget]:
+        """What an adapter has changed, or may have, in whole or in part."""
+        return self.half_merged | set(self._base)
 
     def targets(self, name: str) -> list[WeightTarget]:
         """Return what a tensor, which `check` has passed, is for; nothing for one that is not needed."""
@@ -86,6 +95,11 @@ class LiveWeights:
             part.check_dtype(name, dtype)
         return bool(parts)
 
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Raise a `ValueError` if a tensor, which `check` has passed, has values that are not stored."""
+        for part in {type(part): part for _, part in self._parts[name]}.values():
+            part.check_values(name, tensor)
+
     def _find(self, name: str) -> Parts:
         if name in self._parts:
             return self._parts[name]
@@ -98,24 +112,30 @@ class LiveWeights:
         return self._parts[name]
 
     def write(self, name: str, tensor: Any) -> None:
-        """Put a tensor that `check` has passed where it goes; an adapter, merged into old weights, is taken out."""
+        """Put a tensor that `check` has passed where it goes. An adapter must have been taken out."""
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
-        if self._base:
-            self.take_adapter_out()
         for target, rows in rows_of(tensor, self._parts[name]):
-            self._slices[target].fill(name, _Watched(name, rows, self._device, self._maxima))
+            maxima: Maxima = []
+            self._slices[target].fill(name, _Watched(name, rows, self._device, maxima))
+            # Not of what was refused.
+            self._maxima += maxima
             self.missing.discard(target)
 
     def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
         """Return how many tensors of a folder are needed, and what for; refuses one that does not fit.
 
         Raises:
-            ValueError: see `check`; a file is missing or damaged; or, with `strict`, tensors are missing.
+            ValueError: see `check`; a file is missing or damaged; or, with `strict`, tensors are missing. Or, of a
+                local folder, see `check_values`.
         """
         num_needed, found = 0, set[WeightTarget]()
+        # Elsewhere neighbours come with what is read: that would be all of the folder, once more.
+        is_local = not is_url(weights_place(folder))
         for name, tensor in self._model.folder_tensors(folder):
             num_needed += self.check(name, tensor)
+            if is_local:
+                self.check_values(name, tensor)
             found.update(self.targets(name))
         if strict:
             self.check_whole(found)
@@ -132,8 +152,8 @@ class LiveWeights:
             if self.check(name, tensor):
                 self.write(name, tensor)
 
-    def check_adapter(self, folder: str) -> int:
-        """Return how many matrices an adapter changes.
+    def check_adapter(self, folder: str) -> tuple[int, set[WeightTarget]]:
+        """Return how many matrices an adapter changes, and which weights they are.
 
         Raises:
             ValueError: it does not fit, or the weights that it changes are missing, quantised or tied to others.
@@ -147,7 +167,7 @@ class LiveWeights:
                 raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
             if not self.check(name, update):
                 raise ValueError(f"adapter in {folder!r}: the model's {name!r} is tied to its embedding")
-        return len(updates)
+        return len(updates), {target for name in updates for target in self.targets(name)}
 
     def merge_adapter(self, folder: str) -> None:
         """Add an adapter, which `check_adapter` has passed, to the weights without the one before it."""
@@ -158,17 +178,17 @@ class LiveWeights:
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
-                part.store(name, part.region.float() + rows[part.index])
+                part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
 
-    def take_adapter_out(self) -> bool:
-        """Restore the weights that an adapter has changed, to the bit; return whether there was one."""
-        was_merged = bool(self._base)
+    def take_adapter_out(self) -> int:
+        """Restore the weights that an adapter has changed, to the bit; return how many."""
+        count = len(self._base)
         while self._base:
             # Kept until it is restored: a device may have no memory for what a store takes.
             target, values = next(iter(self._base.items()))
             self._slices[target].store(str(target), values)
             del self._base[target]
-        return was_merged
+        return count
 
     def take_nans(self) -> list[str]:
         """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
@@ -177,7 +197,8 @@ class LiveWeights:
         # One launch for those of a dtype: a conversion of each costs as much as its maximum.
         for dtype in dict.fromkeys(value.dtype for _, value in maxima):
             same = [(name, value) for name, value in maxima if value.dtype == dtype]
-            found = torch.stack([value for _, value in same]).isnan().tolist()
+            stacked = torch.stack([value for _, value in same])
+            found = (stacked == _E4M3_NAN if dtype == torch.uint8 else stacked.isnan()).tolist()
             names += [name for (name, _), is_nan in zip(same, found, strict=True) if is_nan]
         return list(dict.fromkeys(names))
 
@@ -205,7 +226,7 @@ class LiveWeights:
             return
         if not keep:
             self._is_kept = False
-            self._pinned, self._base = [], {}
+            self._pinned, self._base, self.half_merged = [], {}, set()
             self.missing = set(self._slices)
         if is_cuda or not keep:
             for storage in storages:
@@ -239,46 +260,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def update_weights(
-    live: LiveWeights,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    write: Callable[[str, torch.Tensor], None],
-    *,
-    strict: bool,
-) -> int:
-    """Write tensors, as they come, and return how many.
-
-    Args:
-        live: checks them.
-        weights: tensors by their names in the checkpoint.
-        write: puts one where it goes, on every rank.
-        strict: raise if a tensor of the model has not come; those that have stay written.
-
-    Raises:
-        ValueError: one does not fit, of which nothing is written; says how many were before it. Or see `strict`.
-    """
-    written, count = set[WeightTarget](), 0
-    for item in weights.items() if isinstance(weights, Mapping) else weights:
-        try:
-            name, tensor = weight_pair(item)
-            is_needed = live.check(name, tensor)
-        except ValueError as error:
-            raise ValueError(f"{error}; {count} tensors were written before") from error
-        if is_needed:
-            write(name, tensor)
-            count += 1
-            written.update(live.targets(name))
-    if strict:
-        live.check_whole(written)
-    return count
-
-
-def warn_of_nans(names: Iterable[str]) -> None:
-    """Warn of tensors that have NaN."""
-    if found := list(dict.fromkeys(names)):
-        warnings.warn(f"{len(found)} tensors that were loaded have NaN, such as {found[0]!r}", stacklevel=2)
-
-
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
     """Return a name and its tensor, if they are that."""
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
@@ -300,13 +281,15 @@ class _Watched:
     name: str
     tensor: Any
     device: torch.device
-    maxima: list[tuple[str, torch.Tensor]]
+    maxima: Maxima
 
     def get_shape(self) -> list[int]:
         return list(self.tensor.get_shape())
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
-        if values.numel() and values.dtype.itemsize > 1:
-            self.maxima.append((self.name, values.amax()))
+        if values.numel():
+            # There is no maximum in e4m3; without their signs its bytes are in the order of their values.
+            is_e4m3 = values.dtype == torch.float8_e4m3fn
+            self.maxima.append((self.name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
         return values

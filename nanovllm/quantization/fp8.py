@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -214,14 +214,19 @@ class ScaleSlice(WeightSlice):
         if shape not in [list(allowed) for allowed in self.shapes]:
             raise ValueError(f"scales {name!r} have shape {shape}; the config asks for {list(self.shape)}")
 
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Refuse a scale that is negative or no finite number."""
+        values: torch.Tensor = tensor[()]
+        if not (values.isfinite() & (values >= 0)).all():
+            raise ValueError(f"scales {name!r} must be finite and not negative")
+
     def store(self, name: str, values: torch.Tensor) -> None:
         """See the base class.
 
         Raises:
-            ValueError: a scale is negative or no finite number.
+            ValueError: see `check_values`.
         """
-        if not (values.isfinite() & (values >= 0)).all():
-            raise ValueError(f"scales {name!r} must be finite and not negative")
+        self.check_values(name, values)
         if values.dim() < 2:
             values = values.view(-1, 1)
         self.region.copy_(values if self.rows is None else values[self.rows])

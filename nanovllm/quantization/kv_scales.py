@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,12 +51,12 @@ class KVCacheScales(LoadableModule):
 class KVScaleSlice(ScaleSlice):
     """Scales by which what is stored is divided first."""
 
-    def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class.
-
-        Raises:
-            ValueError: a scale is no finite number above 0.
-        """
-        if not (values > 0).all():
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Refuse a scale that is no finite number above 0."""
+        values: torch.Tensor = tensor[()]
+        if not (values.isfinite() & (values > 0)).all():
             raise ValueError(f"scales {name!r} must be finite and positive")
+
+    def store(self, name: str, values: torch.Tensor) -> None:
+        """See the base class."""
         super().store(name, values.flatten())

@@ -88,6 +88,9 @@ class WeightSlice:
         if list(self.shape) != shape:
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
 
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Refuse values that `store` does; tensor: what has them, in whole or in part, which is read if any are."""
+
     def store(self, name: str, values: torch.Tensor) -> None:
         """Put the slice of the tensor `name` where it goes, in the dtype that is there, if both are plain floats."""
         self.region.copy_(values)

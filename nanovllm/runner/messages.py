@@ -275,22 +275,29 @@ class BlockFileRunner(Protocol):
 
 @dataclass(frozen=True)
 class MissingWeights:
-    """Weights that a sleep has dropped, and nothing has brought again: how many, and the name of one."""
+    """Weights that steps must wait for: how many, and the name of one.
+
+    Attributes:
+        is_half_merged: whether they have parts of an adapter, which could not be taken out; else a sleep has dropped
+            them, or a load that failed has left them undone, and nothing has brought them again.
+    """
 
     count: int = 0
     example: str = ""
+    is_half_merged: bool = False
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """How many tensors were written, and what is still missing."""
+    """How many tensors were written, what is still missing, and which have NaN, of which the caller is warned."""
 
     count: int
     missing: MissingWeights
+    nan_names: list[str] = field(default_factory=list)
 
 
 class LoadFailedError(RuntimeError):
-    """Weights of a folder were written in part; what the model has is of no use until all of them have come."""
+    """A change of weights has failed in its middle. Until those that are `missing`, if any, have come, nothing runs."""
 
     def __init__(self, cause: str, missing: MissingWeights) -> None:
         # As they were given, so that it pickles.
@@ -298,7 +305,7 @@ class LoadFailedError(RuntimeError):
         self.missing = missing
 
     def __str__(self) -> str:
-        return f"loading weights has failed in its middle: {self.args[0]}"
+        return str(self.args[0])
 
 
 class WeightsRunner(Protocol):
@@ -315,11 +322,15 @@ class WeightsRunner(Protocol):
         Raises:
             ValueError: a tensor does not fit, of which nothing is written; says how many were before it. Of a folder
                 none is written.
-            LoadFailedError: a folder was written in part.
+            LoadFailedError: a folder, or a tensor, was written in part; or an adapter was not merged.
         """
 
-    def unload_adapter(self) -> bool:
-        """Restore the weights that an adapter has changed; return whether there was one."""
+    def unload_adapter(self) -> LoadedWeights:
+        """Restore the weights that an adapter has changed, which are those that are counted.
+
+        Raises:
+            LoadFailedError: they were restored in part.
+        """
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
         """Give back the memory of weights, cache and graphs.

@@ -34,8 +34,8 @@ from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
 from nanovllm.runner.on_device import OnDevice
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
-from nanovllm.runner.runner_weights import WeightsHolder
 from nanovllm.runner.swap_space import check_swap_space, keep_blocks, make_swap_space
+from nanovllm.runner.weights_loader import WeightsHolder
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState

@@ -1,9 +1,8 @@
-"""Loads weights into the model that one rank runs."""
+"""The weights of the model that one rank runs, and their way to it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.models.adapter import is_adapter
 from nanovllm.models.base import CausalLM
-from nanovllm.models.live_weights import LiveWeights, update_weights, warn_of_nans
-from nanovllm.runner.messages import LoadedWeights, LoadFailedError, MissingWeights
+from nanovllm.models.live_weights import LiveWeights
+from nanovllm.runner.messages import MissingWeights
 
 
 class RunnerWeights:
-    """One rank's weights, and their way to it.
+    """One rank's weights; `WeightsLoader` calls them on every rank.
 
     Args:
         model: filled before.
@@ -41,30 +39,6 @@ class RunnerWeights:
         self._communicator = communicator
         self._device = device
         self._device_guard = device_guard
-
-    def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
-        """Write tensors; see `WeightsRunner`. For one rank alone."""
-        if isinstance(weights, str) and is_adapter(weights):
-            count = self.live.check_adapter(weights)
-            self.merge_adapter(weights)
-        elif isinstance(weights, str):
-            with self.checked_folder(weights, strict) as count:
-                self.write_folder(weights)
-        else:
-            count = update_weights(self.live, weights, self.write, strict=strict)
-        warn_of_nans(self.take_nans())
-        return LoadedWeights(count, self.missing())
-
-    @contextmanager
-    def checked_folder(self, folder: str, strict: bool) -> Iterator[int]:
-        """Check a folder on rank 0; yields its number of tensors, which every rank writes inside the `with` block."""
-        count, targets = self.live.check_folder(folder, strict)
-        missing = self.live.missing | targets
-        try:
-            yield count
-        except Exception as error:
-            self.live.missing = missing
-            raise LoadFailedError(str(error), self.missing()) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor of rank 0's, which its `live.check` has passed, on every rank: the others `receive` it."""
@@ -90,7 +64,7 @@ class RunnerWeights:
         with torch.inference_mode(), self._device_guard():
             self.live.merge_adapter(folder)
 
-    def take_adapter_out(self) -> bool:
+    def take_adapter_out(self) -> int:
         """See `LiveWeights`."""
         with torch.inference_mode(), self._device_guard():
             return self.live.take_adapter_out()
@@ -101,9 +75,10 @@ class RunnerWeights:
             return self.live.take_nans()
 
     def missing(self) -> MissingWeights:
-        """Return what a sleep has dropped, and nothing has brought again."""
-        missing = self.live.missing
-        return MissingWeights(len(missing), str(min(missing)) if missing else "")
+        """Return what a sleep has dropped, and nothing has brought again; or what has parts of an adapter."""
+        missing = self.live.missing or self.live.half_merged
+        example = str(min(missing)) if missing else ""
+        return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.live.missing)
 
     @contextmanager
     def _after_the_caller(self) -> Iterator[None]:
@@ -125,28 +100,3 @@ class RunnerWeights:
     def _own_stream(self) -> torch.cuda.Stream:
         with self._device_guard():
             return torch.cuda.current_stream(self._device)
-
-
-class WeightsHolder(ABC):
-    """The methods of a runner of one rank that change its weights; see `WeightsRunner`."""
-
-    model: CausalLM
-    communicator: Communicator
-    device: torch.device
-
-    @abstractmethod
-    def _device_guard(self) -> AbstractContextManager[Any]:
-        """Make the device and the stream of the steps current."""
-
-    @cached_property
-    def weights(self) -> RunnerWeights:
-        """Loads weights into the model that runs."""
-        return RunnerWeights(self.model, self.communicator, self.device, self._device_guard)
-
-    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
-        """Write tensors into the model."""
-        return self.weights.load(weights, strict)
-
-    def unload_adapter(self) -> bool:
-        """Restore the weights that an adapter has changed."""
-        return self.weights.take_adapter_out()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
-from nanovllm.models.tensor_files import write_tensors
 from nanovllm.outputs import StepResult
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.utils.checks import check_bool
-from nanovllm.utils.remote import absolute_folder
+from nanovllm.text.weight_loading import Weights, load_weights, warn_of_nans
 
 _POLL_SECONDS = 0.005
 
@@ -41,9 +37,7 @@ class EngineControl:
         """Whether no request is left, and every result has been returned."""
         return self.engine_client.is_finished()
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = False
-    ) -> int:
+    def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the model that runs, in place, on every rank and replica.
 
         Replicas get tensors through files of a temporary folder. What was computed with the old ones stays in the
@@ -58,35 +52,23 @@ class EngineControl:
             strict: refuse to leave a tensor of the model as it was.
 
         Returns:
-            The number of tensors written.
+            The number of tensors written. A warning names one that has NaN.
 
         Raises:
             ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
-                how many were before. Of a folder nothing is written.
-            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; or a folder was
-                written in part, and nothing is generated until all of it has come.
+                how many were before. Of a folder nothing is written. Or see `strict`.
+            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
+                tensor was written in part, and nothing is generated until all of it has come; or an adapter was not
+                merged, and if it cannot be taken out again, nothing is generated until `unload_adapter` has done it.
+                Or the pairs' iterator raised, which is the error's cause; the message says how many were before.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
             1
         """
-        check_bool("strict", strict)
-        given = os.fspath(weights) if isinstance(weights, str | os.PathLike) else weights
-        if isinstance(given, str):
-            given = absolute_folder(given)
-        engine = self.engine_client.engine
-        engine.state.require_no_requests("load_weights", engine.request_ids)
-        if isinstance(given, str):
-            return self._load(given, strict)
-        pairs = given.items() if isinstance(given, Mapping) else given
-        if engine.is_in_process:
-            return self._load(pairs, strict)
-        with TemporaryDirectory(prefix="nanovllm-weights-") as folder:
-            return self._load(write_tensors(folder, pairs), strict)
-
-    def _load(self, weights: Any, strict: bool) -> int:
-        count: int = self.engine_client.engine.call("load_weights", weights, strict)[0]
-        return count
+        loaded = load_weights(self.engine_client.engine, weights, strict)
+        warn_of_nans(loaded.nan_names)
+        return loaded.count
 
     def unload_adapter(self) -> bool:
         """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.
@@ -95,7 +77,8 @@ class EngineControl:
             Whether there was one.
 
         Raises:
-            RuntimeError: see `load_weights`.
+            RuntimeError: see `load_weights`; or a part of the adapter stays, and nothing is generated until a later
+                call has taken it out.
 
         Example:
             >>> llm.unload_adapter()
@@ -103,7 +86,8 @@ class EngineControl:
         """
         engine = self.engine_client.engine
         engine.state.require_no_requests("unload_adapter", engine.request_ids)
-        return all(engine.call("unload_adapter"))
+        # Of replicas some may have restored theirs in a call before, which failed in another.
+        return any(engine.call("unload_adapter"))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache.

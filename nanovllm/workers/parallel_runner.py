@@ -24,13 +24,12 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.adapter import is_adapter
-from nanovllm.models.live_weights import update_weights, warn_of_nans
 from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.messages import BlocksRead, LoadedWeights, MissingWeights, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
+from nanovllm.runner.weights_loader import WeightsLoader
 from nanovllm.utils.device import resolve_device
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import READY, STARTED, WorkerPlan
@@ -164,21 +163,15 @@ class ParallelRunner:
 
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write tensors on every rank; see `WeightsRunner`. Each rank reads a folder by itself."""
-        own = self._require_open().weights
-        if isinstance(weights, str) and is_adapter(weights):
-            count = own.live.check_adapter(weights)
-            self.call("weights.merge_adapter", weights)
-        elif isinstance(weights, str):
-            with own.checked_folder(weights, strict) as count:
-                self.call("weights.write_folder", weights)
-        else:
-            count = update_weights(own.live, weights, self._write_weight, strict=strict)
-        warn_of_nans(name for names in self.call("weights.take_nans") for name in names)
-        return LoadedWeights(count, own.missing())
+        return self._loader.load(weights, strict)
 
-    def unload_adapter(self) -> bool:
+    def unload_adapter(self) -> LoadedWeights:
         """See `WeightsRunner`."""
-        return all(self.call("weights.take_adapter_out"))
+        return self._loader.unload_adapter()
+
+    @property
+    def _loader(self) -> WeightsLoader:
+        return WeightsLoader(self._require_open().weights, self.call, self._write_weight)
 
     def _write_weight(self, name: str, tensor: torch.Tensor) -> None:
         """Send a tensor to every rank."""
@@ -192,6 +185,8 @@ class ParallelRunner:
 
     def wake_up(self, tags: list[str]) -> None:
         """See `WeightsRunner`."""
+        # Of what a load that failed has left undone the first rank alone knows; all capture graphs, or none does.
+        self.call("weights.live.missing.update", self._require_open().weights.live.missing)
         self.call("wake_up", tags)
 
     def synchronize(self) -> None:

@@ -123,12 +123,14 @@ async def update_weights(body: WeightsBody, service: ServiceDep) -> dict[str, An
         was_paused = llm.is_paused
         await llm.pause("keep")
         try:
-            count = await llm.load_weights(folder)
+            loaded = await llm.load_and_report(folder)
             await llm.reset_prefix_cache()
         finally:
             if not was_paused:
                 await llm.resume()
-    return {"status": "ok", "num_tensors": count}
+    if loaded.nan_names:
+        _logger.warning("%d tensors of %s have NaN, such as %r", len(loaded.nan_names), folder, loaded.nan_names[0])
+    return {"status": "ok", "num_tensors": loaded.count, "nan_tensors": loaded.nan_names}
 
 
 def _folder(service: Service, given: str) -> Path:

@@ -111,8 +111,16 @@ def others_wait_little(server: ServerProcess) -> Iterator[None]:
         finally:
             has_ended.set()
         waits = future.result()
-    assert max(waits) < MOST_WAIT_SECONDS, sorted(waits)[-5:]
+    assert max(waits) < most_wait_seconds(), sorted(waits)[-5:]
     server.check_idle()
+
+
+def most_wait_seconds() -> float:
+    """Return how long an answer may take: longer by as much as other programs slow this one down now."""
+    began, computed = time.perf_counter(), time.thread_time()
+    while (spent := time.thread_time() - computed) < 0.01:
+        pass
+    return MOST_WAIT_SECONDS * max(1, (time.perf_counter() - began) / spent)
 
 
 def wait_until(condition: Any) -> None:
@@ -271,7 +279,7 @@ def test_a_large_body_holds_nobody_up(server: ServerProcess, name: str) -> None:
         while not attack.done():
             began = time.perf_counter()
             assert status(ask(server, tiny)) == 200
-            assert time.perf_counter() - began < MOST_WAIT_SECONDS
+            assert time.perf_counter() - began < most_wait_seconds()
     assert expected in attack.result(), attack.result()[-300:]
 
 

@@ -105,6 +105,52 @@ def test_modules_that_compute_what_ours_do_are_found(
     }
 
 
+def _clamped(module: type, limit: float, *, is_input: bool) -> Method:
+    """Return what a module computes whose input, or output, is clamped."""
+    method: Method = module.forward  # type: ignore[attr-defined]
+
+    def clamp(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-limit, limit)
+
+    return (lambda self, x: method(self, clamp(x))) if is_input else (lambda self, x: clamp(method(self, x)))
+
+
+def _swiglu_of_limit(self: Any, x: torch.Tensor) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=12)) * self.up_proj(x).clamp(-12, 12))
+
+
+def _attention_of_limit(method: Method) -> Method:
+    def attend(self: Any, **kwargs: Any) -> Any:
+        out, weights = method(self, **kwargs)
+        return out.clamp(-12, 12), weights
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("module", "forward"),
+    [
+        ("LlamaMLP", _swiglu_of_limit),
+        ("LlamaRMSNorm", _clamped(modeling_llama.LlamaRMSNorm, 8, is_input=True)),
+        ("LlamaRMSNorm", _clamped(modeling_llama.LlamaRMSNorm, 5, is_input=False)),
+        ("LlamaAttention", _attention_of_limit(modeling_llama.LlamaAttention.forward)),
+        # Queries, keys and values are clamped.
+        ("OlmoAttention", None),
+    ],
+)
+def test_a_module_that_clamps_is_not_ours(
+    module: str, forward: Method | None, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forward is not None:
+        monkeypatch.setattr(getattr(modeling_llama, module), "forward", forward)
+    folder = make_checkpoint("Llama") if forward else make_checkpoint("Olmo", clip_qkv=8.0, pad_token_id=0)
+    with make_llm(folder) as llm:
+        found = Counter(type(part).__name__ for part in cast("ModelRunner", llm.llm_engine._runner).model.modules())
+    kinds = {"MLP": "FusedMLP", "RMSNorm": "FusedNorm", "Attention": "FusedAttention"}
+    (ours,) = (ours for name, ours in kinds.items() if module.endswith(name))
+    assert module in found and ours not in found and set(found) & set(kinds.values())
+
+
 def test_biases_go_into_the_product(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("Llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

@@ -226,13 +226,55 @@ def _with_own_positions(method: Method) -> Method:
     return rotate
 
 
+def _shift_outputs(method: Method) -> Method:
+    def attend(self: Any, **kwargs: Any) -> Any:
+        out, weights = method(self, **kwargs)
+        return _shifted(out), weights
+
+    return attend
+
+
+def _with_running_maximum(method: Method) -> Method:
+    def attend(self: Any, **kwargs: Any) -> Any:
+        out, weights = method(self, **kwargs)
+        return out + 0.3 * torch.cummax(out, 1).values, weights
+
+    return attend
+
+
+def _shift_logits(method: Method) -> Method:
+    def head(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = method(self, *args, **kwargs)
+        out.logits = _shifted(out.logits)
+        return out
+
+    return head
+
+
+def _with_scale_of_length(method: Method) -> Method:
+    def attend(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        self.scaling = 0.25 + 0.01 * hidden_states.shape[1]
+        return method(self, hidden_states=hidden_states, **kwargs)
+
+    return attend
+
+
+def _times_length(method: Method) -> Method:
+    return lambda self, x: method(self, x) * (1 + 0.01 * x.shape[1])
+
+
 @pytest.mark.parametrize(
     ("module", "change", "cause"),
     [
         ("LlamaAttention", _with_shift, "a state that is no KV cache"),
         ("LlamaMLP", _shift_first, "a state that is no KV cache"),
         ("LlamaRMSNorm", _shift_first, "a state that is no KV cache"),
-        ("LlamaRotaryEmbedding", _with_own_positions, "counts positions by itself"),
+        ("LlamaAttention", _shift_outputs, "mixes tokens outside attention"),
+        ("LlamaAttention", _with_running_maximum, "mixes tokens outside attention"),
+        ("LlamaForCausalLM", _shift_logits, "its head mixes tokens"),
+        ("LlamaAttention", _with_scale_of_length, "asks attention for another scale"),
+        ("LlamaMLP", _times_length, "counts positions or tokens by itself"),
+        ("LlamaRotaryEmbedding", _with_own_positions, "counts positions or tokens by itself"),
         ("LlamaAttention", _with_own_mask, "LlamaAttention is not one of transformers' masking_utils"),
         ("LlamaAttention", _with_argument, r"LlamaAttention asks attention for \['temperature'\]"),
     ],

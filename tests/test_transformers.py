@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from nanovllm import SamplingParams, model_config
@@ -149,6 +149,54 @@ def test_a_module_that_clamps_is_not_ours(
     kinds = {"MLP": "FusedMLP", "RMSNorm": "FusedNorm", "Attention": "FusedAttention"}
     (ours,) = (ours for name, ours in kinds.items() if module.endswith(name))
     assert module in found and ours not in found and set(found) & set(kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # As OPT-350m: states that are narrower before and after the layers.
+        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2}),
+        # Attention of two linear layers whose sizes are those of a SwiGLU MLP.
+        ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "pad_token_id": 0}),
+    ],
+)
+def test_layers_of_unusual_sizes_run(family: str, changes: dict[str, Any], make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(family, **changes)
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    prompt, params = prompts()[-1], SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    with make_llm(folder) as llm, torch.inference_mode():
+        assert llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"] == complete(reference, prompt)
+        state = reference.model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, -1]
+        (found,) = llm.embed([prompt], use_tqdm=False)
+    assert torch.allclose(found, state / state.norm(), rtol=0, atol=1e-5)
+
+
+class _ByName(torch.nn.Module):
+    """Gives a module its input by name."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.mlp(states=x)
+
+
+def test_a_module_that_is_called_otherwise_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=1)
+    mlp, x = modeling_llama.LlamaMLP(config), torch.randn(1, 8, 8)
+    expected, method = mlp(x), modeling_llama.LlamaMLP.forward
+
+    def named(self: Any, states: torch.Tensor) -> Any:
+        return method(self, states)
+
+    assert fuse._as_mlp(mlp) is not None
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x, other: method(self, x))
+    assert fuse._as_mlp(mlp) is None
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", named)
+    model = _ByName(mlp)
+    assert "FusedMLP" not in fuse.fuse(model, lambda: model(x), 8)
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_biases_go_into_the_product(make_checkpoint: MakeCheckpoint) -> None:

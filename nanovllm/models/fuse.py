@@ -39,6 +39,8 @@ NUM_ROWS = 8
 _SCALES = (1.0, 30.0, 1e3)
 """Standard deviations of these rows: some modules clamp, which shows with large numbers alone."""
 _TOLERANCE = 1e-4
+_ERRORS_OF_OTHERS = RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError
+"""A module that takes something else than rows of its parameters' width raises one of these."""
 
 
 def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counter[str]:
@@ -52,9 +54,10 @@ def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counte
     with probing(makes_layers=False):
         calls = _Calls(model, run)
     rotaries: dict[int, RotaryEmbedding | None] = {}
-    for match in (partial(_as_attention, calls, rotaries, max_model_len), _as_mlp, _as_norm):
-        # Lists of modules, for example, are not called.
-        _replace(model, match, calls.modules)
+    # Lists of modules, for example, are not called.
+    _replace(model, partial(_as_attention, calls, rotaries, max_model_len), calls.modules)
+    for match in (_as_mlp, _as_norm):
+        _replace(model, match, calls.unary)
     fuse_linears(model)
     ours = (FusedLinear, FusedNorm, FusedMLP, FusedAttention)
     return Counter(type(module).__name__ for module in model.modules() if isinstance(module, ours))
@@ -86,12 +89,18 @@ class _Call:
     kwargs: dict[str, Any]
     output: Any
 
+    def is_unary(self) -> bool:
+        """Return whether it took one tensor and returned one."""
+        are_tensors = all(isinstance(x, torch.Tensor) for x in (*self.args, self.output))
+        return len(self.args) == 1 and not self.kwargs and are_tensors
+
 
 class _Calls:
     """The calls of a model's modules in one run, in the order in which they ended.
 
     Attributes:
         modules: that were called.
+        unary: those of them that always took one tensor, not by its name, and returned one.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
@@ -106,6 +115,7 @@ class _Calls:
             for handle in handles:
                 handle.remove()
         self.modules = {call.module for call in self._calls}
+        self.unary = self.modules - {call.module for call in self._calls if not call.is_unary()}
 
     def within(self, module: nn.Module) -> list[_Call]:
         """Return the calls of a module's children, and of itself at the end."""
@@ -141,8 +151,7 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
             x[1, 0] *= 1e3
             if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
                 return None
-    except (RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError):
-        # It takes something else.
+    except _ERRORS_OF_OTHERS:
         return None
     rounded = factor.to(dtype)
     return FusedNorm(rounded if torch.equal(rounded.float(), factor) else factor, eps, module)
@@ -164,7 +173,10 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
         return None
     copied, x = copy.deepcopy(module).float(), _random(NUM_ROWS, others[0].in_features, like=down.weight)
     inputs = [scale * x for scale in _SCALES]
-    outputs = [copied(x[None])[0] for x in inputs]
+    try:
+        outputs = [copied(x[None])[0] for x in inputs]
+    except _ERRORS_OF_OTHERS:
+        return None
     for order in (others, others[::-1]):
         gate_ups = [torch.cat([_linear(x, linear) for linear in order], dim=-1) for x in inputs]
         ours = [_linear(silu_and_mul_ref(gate_up), down) for gate_up in gate_ups]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -30,7 +30,7 @@ from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.source_slices import SourceParameters
 from nanovllm.models.stored_tensors import shown
-from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
+from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 from nanovllm.utils.remote import is_url, weights_place
@@ -117,7 +117,9 @@ class TransformersForCausalLM(LoadableCausalLM):
         except Exception as error:  # the code of each model has its own ways to refuse a config
             if isinstance(error, KeyError) and error.args == (PROBED,):
                 raise ValueError(f"{name} has attention classes of its own, which cannot be replaced") from error
-            raise ValueError(f"transformers cannot make {name}: {type(error).__name__}: {error}") from error
+            fields = _fields_of(hf.to_dict(), error.args) if isinstance(error, KeyError) else ""
+            cause = f"it does not know {fields}" if fields else f"{type(error).__name__}: {error}"
+            raise ValueError(f"transformers cannot make {name}: {cause}") from error
 
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
@@ -153,7 +155,7 @@ class TransformersForCausalLM(LoadableCausalLM):
         for number in range(_PROBES):
             token_ids = torch.randint(self.config.vocab_size, (len(positions),), generator=generator).to(device)
             with (
-                probing(makes_layers=number == 0, answers=_noise_of(first)) as probe,
+                probing(makes_layers=number == 0, answers=noise_of(first, len(positions))) as probe,
                 _watch_children(self.model) as called,
             ):
                 # With a mask of ones nothing else is made out of the positions, such as where sequences begin.
@@ -162,7 +164,7 @@ class TransformersForCausalLM(LoadableCausalLM):
                 self._take_layers(probe)
                 self._drop_towers(called)
                 self._output_type = type(out)
-            with probing(makes_layers=False, answers=_noise_of(second)) as other:
+            with probing(makes_layers=False, answers=noise_of(second, len(positions))) as other:
                 changed = self._run(token_ids[second], positions[second])
             if probe.settings != other.settings:
                 raise ValueError("it asks attention for another scale, window or softcap where there are other tokens")
@@ -343,6 +345,13 @@ def _class_of(hf: Any) -> Any:
     raise ValueError(f"architecture {name!r} is not supported: transformers has no such decoder{hint}")
 
 
+def _fields_of(values: dict[str, Any], wanted: tuple[Any, ...]) -> str:
+    """Return, as text, the fields of a config, and of dicts in it, that have one of some values."""
+    found = [_fields_of(value, wanted) for value in values.values() if isinstance(value, dict)]
+    found += [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str) and value in wanted]
+    return ", ".join(filter(None, found))
+
+
 @contextmanager
 def _watch_children(model: nn.Module) -> Iterator[set[str]]:
     """Collect the names of the model's children of which something runs inside the `with` block."""
@@ -374,17 +383,6 @@ def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> Non
                 by_layer[layer_type] = "default"
         if not isinstance(kinds, dict) and kinds is not None:
             module.rope_type = by_layer[None]
-
-
-def _noise_of(indices: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return what answers, for attention, noise that depends on the indices of tokens alone, [num_tokens] or rows."""
-
-    def answer(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        generator = torch.Generator(device).manual_seed(0)
-        noise = torch.randn(2 * _PROBED_TOKENS, *size[2:], generator=generator, device=device)
-        return noise[torch.atleast_2d(indices)].to(dtype)
-
-    return answer
 
 
 def _are_close(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> bool:

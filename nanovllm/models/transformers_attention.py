@@ -94,6 +94,21 @@ def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.
         _probe.reset(token)
 
 
+def noise_of(indices: torch.Tensor, num_tokens: int) -> Callable[..., torch.Tensor]:
+    """Return what answers, for attention, noise by the indices of tokens, up to `num_tokens`, alone.
+
+    Args:
+        indices: [num_tokens], or rows of them.
+    """
+
+    def answer(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(0)
+        noise = torch.randn(num_tokens, *size[2:], generator=generator, device=device)
+        return noise[torch.atleast_2d(indices)].to(dtype)
+
+    return answer
+
+
 def _attend(
     module: nn.Module,
     query: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import UnsupportedError, check_int
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,12 @@ class ExpertsConfig:
         """Convert a transformers config.
 
         Raises:
-            ValueError: a size is missing, or out of range.
+            ValueError: a size is missing, or out of range; an `UnsupportedError` if there are no experts.
         """
-        num_experts = check_int("num_experts", getattr(hf, "num_local_experts", getattr(hf, "num_experts", None)), 1)
+        num_experts = check_int("num_experts", getattr(hf, "num_local_experts", getattr(hf, "num_experts", None)), 0)
+        if num_experts == 0:
+            # To transformers' code, of some families, that is a model without mixtures.
+            raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", hf.intermediate_size)
         return cls(
             num_experts=num_experts,

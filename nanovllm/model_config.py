@@ -15,7 +15,7 @@ from nanovllm.config import ModelImpl, Quantization
 from nanovllm.experts_config import ExpertsConfig, is_sparse
 from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.rope_config import RopeConfig, read_rope, yarn_length
-from nanovllm.utils.checks import check_int, read_json, refuse_remote_code
+from nanovllm.utils.checks import UnsupportedError, check_int, read_json, refuse_remote_code
 
 
 @dataclass(frozen=True)
@@ -266,10 +266,14 @@ def _has_dtype(hf: Any) -> bool:
 
 
 def _is_native(hf: Any) -> bool:
-    """Whether a row of the table takes a config."""
+    """Whether a row of the table takes a config.
+
+    Raises:
+        ValueError: one does, but a value is wrong, whoever's code runs.
+    """
     try:
         ModelConfig.from_hf(hf)
-    except ValueError:
+    except UnsupportedError:
         return False
     return True
 
@@ -277,7 +281,7 @@ def _is_native(hf: Any) -> bool:
 def _architecture(hf: Any) -> Architecture:
     name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
     if name not in MODELS:
-        raise ValueError(f"architecture {name!r} is not supported: only {', '.join(MODELS)}")
+        raise UnsupportedError(f"architecture {name!r} is not supported: only {', '.join(MODELS)}")
     return MODELS[name]
 
 
@@ -296,13 +300,13 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
     }
     for name, value in unsupported.items():
         if value:
-            raise ValueError(f"{name}={value!r} is not supported")
+            raise UnsupportedError(f"{name}={value!r} is not supported")
 
 
 def _head_dim(hf: Any) -> int:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if head_dim not in _HEAD_DIMS:
-        raise ValueError(f"head_dim={head_dim} is not supported: only {_HEAD_DIMS}")
+        raise UnsupportedError(f"head_dim={head_dim} is not supported: only {_HEAD_DIMS}")
     return int(head_dim)
 
 

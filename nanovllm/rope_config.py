@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from nanovllm.utils.checks import UnsupportedError
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -53,25 +55,26 @@ def read_rope(hf: Any) -> RopeConfig:
     """Convert the rotary embedding of a transformers config.
 
     Raises:
-        ValueError: a type or a parameter that is not supported.
+        UnsupportedError: a type or a parameter that is not supported.
+        ValueError: a parameter is missing.
     """
     values: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
     if any(isinstance(value, dict) for value in values.values()):
-        raise ValueError(f"rope_parameters={values!r} that differ between layers are not supported")
+        raise UnsupportedError(f"rope_parameters={values!r} that differ between layers are not supported")
     theta = values.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
     share = values.pop("partial_rotary_factor", None) or getattr(hf, "partial_rotary_factor", None) or 1.0
     if share != 1.0:
-        raise ValueError(f"partial_rotary_factor={share} is not supported: whole heads are rotated")
+        raise UnsupportedError(f"partial_rotary_factor={share} is not supported: whole heads are rotated")
     kind = values.pop("rope_type", None) or values.get("type", "default")
     values.pop("type", None)
     if kind == "default":
         return RopeConfig(theta)
     if kind not in _SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not supported: only default, {', '.join(_SCALINGS)}")
+        raise UnsupportedError(f"rope_type {kind!r} is not supported: only default, {', '.join(_SCALINGS)}")
     values = {key: value for key, value in values.items() if value is not None}
     known = {item.name: item for item in fields(_SCALINGS[kind])}
     if unknown := set(values) - set(known):
-        raise ValueError(f"{kind} parameters {sorted(unknown)} are not supported")
+        raise UnsupportedError(f"{kind} parameters {sorted(unknown)} are not supported")
     if "original_max_position_embeddings" in known:
         values.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
     missing = [name for name, item in known.items() if item.default is MISSING and name not in values]

@@ -15,8 +15,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import ModelImpl
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import MODELS, LayerConfig, ModelConfig
+from nanovllm.model_config import MODELS, TRANSFORMERS, LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.base import CausalLM
 from nanovllm.rope_config import RopeConfig, YarnScaling
@@ -41,10 +42,12 @@ QWEN25_7B_1M: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def read(
+    folder: Path, config: dict[str, Any], generation: dict[str, Any], model_impl: ModelImpl = "native"
+) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_folder(str(folder))
+    return ModelConfig.from_folder(str(folder), model_impl=model_impl)
 
 
 def test_every_architecture_has_a_model() -> None:
@@ -72,6 +75,26 @@ def test_qwen25_7b_instruct_1m(tmp_path: Path) -> None:
         rms_norm_eps=1e-5, rope=RopeConfig(1e7), tie_word_embeddings=False, max_position=1010000,
         initializer_range=0.02, dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be in 1 ... 4, not 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be in 1 ... 4, not 9"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+    ],
+)
+def test_a_wrong_value_is_not_left_to_transformers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, mixtral | sizes | changes, {}, "auto")
+
+
+def test_a_mixture_of_no_experts_is_left_to_transformers(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 0}
+    assert read(tmp_path, config, {}, "auto").architecture is TRANSFORMERS
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from nanovllm import SamplingParams, model_config
@@ -105,6 +105,100 @@ def test_modules_that_compute_what_ours_do_are_found(
     }
 
 
+def _clamped(module: type, limit: float, *, is_input: bool) -> Method:
+    """Return what a module computes whose input, or output, is clamped."""
+    method: Method = module.forward  # type: ignore[attr-defined]
+
+    def clamp(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-limit, limit)
+
+    return (lambda self, x: method(self, clamp(x))) if is_input else (lambda self, x: clamp(method(self, x)))
+
+
+def _swiglu_of_limit(self: Any, x: torch.Tensor) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=12)) * self.up_proj(x).clamp(-12, 12))
+
+
+def _attention_of_limit(method: Method) -> Method:
+    def attend(self: Any, **kwargs: Any) -> Any:
+        out, weights = method(self, **kwargs)
+        return out.clamp(-12, 12), weights
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("module", "forward"),
+    [
+        ("LlamaMLP", _swiglu_of_limit),
+        ("LlamaRMSNorm", _clamped(modeling_llama.LlamaRMSNorm, 8, is_input=True)),
+        ("LlamaRMSNorm", _clamped(modeling_llama.LlamaRMSNorm, 5, is_input=False)),
+        ("LlamaAttention", _attention_of_limit(modeling_llama.LlamaAttention.forward)),
+        # Queries, keys and values are clamped.
+        ("OlmoAttention", None),
+    ],
+)
+def test_a_module_that_clamps_is_not_ours(
+    module: str, forward: Method | None, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forward is not None:
+        monkeypatch.setattr(getattr(modeling_llama, module), "forward", forward)
+    folder = make_checkpoint("Llama") if forward else make_checkpoint("Olmo", clip_qkv=8.0, pad_token_id=0)
+    with make_llm(folder) as llm:
+        found = Counter(type(part).__name__ for part in cast("ModelRunner", llm.llm_engine._runner).model.modules())
+    kinds = {"MLP": "FusedMLP", "RMSNorm": "FusedNorm", "Attention": "FusedAttention"}
+    (ours,) = (ours for name, ours in kinds.items() if module.endswith(name))
+    assert module in found and ours not in found and set(found) & set(kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # As OPT-350m: states that are narrower before and after the layers.
+        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2}),
+        # Attention of two linear layers whose sizes are those of a SwiGLU MLP.
+        ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "pad_token_id": 0}),
+    ],
+)
+def test_layers_of_unusual_sizes_run(family: str, changes: dict[str, Any], make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(family, **changes)
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    prompt, params = prompts()[-1], SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    with make_llm(folder) as llm, torch.inference_mode():
+        assert llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"] == complete(reference, prompt)
+        state = reference.model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, -1]
+        (found,) = llm.embed([prompt], use_tqdm=False)
+    assert torch.allclose(found, state / state.norm(), rtol=0, atol=1e-5)
+
+
+class _ByName(torch.nn.Module):
+    """Gives a module its input by name."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.mlp(states=x)
+
+
+def test_a_module_that_is_called_otherwise_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=1)
+    mlp, x = modeling_llama.LlamaMLP(config), torch.randn(1, 8, 8)
+    expected, method = mlp(x), modeling_llama.LlamaMLP.forward
+
+    def named(self: Any, states: torch.Tensor) -> Any:
+        return method(self, states)
+
+    assert fuse._as_mlp(mlp) is not None
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x, other: method(self, x))
+    assert fuse._as_mlp(mlp) is None
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", named)
+    model = _ByName(mlp)
+    assert "FusedMLP" not in fuse.fuse(model, lambda: model(x), 8)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_biases_go_into_the_product(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("Llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -180,13 +274,55 @@ def _with_own_positions(method: Method) -> Method:
     return rotate
 
 
+def _shift_outputs(method: Method) -> Method:
+    def attend(self: Any, **kwargs: Any) -> Any:
+        out, weights = method(self, **kwargs)
+        return _shifted(out), weights
+
+    return attend
+
+
+def _with_running_maximum(method: Method) -> Method:
+    def attend(self: Any, **kwargs: Any) -> Any:
+        out, weights = method(self, **kwargs)
+        return out + 0.3 * torch.cummax(out, 1).values, weights
+
+    return attend
+
+
+def _shift_logits(method: Method) -> Method:
+    def head(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = method(self, *args, **kwargs)
+        out.logits = _shifted(out.logits)
+        return out
+
+    return head
+
+
+def _with_scale_of_length(method: Method) -> Method:
+    def attend(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        self.scaling = 0.25 + 0.01 * hidden_states.shape[1]
+        return method(self, hidden_states=hidden_states, **kwargs)
+
+    return attend
+
+
+def _times_length(method: Method) -> Method:
+    return lambda self, x: method(self, x) * (1 + 0.01 * x.shape[1])
+
+
 @pytest.mark.parametrize(
     ("module", "change", "cause"),
     [
         ("LlamaAttention", _with_shift, "a state that is no KV cache"),
         ("LlamaMLP", _shift_first, "a state that is no KV cache"),
         ("LlamaRMSNorm", _shift_first, "a state that is no KV cache"),
-        ("LlamaRotaryEmbedding", _with_own_positions, "counts positions by itself"),
+        ("LlamaAttention", _shift_outputs, "mixes tokens outside attention"),
+        ("LlamaAttention", _with_running_maximum, "mixes tokens outside attention"),
+        ("LlamaForCausalLM", _shift_logits, "its head mixes tokens"),
+        ("LlamaAttention", _with_scale_of_length, "asks attention for another scale"),
+        ("LlamaMLP", _times_length, "counts positions or tokens by itself"),
+        ("LlamaRotaryEmbedding", _with_own_positions, "counts positions or tokens by itself"),
         ("LlamaAttention", _with_own_mask, "LlamaAttention is not one of transformers' masking_utils"),
         ("LlamaAttention", _with_argument, r"LlamaAttention asks attention for \['temperature'\]"),
     ],
@@ -282,7 +418,8 @@ def test_weights_are_loaded_strictly(llama: Path) -> None:
     [
         ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not supported.*did you mean LlamaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "transformers has no such decoder"),
-        ({"hidden_act": "no_such"}, "transformers cannot make LlamaForCausalLM: .*no_such"),
+        ({"hidden_act": "no_such"}, "cannot make LlamaForCausalLM: it does not know hidden_act='no_such'"),
+        ({"rope_parameters": {"rope_type": "no_such"}}, "it does not know rope_type='no_such'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq.* is not supported"),
         ({"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "trust_remote_code=True"),
     ],

@@ -1,8 +1,8 @@
 """Finds the modules of a model, which transformers' code runs, that compute what this library's kernels do.
 
-Such a module is found by running it beside the op on random numbers in float32, not by its name: an RMS norm, a SwiGLU
-MLP, and attention whose queries, keys and values are one product, perhaps normed by head, and rotated. What is not
-found stays as it is, but each plain linear layer gets our product.
+Such a module is found by running it beside the op on random numbers of several sizes in float32, not by its name: an
+RMS norm, a SwiGLU MLP, and attention whose queries, keys and values are one product, perhaps normed by head, and
+rotated. What is not found stays as it is, but each plain linear layer gets our product.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from nanovllm.models.transformers_attention import PagedAttention, probing
 
 NUM_ROWS = 8
 """Random rows that a module and an op are compared on."""
+_SCALES = (1.0, 30.0, 1e3)
+"""Standard deviations of these rows: some modules clamp, which shows with large numbers alone."""
 _TOLERANCE = 1e-4
+_ERRORS_OF_OTHERS = RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError
+"""A module that takes something else than rows of its parameters' width raises one of these."""
 
 
 def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counter[str]:
@@ -50,9 +54,10 @@ def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counte
     with probing(makes_layers=False):
         calls = _Calls(model, run)
     rotaries: dict[int, RotaryEmbedding | None] = {}
-    for match in (partial(_as_attention, calls, rotaries, max_model_len), _as_mlp, _as_norm):
-        # Lists of modules, for example, are not called.
-        _replace(model, match, calls.modules)
+    # Lists of modules, for example, are not called.
+    _replace(model, partial(_as_attention, calls, rotaries, max_model_len), calls.modules)
+    for match in (_as_mlp, _as_norm):
+        _replace(model, match, calls.unary)
     fuse_linears(model)
     ours = (FusedLinear, FusedNorm, FusedMLP, FusedAttention)
     return Counter(type(module).__name__ for module in model.modules() if isinstance(module, ours))
@@ -84,12 +89,18 @@ class _Call:
     kwargs: dict[str, Any]
     output: Any
 
+    def is_unary(self) -> bool:
+        """Return whether it took one tensor and returned one."""
+        are_tensors = all(isinstance(x, torch.Tensor) for x in (*self.args, self.output))
+        return len(self.args) == 1 and not self.kwargs and are_tensors
+
 
 class _Calls:
     """The calls of a model's modules in one run, in the order in which they ended.
 
     Attributes:
         modules: that were called.
+        unary: those of them that always took one tensor, not by its name, and returned one.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
@@ -104,6 +115,7 @@ class _Calls:
             for handle in handles:
                 handle.remove()
         self.modules = {call.module for call in self._calls}
+        self.unary = self.modules - {call.module for call in self._calls if not call.is_unary()}
 
     def within(self, module: nn.Module) -> list[_Call]:
         """Return the calls of a module's children, and of itself at the end."""
@@ -132,12 +144,14 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
         ones = torch.ones(1, len(like), device=like.device)
         ratio = (outputs(ones * 1e-3)[0] / factor)[factor != 0].double().median()
         eps = max(0.0, 1e-6 * (ratio.item() ** -2 - 1))
-        x = _random(NUM_ROWS, len(like), like=like)
-        x[0] *= 1e-3
-        if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
-            return None
-    except (RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError):
-        # It takes something else.
+        for scale in _SCALES:
+            x = scale * _random(NUM_ROWS, len(like), like=like)
+            x[0] *= 1e-3
+            # An outlier, whose normed value is large.
+            x[1, 0] *= 1e3
+            if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
+                return None
+    except _ERRORS_OF_OTHERS:
         return None
     rounded = factor.to(dtype)
     return FusedNorm(rounded if torch.equal(rounded.float(), factor) else factor, eps, module)
@@ -155,12 +169,18 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
     if any(linear.bias is not None for linear in others):
         # Gated products take none.
         return None
+    if sum(linear.out_features for linear in others) != 2 * down.in_features:
+        return None
     copied, x = copy.deepcopy(module).float(), _random(NUM_ROWS, others[0].in_features, like=down.weight)
+    inputs = [scale * x for scale in _SCALES]
+    try:
+        outputs = [copied(x[None])[0] for x in inputs]
+    except _ERRORS_OF_OTHERS:
+        return None
     for order in (others, others[::-1]):
-        if sum(linear.out_features for linear in order) != 2 * down.in_features:
-            return None
-        gate_up = torch.cat([_linear(x, linear) for linear in order], dim=-1)
-        if _equal(copied(x[None])[0], _linear(silu_and_mul_ref(gate_up), down)):
+        gate_ups = [torch.cat([_linear(x, linear) for linear in order], dim=-1) for x in inputs]
+        ours = [_linear(silu_and_mul_ref(gate_up), down) for gate_up in gate_ups]
+        if all(map(_equal, outputs, ours)):
             return FusedMLP(merged(order), dense_weight(down.weight, down.bias))
     return None
 
@@ -216,27 +236,33 @@ class _AttentionMatch:
 
     def is_equal(self) -> bool:
         """Return whether queries, keys and values, and what becomes of attention's outputs, are ours."""
-        kv_heads, size, table = self.paged.num_kv_heads, self.paged.key_size, self.rotary.cos_sin
-        x = _random(NUM_ROWS, self.qkv_projs[0].in_features, like=self.o_proj.weight)
-        qkv = torch.cat([_linear(x, linear) for linear in self.qkv_projs], dim=-1)
-        if size != table.shape[1] or qkv.shape[1] != self.o_proj.in_features + 2 * kv_heads * size:
+        kv_heads, size = self.paged.num_kv_heads, self.paged.key_size
+        num_outputs = sum(linear.out_features for linear in self.qkv_projs)
+        if size != self.rotary.cos_sin.shape[1] or num_outputs != self.o_proj.in_features + 2 * kv_heads * size:
             return False
+        module = copy.deepcopy(self.call.module).float()
+        x = _random(NUM_ROWS, self.qkv_projs[0].in_features, like=self.o_proj.weight)
+        return all(self._is_equal_at(scale, module, scale * x) for scale in _SCALES)
+
+    def _is_equal_at(self, scale: float, module: nn.Module, x: torch.Tensor) -> bool:
+        """Compare `module`, the one of the call in float32, on an input and outputs of attention of a scale."""
+        table = self.rotary.cos_sin
+        qkv = torch.cat([_linear(x, linear) for linear in self.qkv_projs], dim=-1).unflatten(1, (-1, table.shape[1]))
         positions = torch.arange(NUM_ROWS, device=x.device) * (len(table) - 1) // (NUM_ROWS - 1)
         angles = tuple(half.repeat(1, 2)[None] for half in table[positions].chunk(2, dim=-1))
-        module = copy.deepcopy(self.call.module).float()
         kwargs = {
             key: positions.view_as(given) if _is_positions(given) else given for key, given in self.call.kwargs.items()
         }
         kwargs["position_embeddings"] = angles
         kwargs, args = (kwargs | {"hidden_states": x[None]}, ()) if not self.call.args else (kwargs, (x[None],))
-        with probing(makes_layers=False, answers=_noise) as probe:
+        with probing(makes_layers=False, answers=partial(_noise, scale)) as probe:
             out = module(*args, **kwargs)[0][0]
         query, key, value = probe.tensors
         pages = KVPages(torch.empty_like(key)[None], torch.empty_like(value)[None])
         norms = (self.norms[0].weight.float(), self.norms[1].weight.float()) if self.norms else None
         eps = self.norms[0].eps if self.norms else 0.0
         slots = torch.arange(NUM_ROWS, device=x.device, dtype=torch.int32)
-        ours = qkv_rope_store_ref(qkv.view(NUM_ROWS, -1, size), NormRope(norms, eps, table), positions, pages, slots)
+        ours = qkv_rope_store_ref(qkv, NormRope(norms, eps, table), positions, pages, slots)
         pairs = [(query, ours), (key, pages.k_cache[0]), (value, pages.v_cache[0])]
         pairs.append((out, _linear(probe.answered[0][0].flatten(1), self.o_proj)))
         return all(_equal(theirs, mine) for theirs, mine in pairs)
@@ -283,8 +309,8 @@ def _random(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(like.device)
 
 
-def _noise(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+def _noise(scale: float, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return scale * torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -30,7 +30,7 @@ from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.source_slices import SourceParameters
 from nanovllm.models.stored_tensors import shown
-from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, probing
+from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 from nanovllm.utils.remote import is_url, weights_place
@@ -74,9 +74,9 @@ class TransformersForCausalLM(LoadableCausalLM):
         try:
             with torch.inference_mode():
                 _fix_rope(self.model, max_model_len, device)
-                self._find_layers(min(_PROBED_TOKENS, self.config.max_position), dtype, device)
+                states = self._find_layers(min(_PROBED_TOKENS, self.config.max_position), max_model_len, device)
                 self._sources.find(self.head, indices)
-                self._detach_head(device)
+                self._detach_head(states)
                 if device.type == "cuda" and not config.enforce_eager:
                     self._check_capture(device)
                 self._fuse(max_model_len, device)
@@ -117,7 +117,9 @@ class TransformersForCausalLM(LoadableCausalLM):
         except Exception as error:  # the code of each model has its own ways to refuse a config
             if isinstance(error, KeyError) and error.args == (PROBED,):
                 raise ValueError(f"{name} has attention classes of its own, which cannot be replaced") from error
-            raise ValueError(f"transformers cannot make {name}: {type(error).__name__}: {error}") from error
+            fields = _fields_of(hf.to_dict(), error.args) if isinstance(error, KeyError) else ""
+            cause = f"it does not know {fields}" if fields else f"{type(error).__name__}: {error}"
+            raise ValueError(f"transformers cannot make {name}: {cause}") from error
 
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
@@ -138,36 +140,49 @@ class TransformersForCausalLM(LoadableCausalLM):
             raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}, of another shape {others}")
         return head
 
-    def _find_layers(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the attention layers; refuse a model in which more than attention mixes tokens."""
+    def _find_layers(self, num_tokens: int, max_model_len: int, device: torch.device) -> torch.Tensor:
+        """Make the attention layers; refuse a model in which more than attention mixes tokens.
+
+        Returns the hidden states of about `num_tokens` tokens.
+        """
         half = num_tokens // 2
-        positions = torch.arange(num_tokens, device=device)
+        first = torch.arange(2 * half, device=device)
+        # Backwards, the second half among other tokens, and in two rows: lengths differ, the sizes of products do not,
+        # and so rounding does not either. Attention answers a token as before, and so nothing changes.
+        second = torch.stack((2 * half + first[:half], first[half:]), dim=1).flatten().flip(0).view(2, half)
+        positions = torch.cat((first, torch.linspace(0, max_model_len - 1, half, device=device).long()))
         generator = torch.Generator().manual_seed(0)
-        tolerance = _TOLERANCES.get(dtype, _COARSE_TOLERANCE)
-        is_stateless = False
         for number in range(_PROBES):
-            draws = (torch.randint(self.config.vocab_size, (num_tokens,), generator=generator) for _ in range(2))
-            first, others = (drawn.to(device) for drawn in draws)
-            with probing(makes_layers=number == 0) as probe, _watch_children(self.model) as called:
+            token_ids = torch.randint(self.config.vocab_size, (len(positions),), generator=generator).to(device)
+            with (
+                probing(makes_layers=number == 0, answers=noise_of(first, len(positions))) as probe,
+                _watch_children(self.model) as called,
+            ):
                 # With a mask of ones nothing else is made out of the positions, such as where sequences begin.
-                out = self._run(first, positions, torch.ones_like(positions) if number == 0 else None)
+                out = self._run(token_ids[first], positions[first], torch.ones_like(first) if number == 0 else None)
             if number == 0:
                 self._take_layers(probe)
                 self._drop_towers(called)
                 self._output_type = type(out)
-            # Backwards, the second half with other neighbours: attention has returned zeros, and so nothing changes.
-            with probing(makes_layers=False) as other:
-                changed = self._run(torch.cat((others[:half], first[half:])).flip(0), positions.flip(0))
-            probe.tensors.append(out.last_hidden_state[0].float())
-            other.tensors.append(changed.last_hidden_state[0].float())
-            pairs = zip(probe.tensors, other.tensors, strict=True)
-            is_equal = all(_are_close(x[half:], y.flip(0)[half:], tolerance) for x, y in pairs)
-            # The ranks go on together.
-            if self._communicator.all_reduce_min(int(is_equal)):
-                is_stateless = True
-                break
-        if not is_stateless:
-            raise ValueError("it has layers with a state that is no KV cache, or counts positions by itself")
+            with probing(makes_layers=False, answers=noise_of(second, len(positions))) as other:
+                changed = self._run(token_ids[second], positions[second])
+            if probe.settings != other.settings:
+                raise ValueError("it asks attention for another scale, window or softcap where there are other tokens")
+            states: torch.Tensor = out.last_hidden_state[0]
+            others = [*other.tensors, changed.last_hidden_state.flatten(0, 1)]
+            pairs = zip([*probe.tensors, states], others, strict=True)
+            if self._all_are_close((x[half:], y.flip(0)[1::2]) for x, y in pairs):
+                return states
+        raise ValueError(
+            "it has layers with a state that is no KV cache, mixes tokens outside attention, or counts positions or "
+            "tokens by itself"
+        )
+
+    def _all_are_close(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Return whether both of each pair are the same but for rounding, on all ranks: they go on together."""
+        tolerance = _TOLERANCES.get(self._dtype, _COARSE_TOLERANCE)
+        is_close = all(_are_close(x.float(), y.float(), tolerance) for x, y in pairs)
+        return bool(self._communicator.all_reduce_min(int(is_close)))
 
     def _drop_towers(self, called: set[str]) -> None:
         """Let go of the parts of a wrapper, such as that for images, which a text does not run through."""
@@ -201,14 +216,19 @@ class TransformersForCausalLM(LoadableCausalLM):
             if hasattr(module, "config"):
                 module.config._attn_implementation = PAGED
 
-    def _detach_head(self, device: torch.device) -> None:
-        """Let the head take hidden states, which its decoder would compute."""
+    def _detach_head(self, states: torch.Tensor) -> None:
+        """Let the head take hidden states, which its decoder would compute; refuse one that mixes those of tokens."""
         self._given = _GivenStates(self.model, self._output_type)
         setattr(self.head, self._prefix, self._given)
-        dtype = next(self.model.parameters()).dtype
-        size = self._head_logits(torch.zeros(1, self.config.hidden_size, dtype=dtype, device=device)).shape[-1]
-        if size != self.shard.vocab.num_present:
+        states = states[: 2 * NUM_ROWS]
+        logits = self._head_logits(states[:NUM_ROWS])
+        if logits.shape[-1] != self.shard.vocab.num_present:
+            size = logits.shape[-1]
             raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
+        # Backwards, with other neighbours, and more.
+        changed = self._head_logits(states.flip(0)).flip(0)[:NUM_ROWS]
+        if not self._all_are_close([(logits, changed)]):
+            raise ValueError("its head mixes tokens")
 
     def _fuse(self, max_model_len: int, device: torch.device) -> None:
         """Take our kernels where they compute what the model's code does."""
@@ -243,8 +263,10 @@ class TransformersForCausalLM(LoadableCausalLM):
         yield
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        """Run the decoder on tokens, [num_tokens], or on rows of them."""
         masks = {} if mask is None else {"attention_mask": mask[None]}
-        return self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **masks)
+        token_ids, positions = torch.atleast_2d(token_ids, positions)
+        return self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **masks)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
@@ -321,6 +343,13 @@ def _class_of(hf: Any) -> Any:
     near = get_close_matches(name, sorted({*MODELS, *known}))
     hint = f": did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"architecture {name!r} is not supported: transformers has no such decoder{hint}")
+
+
+def _fields_of(values: dict[str, Any], wanted: tuple[Any, ...]) -> str:
+    """Return, as text, the fields of a config, and of dicts in it, that have one of some values."""
+    found = [_fields_of(value, wanted) for value in values.values() if isinstance(value, dict)]
+    found += [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str) and value in wanted]
+    return ", ".join(filter(None, found))
 
 
 @contextmanager

@@ -63,10 +63,11 @@ class Probe:
         makes_layers: whether attention gets its layers; else it has them.
         modules: that attend.
         num_heads: of queries, of each of them.
-        tensors: their queries, keys and values, [num_tokens, heads, size] float32.
+        tensors: their queries, keys and values, [num_tokens, heads, size] float32, of all rows.
+        settings: the scale, window and softcap that each of them asked for.
         masks: that were made, with their windows.
         answers: makes what attention returns, of a size.
-        answered: what it has returned, [1, num_tokens, heads, size].
+        answered: what it has returned, [rows, num_tokens, heads, size].
     """
 
     makes_layers: bool
@@ -74,6 +75,7 @@ class Probe:
     modules: list[nn.Module] = field(default_factory=list)
     num_heads: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    settings: list[tuple[float | None, int | None, float | None]] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
     answered: list[torch.Tensor] = field(default_factory=list)
 
@@ -90,6 +92,21 @@ def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.
         yield probe
     finally:
         _probe.reset(token)
+
+
+def noise_of(indices: torch.Tensor, num_tokens: int) -> Callable[..., torch.Tensor]:
+    """Return what answers, for attention, noise by the indices of tokens, up to `num_tokens`, alone.
+
+    Args:
+        indices: [num_tokens], or rows of them.
+    """
+
+    def answer(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(0)
+        noise = torch.randn(num_tokens, *size[2:], generator=generator, device=device)
+        return noise[torch.atleast_2d(indices)].to(dtype)
+
+    return answer
 
 
 def _attend(
@@ -115,7 +132,8 @@ def _attend(
         raise ValueError(f"{name} attends twice with one set of weights")
     probe.modules.append(module)
     probe.num_heads.append(query.shape[1])
-    probe.tensors += (x[0].transpose(0, 1).float() for x in (query, key, value))
+    probe.tensors += (x.transpose(1, 2).flatten(0, 1).float() for x in (query, key, value))
+    probe.settings.append((scaling, sliding_window, softcap))
     if probe.makes_layers:
         unknown = sorted(argument for argument, given in kwargs.items() if given is not None)
         if unknown := [argument for argument in unknown if argument not in _HARMLESS]:
@@ -129,7 +147,7 @@ def _attend(
             raise ValueError(f"{name} has a sliding_window={sliding_window}, but its mask has none")
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         module.paged = PagedAttention(key, value, scale, AttentionOptions(window, softcap, s_aux))
-    size = 1, query.shape[2], query.shape[1], value.shape[3]
+    size = len(query), query.shape[2], query.shape[1], value.shape[3]
     probe.answered.append(probe.answers(size, dtype=query.dtype, device=query.device))
     return probe.answered[-1], None
 

@@ -16,9 +16,9 @@ def embeddings(outputs: Sequence[RequestOutput], hidden_size: int) -> torch.Tens
 
     Args:
         outputs: of each prompt's request.
-        hidden_size: the model's.
+        hidden_size: the model's, which says the shape where there are no prompts: some project their last states.
     """
     # Chunks return sums; a sum has the direction of the mean, and only that is kept.
     states = [np.sum(output.hidden_states, axis=0) for output in outputs]
-    stacked = np.array(states, dtype=np.float32).reshape(len(states), hidden_size)
+    stacked = np.array(states, dtype=np.float32) if states else np.empty((0, hidden_size), dtype=np.float32)
     return functional.normalize(torch.from_numpy(stacked), dim=1)

@@ -21,6 +21,10 @@ _FEW_PROMPTS = 4
 """So many take no longer one by one."""
 
 
+class UnsupportedError(ValueError):
+    """A value of a model's config that may well be right, but that this library's own models do not have."""
+
+
 def strict_keywords(cls: type[T]) -> type[T]:
     """Make a dataclass raise a `ValueError` that lists the known keywords when it gets an unknown one."""
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]

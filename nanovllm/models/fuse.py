@@ -166,23 +166,26 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
         return None
     down = next((linear for linear in linears if linear.out_features == linears[0].in_features), linears[-1])
     others = [linear for linear in linears if linear is not down]
-    if any(linear.bias is not None for linear in others):
-        # Gated products take none.
+    # Gated products take no biases.
+    are_gated = sum(linear.out_features for linear in others) == 2 * down.in_features
+    if not are_gated or any(linear.bias is not None for linear in others):
         return None
-    if sum(linear.out_features for linear in others) != 2 * down.in_features:
-        return None
-    copied, x = copy.deepcopy(module).float(), _random(NUM_ROWS, others[0].in_features, like=down.weight)
-    inputs = [scale * x for scale in _SCALES]
-    try:
-        outputs = [copied(x[None])[0] for x in inputs]
-    except _ERRORS_OF_OTHERS:
-        return None
-    for order in (others, others[::-1]):
-        gate_ups = [torch.cat([_linear(x, linear) for linear in order], dim=-1) for x in inputs]
-        ours = [_linear(silu_and_mul_ref(gate_up), down) for gate_up in gate_ups]
-        if all(map(_equal, outputs, ours)):
-            return FusedMLP(merged(order), dense_weight(down.weight, down.bias))
+    copied = copy.deepcopy(module).float()
+    for gate_up in (others, others[::-1]):
+        if all(_is_swiglu(copied, gate_up, down, scale) for scale in _SCALES):
+            return FusedMLP(merged(gate_up), dense_weight(down.weight, down.bias))
     return None
+
+
+def _is_swiglu(module: nn.Module, gate_up: list[nn.Linear], down: nn.Linear, scale: float) -> bool:
+    """Return whether a module, in float32, is the SwiGLU MLP of linear layers, for inputs of a scale."""
+    x = scale * _random(NUM_ROWS, gate_up[0].in_features, like=down.weight)
+    try:
+        out = module(x[None])[0]
+    except _ERRORS_OF_OTHERS:
+        return False
+    gated = silu_and_mul_ref(torch.cat([_linear(x, linear) for linear in gate_up], dim=-1))
+    return _equal(out, _linear(gated, down))
 
 
 def _as_attention(

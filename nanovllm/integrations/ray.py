@@ -63,25 +63,20 @@ class ProcessorConfig:
     sort_by_prefix: bool = False
 
     def __post_init__(self) -> None:
-        _params(self.sampling_params)
         # What is wrong is said here, and not by an actor that ends; folders are those of the nodes.
+        _params(self.sampling_params)
         elsewhere = {"max_pending_requests", "prefix_cache"}
-        Config(self.model_source, **{name: x for name, x in self.engine_kwargs.items() if name not in elsewhere})
-        for name in ("batch_size", "max_concurrent_batches"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
-        replicas = self.engine_kwargs.get("data_parallel_size", 1)
-        max_num_seqs = replicas * self.engine_kwargs.get("max_num_seqs", Config.max_num_seqs)
+        engine = Config(self.model_source, **{k: v for k, v in self.engine_kwargs.items() if k not in elsewhere})
+        max_num_seqs = engine.data_parallel_size * engine.max_num_seqs
         most = int(1.25 * max_num_seqs)
-        if self.batch_size is None:
-            self.batch_size = max(1, max_num_seqs // 4)
-        if self.max_concurrent_batches is None:
-            self.max_concurrent_batches = max(1, most // max(1, self.batch_size))
-        if not 0 < (rows := self.max_rows) <= most:
+        size, in_flight = self.batch_size, self.max_concurrent_batches
+        self.batch_size = size = check_int("batch_size", max(1, max_num_seqs // 4) if size is None else size, 1)
+        in_flight = max(1, most // size) if in_flight is None else in_flight
+        self.max_concurrent_batches = check_int("max_concurrent_batches", in_flight, 1)
+        if (rows := self.max_rows) > most:
             raise ValueError(f"batch_size * max_concurrent_batches must be 1 to {most}, 1.25 max_num_seqs, not {rows}")
         if self.num_gpus is None:
-            ranks = replicas * self.engine_kwargs.get("tensor_parallel_size", 1)
-            self.num_gpus = 0 if self.engine_kwargs.get("device") == "cpu" else ranks
+            self.num_gpus = 0 if engine.device == "cpu" else engine.data_parallel_size * engine.tensor_parallel_size
         least, most = self.num_actors
         if not 1 <= least <= most:
             raise ValueError(f"concurrency={self.concurrency!r} must be a number of actors, or the least and the most")
@@ -146,9 +141,8 @@ class EngineActor:
         params = _params({"seed": row_seed(self._config.seed, row), **self._config.sampling_params, **own})
         if (row.get("prompt") is None) == (row.get("messages") is None):
             raise ValueError("a row has either a prompt or messages")
-        is_chat = row.get("prompt") is None
-        answer = self._llm.chat(row["messages"], params) if is_chat else self._llm.generate(row["prompt"], params)
-        output = await answer
+        is_chat, llm = row.get("prompt") is None, self._llm
+        output = await (llm.chat(row["messages"], params) if is_chat else llm.generate(row["prompt"], params))
         tokens = list(output.outputs[0].token_ids)
         counts = {"num_input_tokens": len(output.prompt_token_ids), "num_generated_tokens": len(tokens)}
         return {"generated_text": output.outputs[0].text, "generated_tokens": tokens, **counts}

@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import ModelImpl
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import MODELS, TRANSFORMERS, LayerConfig, ModelConfig
+from nanovllm.model_config import MODELS, LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.base import CausalLM
 from nanovllm.rope_config import RopeConfig, YarnScaling
@@ -90,11 +90,6 @@ def test_a_wrong_value_is_not_left_to_transformers(changes: dict[str, Any], mess
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match=message):
         read(tmp_path, mixtral | sizes | changes, {}, "auto")
-
-
-def test_a_mixture_of_no_experts_is_left_to_transformers(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 0}
-    assert read(tmp_path, config, {}, "auto").architecture is TRANSFORMERS
 
 
 @pytest.mark.parametrize(

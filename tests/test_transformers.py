@@ -509,3 +509,9 @@ def test_a_transformers_without_mask_functions_is_refused(llama: Path, monkeypat
     with pytest.raises(ValueError, match=r"needs transformers 99\.1 or newer, not \d"):
         make_llm(llama)
     make_llm(llama, model_impl="auto").exit()
+
+
+def test_a_mixture_of_no_experts_is_left_to_transformers(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_folder(str(tmp_path), model_impl="auto").architecture is TRANSFORMERS

@@ -95,7 +95,7 @@ def test_new_weights_are_those_of_a_fresh_engine(
         # After a sleep without them.
         llm.sleep(level=2)
         llm.wake_up()
-        llm.load_weights((name, tensor.double().float()) for name, tensor in weights.items())
+        llm.load_weights((name, tensor.double()) for name, tensor in weights.items())
         assert answers(llm) == want
 
 

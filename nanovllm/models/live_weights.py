@@ -261,7 +261,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
-    """Return a name and its tensor, if they are that."""
+    """Return a name and its tensor, if they are that; floats of 64 bits, which no model has, as such of 32."""
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
         raise ValueError(f"weights are pairs of a name and a tensor, not {item!r:.80}")
     name, tensor = item
@@ -271,7 +271,8 @@ def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
         raise ValueError(f"tensor {name!r} is a DTensor, of which a rank has a part: give its full_tensor()")
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise ValueError(f"tensor {name!r} has no values: {tensor.device}, {tensor.layout}")
-    return name, tensor.detach()
+    tensor = tensor.detach()
+    return name, tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 @dataclass(frozen=True)

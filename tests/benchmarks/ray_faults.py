@@ -1,6 +1,6 @@
 """Ray Data over the bundled model while actors are killed and a node is removed: nothing is lost, doubled or different.
 
-    python -m tests.benchmarks.ray_faults [--rows 6000] [--kills 4] [--seeds 1 2] [--remove-node]
+    python -m tests.benchmarks.ray_faults [--rows 12000] [--kills 4] [--seeds 1 2] [--remove-node]
 
 With `--remove-node` the cluster has three nodes, of `ray.cluster_utils.Cluster`, of which one goes.
 """
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import time
 from collections import Counter
-from random import Random
+from threading import Thread
 from typing import Any
 
 import ray
@@ -21,7 +20,7 @@ from ray.cluster_utils import Cluster
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.integrations.ray import ProcessorConfig, build_processor, row_seed
-from tests.ray_actors import actor_times, inherited_environment
+from tests.ray_actors import actor_times, inherited_environment, kill_computing_actor
 
 ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 32}
 PARAMS: dict[str, Any] = {"temperature": 0.8, "max_tokens": 24}
@@ -29,32 +28,32 @@ NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
 
 
 def answer(rows: list[dict[str, Any]], seed: int, num_kills: int, cluster: Cluster | None) -> list[dict[str, Any]]:
-    """Answer rows while `num_kills` actors, chosen by `seed`, are killed, or a node of the cluster is removed."""
+    """Answer rows while `num_kills` actors are killed as they compute, or a node of the cluster is removed."""
     config = ProcessorConfig(
         str(BUNDLED_MODEL), ENGINE, PARAMS, batch_size=8, concurrency=2, seed=seed, should_continue_on_error=True
     )
     nodes = [] if cluster is None else [cluster.add_node(**NODE) for _ in range(2)]
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows) // 40)
-    rng, answers, faults = Random(seed), list[dict[str, Any]](), 0
-    num_faults = num_kills if cluster is None else 1
+    answers, killed = list[dict[str, Any]](), list[int]()
+
+    def kill() -> None:
+        for _ in range(num_kills):
+            killed.append(kill_computing_actor(2))
+
+    if cluster is None:
+        Thread(target=kill, daemon=True).start()
     for row in build_processor(config)(dataset).iter_rows():
         answers.append(row)
-        if faults < num_faults and len(answers) > (faults + 1) * len(rows) // (num_faults + 2):
-            times = actor_times()
-            if len(times) < 2:
-                continue
-            faults += 1
-            if cluster is None:
-                os.kill(rng.choice(sorted(times)), signal.SIGKILL)
-            else:
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
-    assert faults == num_faults, f"{faults} of {num_faults} faults found two actors at work"
+        if len(nodes) == 2 and len(answers) > len(rows) // 3 and len(actor_times()) == 2 and cluster is not None:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+    assert cluster is not None or len(killed) == num_kills, f"{len(killed)} of {num_kills} kills found two actors"
+    assert cluster is None or len(nodes) == 1, "the node to be removed was not found with two actors at work"
     return answers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=6000)
+    parser.add_argument("--rows", type=int, default=12000)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--remove-node", action="store_true")

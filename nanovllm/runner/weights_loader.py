@@ -136,8 +136,25 @@ class WeightsLoader:
         return max(counts)
 
 
-class WeightsHolder(ABC):
-    """The methods of a runner of one rank that change its weights; see `WeightsRunner`."""
+class WeightsChanger(ABC):
+    """The methods of a runner that change the model's weights; see `WeightsRunner`."""
+
+    @property
+    @abstractmethod
+    def _loader(self) -> WeightsLoader:
+        """The way to the weights of every rank."""
+
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write tensors into the model; each rank reads a folder by itself."""
+        return self._loader.load(weights, strict)
+
+    def unload_adapter(self) -> LoadedWeights:
+        """Restore the weights that an adapter has changed."""
+        return self._loader.unload_adapter()
+
+
+class WeightsHolder(WeightsChanger):
+    """A runner of one rank, with its weights."""
 
     model: CausalLM
     communicator: Communicator
@@ -155,14 +172,6 @@ class WeightsHolder(ABC):
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's runner, which are this one; see `ParallelRunner`."""
         return [attrgetter(method)(self)(*args)]
-
-    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
-        """Write tensors into the model."""
-        return self._loader.load(weights, strict)
-
-    def unload_adapter(self) -> LoadedWeights:
-        """Restore the weights that an adapter has changed."""
-        return self._loader.unload_adapter()
 
     @property
     def _loader(self) -> WeightsLoader:

@@ -25,11 +25,11 @@ from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.forward_step import ForwardStep
-from nanovllm.runner.messages import BlocksRead, LoadedWeights, MissingWeights, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import BlocksRead, MissingWeights, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
-from nanovllm.runner.weights_loader import WeightsLoader
+from nanovllm.runner.weights_loader import WeightsChanger, WeightsLoader
 from nanovllm.utils.device import resolve_device
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import READY, STARTED, WorkerPlan
@@ -64,7 +64,7 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
         raise
 
 
-class ParallelRunner:
+class ParallelRunner(WeightsChanger):
     """Runs the steps of one engine on `config.tensor_parallel_size` devices.
 
     Args:
@@ -160,14 +160,6 @@ class ParallelRunner:
     def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
         """Write every rank's part of blocks; see `BlockFileRunner`."""
         self.call("write_blocks", folder, digests, block_ids)
-
-    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
-        """Write tensors on every rank; see `WeightsRunner`. Each rank reads a folder by itself."""
-        return self._loader.load(weights, strict)
-
-    def unload_adapter(self) -> LoadedWeights:
-        """See `WeightsRunner`."""
-        return self._loader.unload_adapter()
 
     @property
     def _loader(self) -> WeightsLoader:

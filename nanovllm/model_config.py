@@ -63,7 +63,7 @@ _LEAST_TRANSFORMERS = (4, 56)
 """Of models that its code runs."""
 _MAX_POSITION = 2**20
 """Of configs that have no limit."""
-_HEAD_DIMS = (16, 32, 64, 128)
+_MAX_HEAD_DIM = 512
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -305,8 +305,8 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
 
 def _head_dim(hf: Any) -> int:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    if head_dim not in _HEAD_DIMS:
-        raise UnsupportedError(f"head_dim={head_dim} is not supported: only {_HEAD_DIMS}")
+    if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
+        raise UnsupportedError(f"head_dim={head_dim} is not supported: only multiples of 16 up to {_MAX_HEAD_DIM}")
     return int(head_dim)
 
 

@@ -57,6 +57,10 @@ SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "1
 SIZES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+    **{
+        f"heads-{size}": {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": size}
+        for size in (96, 256, 512)
+    },
     "30B-A3B": {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -179,7 +183,8 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
     is_fp8 = has_blocks or size.endswith("-fp8")
     size = size.removesuffix("-block").removesuffix("-fp8")
     family, config_class = ("Qwen3Moe", Qwen3MoeConfig) if "num_experts" in SIZES[size] else ("Qwen3", Qwen3Config)
-    shape = config_class(**SIZES[size], num_hidden_layers=2, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    usual = {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    shape = config_class(**usual | SIZES[size])
     shape.architectures = [f"{family}ForCausalLM"]
     config = Config(
         "none",

@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0], "pad_token_id": 0},
     "Phi3ForCausalLM": {"sliding_window": 100, "pad_token_id": 0, "num_attention_heads": 4},
-    "SeedOssForCausalLM": {"attention_bias": True, "head_dim": 32},
+    "SeedOssForCausalLM": {"attention_bias": True, "head_dim": 48},
     "CwmForCausalLM": {
         "sliding_window": 40, "layer_types": ["full_attention", "sliding_attention"], "rope_scaling": None,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,

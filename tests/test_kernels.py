@@ -130,7 +130,8 @@ def test_store_kv(dtype: torch.dtype, by_heads: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "with_norm", "dtype"), over_dtypes(BATCHES, [16, 32, 64, 128], [False, True])
+    ("tokens", "head_dim", "with_norm", "dtype"),
+    over_dtypes(BATCHES, [16, 48, 64, 128, *([32, 96, 256] if GPU else [])], [False, True]),
 )
 def test_qkv_rope_store(tokens: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
     num_heads, kv_heads, max_position, block_size = 6, 3, 64, 16
@@ -552,9 +553,9 @@ def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], d
     check_error(out, same, exact)
 
 
-SMALL, WIDE = (48, 80, 2, 48), (192, 128, 8, 16)
+SMALL, WIDE, LARGE = (48, 80, 2, 48), (192, 128, 8, 16), (512, 512, 2, 64)
 """Elements of a key and of a value, query heads per KV head, block size."""
-UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, None, True), (WIDE, 129, False)]
+UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, None, True), (WIDE, 129, False), (LARGE, 60, True)]
 """With windows, and whether there are a softcap and sinks."""
 Uneven = tuple[tuple[int, int, int, int], int | None, bool]
 

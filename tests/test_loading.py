@@ -253,7 +253,7 @@ def test_a_hub_id_in_the_cache_loads(monkeypatch: pytest.MonkeyPatch, checkpoint
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-        ({"head_dim": 80}, "head_dim=80 is not supported"),
+        ({"head_dim": 24}, "head_dim=24 is not supported: only multiples of 16 up to 512"),
         ({"num_hidden_layers": 0, "layer_types": None}, "num_hidden_layers must be >= 1, not 0|not supported"),
         ({"dtype": "float64", "torch_dtype": "float64"}, "dtype 'float64' is not supported"),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be >= 1"),

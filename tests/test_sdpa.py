@@ -78,9 +78,8 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         device = torch.device(DEVICE)
-        backend = TritonBackend(
-            device, torch.float32, 16, 4, 2, 16, kv_dtype=torch.float32, num_slots=num_decodes, shares_prefixes=True
-        )
+        specs = [KVCacheSpec(2, 16, 16, one.window, torch.float32) for one in LAYERS]
+        backend = TritonBackend(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
         slots = np.arange(num_decodes, dtype=np.int32)
         contexts = DecodeContexts(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
         variant, array = backend.plan_host(contexts)
@@ -118,6 +117,44 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         for options, expected in zip(group, exact, strict=True):
             out = backend.forward(query, KVPages(pages[0], pages[1]), step, 16**-0.5, options)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows of which the longest is split, then a chunk: in layers of one model, with and without a window."""
+    lens, num_queries, num_heads = [3, 40, 700 if DEVICE == "cuda" else 130, 50], 9, 4
+    query_lens = [1, 1, 1, num_queries]
+    layers = [(2, 24, 24, None), (1, 80, 48, 20), (1, 80, 48, None), (2, 256, 256, None), (1, 512, 512, 60)]
+    specs = [KVCacheSpec(*layer, dtype) for layer in layers]
+    backend: AttentionBackend = SdpaBackend(16)
+    if kind == "triton":
+        if DEVICE == "cpu":
+            properties = SimpleNamespace(multi_processor_count=8)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        backend = TritonBackend(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
+    backend.take_groups([specs])
+    for spec in specs:
+        backend.check(spec, PLAIN)
+    cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)
+    variant, _ = backend.plan_host(
+        DecodeContexts(np.arange(3, dtype=np.int32), seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
+    )
+    tiles = int32([0, 0])
+    metadata = AttentionMetadata(
+        num_decodes=3, slot_mapping=int32([]), block_tables=tables, seq_lens=seq_lens,
+        cu_seqlens_q=int32([0, num_queries]), query_tiles=tiles, sample_tiles=tiles, seq_lens_host=lens,
+        query_lens_host=[num_queries], variant=variant,
+    )  # fmt: skip
+    backend.plan([metadata])
+    for spec in specs:
+        keys, values = cache[0, :, :, : spec.num_kv_heads], cache[1, :, :, : spec.num_kv_heads]
+        pages = keys[..., : spec.key_size].contiguous(), values[..., : spec.value_size].contiguous()
+        query, options = randn(sum(query_lens), num_heads, spec.key_size, dtype=dtype), AttentionOptions(spec.window)
+        out = backend.forward(query, KVPages(*pages), metadata, spec.key_size**-0.5, options)
+        rows = list(zip(query.split(query_lens), tables, lens, strict=True))
+        exact = torch.cat([dense_attention(q.float(), pages, table, n, options) for q, table, n in rows])
+        check_error(out, torch.cat([dense_attention(q, pages, table, n, options) for q, table, n in rows]), exact)
 
 
 def _forget_all_but(cache: torch.Tensor, rows: list[tuple[torch.Tensor, torch.Tensor, int]], window: int) -> None:

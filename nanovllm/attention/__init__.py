@@ -12,7 +12,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
-from nanovllm.kernels.attention.options import HEAD_SIZES
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE
 from nanovllm.utils.extras import install_hint
 
 
@@ -46,11 +46,11 @@ def make_backend(
     check_backend(name, device, dtype, block_size)
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaBackend(block_size)
-    sizes = sorted({(spec.num_kv_heads, spec.key_size, spec.value_size) for spec in specs})
-    if name == "auto" and not _are_for_triton(sizes):
+    largest = max(max(spec.key_size, spec.value_size) for spec in specs)
+    if name == "auto" and largest > MAX_HEAD_SIZE:
         warnings.warn(
-            "attention is attention_backend='sdpa', without CUDA graphs and slower: kernels take one size of heads, of "
-            f"{HEAD_SIZES}, and layers have (KV heads, key size, value size) {sizes}",
+            "attention is attention_backend='sdpa', without CUDA graphs and slower: kernels take heads of at most "
+            f"{MAX_HEAD_SIZE} elements, and a layer has {largest}",
             stacklevel=2,
         )
         return SdpaBackend(block_size)
@@ -62,23 +62,14 @@ def make_backend(
             dtype,
             block_size,
             num_heads,
-            specs[0].num_kv_heads,
-            specs[0].key_size,
-            kv_dtype=specs[0].dtype,
+            specs,
             num_slots=num_slots,
-            # Layers with windows take no part in cascade attention.
-            shares_prefixes=shares_prefixes and any(spec.window is None for spec in specs),
+            shares_prefixes=shares_prefixes,
             all_reduce_min=all_reduce_min,
         )
     from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
 
     return FlashAttnBackend()
-
-
-def _are_for_triton(sizes: list[tuple[int, int, int]]) -> bool:
-    """Whether the layers' heads are alike, and of a size that the kernels are written for."""
-    _, key_size, value_size = sizes[0]
-    return len(sizes) == 1 and key_size == value_size and key_size in HEAD_SIZES
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> None:

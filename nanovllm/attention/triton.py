@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from nanovllm.attention.host_plan import CaptureVariant, DecodeContexts, DecodeP
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
-from nanovllm.kernels.attention.cascade_attention import rows_per_item
+from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
-from nanovllm.kernels.attention.options import HEAD_SIZES, PLAIN, AttentionOptions
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
@@ -27,7 +27,8 @@ _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
 _FLOAT32_TILE = 32
 _HOPPER_PROGRAMS = 2
-"""Tokens per tile, and programs per multiprocessor over which contexts are split."""
+"""Tokens per tile of keys and values of 128 elements, and programs per multiprocessor over which contexts are split."""
+_LEAST_TILE = 16
 _PROGRAMS_FOR_BANDWIDTH = 80
 """Programs of `hopper_decode` that saturate an H200's read bandwidth."""
 _FREE_TOKENS = 190
@@ -49,15 +50,35 @@ def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
     return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
 
 
+class LayerKind(NamedTuple):
+    """What layers have in common that attend by one plan."""
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None
+
+    @classmethod
+    def of_spec(cls, spec: KVCacheSpec) -> LayerKind:
+        """Return the kind of layers that cache this."""
+        return cls(spec.num_kv_heads, spec.key_size, spec.value_size, spec.window)
+
+    @classmethod
+    def of_pages(cls, pages: KVPages, window: int | None) -> LayerKind:
+        """Return the kind of layers with such pages."""
+        num_kv_heads, key_size = pages.k_cache.shape[2:]
+        return cls(num_kv_heads, key_size, pages.v_cache.shape[3], window)
+
+
 class TritonBackend(AttentionBackend):
     """Attention by this library's Triton and Gluon kernels.
 
     Args:
         device: a CUDA device.
-        dtype, kv_dtype: of the queries, and of the KV cache.
+        dtype: of the queries.
         block_size: tokens per cache block.
-        num_heads, num_kv_heads: query heads and KV heads.
-        head_dim: elements per head.
+        num_heads: query heads.
+        specs: what the layers cache.
         num_slots: most decode rows.
         shares_prefixes: whether sequences share blocks, so that cascade attention may pay.
         all_reduce_min: returns the least of all ranks' numbers.
@@ -74,36 +95,39 @@ class TritonBackend(AttentionBackend):
         dtype: torch.dtype,
         block_size: int,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        specs: Sequence[KVCacheSpec],
         *,
-        kv_dtype: torch.dtype,
         num_slots: int,
         shares_prefixes: bool = False,
         all_reduce_min: Callable[[int], int] = int,
     ) -> None:
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self._kinds = num_heads, list(dict.fromkeys(map(LayerKind.of_spec, specs)))
         self._hopper_decode: Any = None
         self._hopper_prefill: Any = None
-        if is_hopper(device):
+        num_kv_heads, key_size, *_ = self._kinds[0]
+        # Hopper's kernels and cascade attention take one size of heads, the same in all layers.
+        are_alike = {kind[:3] for kind in self._kinds} == {(num_kv_heads, key_size, key_size)}
+        if are_alike and is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
-            if hopper_prefill.supports(kv_dtype, head_dim, block_size):
+            if hopper_prefill.supports(specs[0].dtype, key_size, block_size):
                 self._hopper_prefill = hopper_prefill.hopper_prefill_attention
-            if hopper_decode.supports(dtype, num_heads, num_kv_heads, head_dim, block_size):
+            if hopper_decode.supports(dtype, num_heads, num_kv_heads, key_size, block_size):
                 self._hopper_decode = hopper_decode
+        # Layers with windows take no part in cascade attention.
+        shares_prefixes &= are_alike and cascade_attention.supports(key_size)
+        shares_prefixes &= any(kind.window is None for kind in self._kinds)
         # Variants decide a step's graph, which all ranks capture together, so they must agree.
         max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
         fewest_heads = all_reduce_min(num_kv_heads)
-        cascade = CascadeBuffers(num_slots, block_size, max_items, rows_per_item(num_heads // num_kv_heads), device)
+        rows_per_item = cascade_attention.rows_per_item(num_heads // num_kv_heads)
+        cascade = CascadeBuffers(num_slots, block_size, max_items, rows_per_item, device)
 
         def use_single_split(seq_lens: np.ndarray) -> bool:
             return should_use_single_split(fewest_heads, seq_lens)
 
-        # Of the layers: one plan serves those of one window.
-        self._windows: list[int | None] = [None]
         self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
         self.max_plan_size = cascade.size
 
@@ -121,52 +145,49 @@ class TritonBackend(AttentionBackend):
 
     def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
         """See the base class."""
-        if (spec.num_kv_heads, spec.key_size) != (self.num_kv_heads, self.head_dim):
-            raise ValueError(
-                f"layers that differ in their heads ({spec.num_kv_heads} of {spec.key_size} elements beside "
-                f"{self.num_kv_heads} of {self.head_dim}) are supported by attention_backend='sdpa' alone"
-            )
-        if spec.key_size != spec.value_size or spec.key_size not in HEAD_SIZES:
+        if max(spec.key_size, spec.value_size) > MAX_HEAD_SIZE:
             raise ValueError(
                 f"keys of {spec.key_size} elements and values of {spec.value_size} are supported by "
-                f"attention_backend='sdpa' alone: this one takes one size, of {HEAD_SIZES}"
+                f"attention_backend='sdpa' alone: this one takes at most {MAX_HEAD_SIZE}"
             )
 
-    def take_groups(self, groups: Sequence[Sequence[KVCacheSpec]]) -> None:
-        """See the base class."""
-        self._windows = list(dict.fromkeys(spec.window for specs in groups for spec in specs))
-
     def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        """Divide the decode rows' contexts, or what windows leave of them, among programs; by window."""
+        """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
         plans = self._plan(groups[0])
         for metadata in groups:
             metadata.plan = plans
 
-    def _plan(self, metadata: AttentionMetadata) -> dict[int | None, DecodePlan]:
+    def _plan(self, metadata: AttentionMetadata) -> dict[LayerKind, DecodePlan]:
         n = metadata.num_decodes
         if not n:
             return {}
-        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if n <= FEW_SEQS else (_MANY_TILE, _MANY_PROGRAMS)
-        if self._hopper_decode is not None:
-            tile, programs = self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
-        elif self.dtype == torch.float32:
-            tile = _FLOAT32_TILE
         uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
-        shares = 1 if single_split else self._shares(n, programs)
         groups = self.planner.cascade.groups if uses_cascade else None
-        return {
-            window: plan_decode(
+        plans = {}
+        for kind in self._kinds:
+            tile, programs = self._division(kind, n)
+            plans[kind] = plan_decode(
                 metadata.seq_lens[:n],
                 self.num_heads,
-                self.num_kv_heads,
-                self.head_dim,
+                kind.num_kv_heads,
+                kind.value_size,
                 tile,
-                shares,
-                shared=groups if window is None else None,
-                window=window,
+                1 if single_split else self._shares(n, programs, kind.num_kv_heads),
+                shared=groups if kind.window is None else None,
+                window=kind.window,
             )
-            for window in self._windows
-        }
+        return plans
+
+    def _division(self, kind: LayerKind, num_seqs: int) -> tuple[int, int]:
+        """Return the tokens per tile, and the programs per multiprocessor, of layers of this kind."""
+        if self._hopper_decode is not None:
+            return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
+        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if num_seqs <= FEW_SEQS else (_MANY_TILE, _MANY_PROGRAMS)
+        if self.dtype == torch.float32:
+            tile = _FLOAT32_TILE
+        # Larger heads take the shared memory of more tokens.
+        elements = max(2 * 128, padded_size(kind.key_size) + padded_size(kind.value_size))
+        return max(_LEAST_TILE, tile * 2 * 128 // elements), programs
 
     def forward(
         self,
@@ -178,14 +199,14 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         """See the base class."""
         n = metadata.num_decodes
-        out = torch.empty_like(query)
-        tables, is_plain = metadata.block_tables, options.is_plain
+        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
+        tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
         if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
-                query[:n], pages, out[:n], tables[:n], metadata.slot_mapping[:n], metadata.plan[None], scale
+                query[:n], pages, out[:n], tables[:n], metadata.slot_mapping[:n], metadata.plan[kind], scale
             )
         elif n:
-            decode_attention(query[:n], pages, out[:n], tables[:n], metadata.plan[options.window], scale, options)
+            decode_attention(query[:n], pages, out[:n], tables[:n], metadata.plan[kind], scale, options)
         if len(metadata.query_tiles):
             chunks = ChunkRows(tables[n:], metadata.seq_lens[n:], metadata.cu_seqlens_q, metadata.query_tiles)
             if is_plain and self._hopper_prefill is not None:
@@ -206,14 +227,17 @@ class TritonBackend(AttentionBackend):
         uses_cascade, _ = cast(DecodeVariant, metadata.variant)
         if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None
-        out = qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2])
+        out, plan = (
+            qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2]),
+            metadata.plan[LayerKind.of_pages(pages, None)],
+        )
         self._hopper_decode.hopper_decode_attention(
-            qkv, pages, out, metadata.block_tables, metadata.slot_mapping, metadata.plan[None], scale, rope=rope
+            qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope
         )
         return out
 
-    def _shares(self, num_seqs: int, programs: int) -> int:
+    def _shares(self, num_seqs: int, programs: int, num_kv_heads: int) -> int:
         """Return the `shares` argument of `split_contexts` for `programs` programs per multiprocessor."""
-        at_once = max(1, programs * self.num_processors // self.num_kv_heads)
+        at_once = max(1, programs * self.num_processors // num_kv_heads)
         # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
         return at_once - num_seqs if 2 * num_seqs <= at_once else at_once

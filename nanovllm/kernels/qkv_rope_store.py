@@ -141,26 +141,30 @@ def quantize_kv(x, scales, mask, clipped_ptr, NATIVE: tl.constexpr):
 def _qkv_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, query_ptr,
     k_cache_ptr, v_cache_ptr, eps, row_stride,
-    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr, k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: tl.constexpr = False,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dims = tl.arange(0, HALF)
+    dims = tl.arange(0, PADDED)
+    # Halves that are no power of two are padded to one; for others nothing is masked.
+    is_dim = None if PADDED == HALF else dims < HALF
+    in_head = True if PADDED == HALF else dims[None, :] < HALF
     position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims)[None, :]
-    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims)[None, :]
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims, mask=is_dim)[None, :]
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims, mask=is_dim)[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if HAS_NORM:
-        q_first, q_second = tl.load(q_weight_ptr + dims), tl.load(q_weight_ptr + HALF + dims)
-        k_first, k_second = tl.load(k_weight_ptr + dims), tl.load(k_weight_ptr + HALF + dims)
+        q_first, q_second = tl.load(q_weight_ptr + dims, mask=is_dim), tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
+        k_first, k_second = tl.load(k_weight_ptr + dims, mask=is_dim), tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
     wait_for_previous(PDL)
     mask = (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
-    offsets = heads[:, None] * (2 * HALF) + dims[None, :]
-    raw_first = tl.load(qkv_ptr + token * row_stride + offsets, mask=mask, other=0.0)
-    raw_second = tl.load(qkv_ptr + token * row_stride + HALF + offsets, mask=mask, other=0.0)
-    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     is_query = (heads < NUM_HEADS)[:, None]
+    offsets = heads[:, None] * (2 * HALF) + dims[None, :]
+    raw_first = tl.load(qkv_ptr + token * row_stride + offsets, mask=mask & in_head, other=0.0)
+    raw_second = tl.load(qkv_ptr + token * row_stride + HALF + offsets, mask=mask & in_head, other=0.0)
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if HAS_NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         scale = rsqrt(square / (2 * HALF) + eps)[:, None]
@@ -171,8 +175,8 @@ def _qkv_rope_store_kernel(
     rotated_second = (second * cos + first * sin).to(dtype)
 
     query = query_ptr + token * (NUM_HEADS * 2 * HALF) + offsets
-    tl.store(query, rotated_first, mask=is_query)
-    tl.store(query + HALF, rotated_second, mask=is_query)
+    tl.store(query, rotated_first, mask=is_query & in_head)
+    tl.store(query + HALF, rotated_second, mask=is_query & in_head)
     if slot >= 0:
         is_value = (heads >= NUM_HEADS + KV_HEADS)[:, None]
         is_key = mask & (is_query == 0) & (is_value == 0)
@@ -181,19 +185,18 @@ def _qkv_rope_store_kernel(
             kv_heads = (heads - NUM_HEADS)[:, None]
             scales = tl.load(k_scale_ptr + kv_heads, mask=is_key, other=1.0)
             scales = tl.load(v_scale_ptr + kv_heads - KV_HEADS, mask=mask & is_value, other=scales)
-            is_stored = is_key | (mask & is_value)
             new_first = tl.where(is_value, raw_first, rotated_first)
             new_second = tl.where(is_value, raw_second, rotated_second)
-            key_first = quantize_kv(new_first, scales, is_stored, clipped_ptr, NATIVE)
-            key_second = quantize_kv(new_second, scales, is_stored, clipped_ptr, NATIVE)
+            key_first = quantize_kv(new_first, scales, is_key | (mask & is_value), clipped_ptr, NATIVE)
+            key_second = quantize_kv(new_second, scales, is_key | (mask & is_value), clipped_ptr, NATIVE)
             value_first, value_second = key_first, key_second
         row = slot * (KV_HEADS * 2 * HALF) + offsets
         key = k_cache_ptr + row - NUM_HEADS * 2 * HALF
-        tl.store(key, key_first, mask=is_key)
-        tl.store(key + HALF, key_second, mask=is_key)
+        tl.store(key, key_first, mask=is_key & in_head)
+        tl.store(key + HALF, key_second, mask=is_key & in_head)
         value = v_cache_ptr + row - (NUM_HEADS + KV_HEADS) * 2 * HALF
-        tl.store(value, value_first, mask=mask & is_value)
-        tl.store(value + HALF, value_second, mask=mask & is_value)
+        tl.store(value, value_first, mask=mask & is_value & in_head)
+        tl.store(value + HALF, value_second, mask=mask & is_value & in_head)
 
 
 def qkv_rope_store(
@@ -229,9 +232,9 @@ def qkv_rope_store(
     q_weight, k_weight = rope.norm_weights if rope.norm_weights is not None else (cos_sin, cos_sin)
     heads = 8
     _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
-        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, rope.eps,
-        qkv.stride(0), NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, HEADS=heads,
-        HAS_NORM=rope.norm_weights is not None, num_warps=2, **pdl_options(qkv.device),
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, rope.eps, qkv.stride(0),
+        NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2),
+        HEADS=heads, HAS_NORM=rope.norm_weights is not None, num_warps=2, **pdl_options(qkv.device),
         **pages.store_scaling,
     )  # fmt: skip
     return query

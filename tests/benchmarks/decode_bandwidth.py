@@ -12,6 +12,7 @@ import torch
 
 from bench import measure_ceilings
 from nanovllm.attention.host_plan import DecodeVariant
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
 from nanovllm.attention.triton import TritonBackend, should_use_single_split
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -38,7 +39,8 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
     num_layers = min(MOST_LAYERS, max(1, MOST_BYTES // num_bytes))
     max_blocks = -(-length // BLOCK_SIZE)
     num_blocks = rows * max_blocks
-    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, num_kv_heads, HEAD_DIM, kv_dtype=DTYPE, num_slots=512)
+    spec = KVCacheSpec(num_kv_heads, HEAD_DIM, HEAD_DIM, None, DTYPE)
+    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512)
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
     cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
     rotary = RotaryEmbedding(HEAD_DIM, RopeConfig(1e6))

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import attend_tile, beside_keys, by_head
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.fast_math import log2
 from nanovllm.kernels.qkv_rope_store import KVPages
 
@@ -57,6 +57,11 @@ class CascadePlan:
     rows_per_item: int
     partial: torch.Tensor
     lse: torch.Tensor
+
+
+def supports(head_dim: int) -> bool:
+    """Return whether the kernel supports keys and values of so many elements."""
+    return head_dim == padded_size(head_dim) <= 128
 
 
 def rows_per_item(group: int) -> int:

@@ -20,7 +20,7 @@ from nanovllm.kernels.attention.online_softmax import (
     by_head,
     load_heads,
 )
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.fast_math import exp2, log2
 from nanovllm.kernels.qkv_rope_store import KVPages
 
@@ -194,7 +194,6 @@ def decode_attention(
         prefix_rows, prefix_partial, prefix_lse = prefix.shared.rows, prefix.partial, prefix.lse
     cap_scale, scale = options.score_scales(scale)
     k_cache, v_cache = pages.stored
-    key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _decode_kernel[(num_kv_heads, len(splits))](
         query, k_cache, v_cache, out, partial, lse, block_tables, splits,
         prefix_rows, prefix_partial, prefix_lse,
@@ -202,7 +201,7 @@ def decode_attention(
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         0 if prefix_rows is None else prefix_rows.stride(0), 0 if prefix is None else prefix.rows_per_item,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        KEY_DIM=key_dim, KEY_PADDED=key_padded, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
+        KEY_DIM=key_dim, KEY_PADDED=padded_size(key_dim), VALUE_DIM=value_dim, VALUE_PADDED=padded_size(value_dim),
         BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None,
         HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device), **pages.scaling,
     )  # fmt: skip

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels._triton import triton
 from nanovllm.kernels.attention.online_softmax import LOG2E
 
-HEAD_SIZES = (16, 32, 64, 128)
-"""Elements of a head that the kernels are written for."""
+MAX_HEAD_SIZE = 512
+"""Most elements of a key and of a value: of more, no tile of one fits."""
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,8 @@ class AttentionOptions:
 
 
 PLAIN = AttentionOptions()
+
+
+def padded_size(size: int) -> int:
+    """Return the elements to which kernels pad a key or a value: a power of two, and at least what a product takes."""
+    return max(16, triton.next_power_of_2(size))

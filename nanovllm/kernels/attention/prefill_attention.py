@@ -5,11 +5,11 @@ Hopper has its own kernel (`hopper_prefill`), which takes about 0.7 times as lon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import (
     LOG2E_IN_KERNEL,
     attend_tile,
@@ -17,20 +17,46 @@ from nanovllm.kernels.attention.online_softmax import (
     by_head,
     load_heads,
 )
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERY_TILE = 128
 """Tokens per query tile."""
 UNALIGNED = ["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "tiles_ptr"]
 """Kernel arguments that point into larger tensors, whose alignment depends on the step's sizes."""
-_NUM_WARPS = 8
-"""With 4, a thread spills 480 to 960 bytes, and with 99 KiB of shared memory only one program fits a multiprocessor."""
 _HOPPER_WARPS = 4
 """One warpgroup; on an H200 it takes 0.7 times as long as 8 warps, although a thread spills 88 bytes."""
-_KEY_TILE = 64
-_FLOAT32_ROWS = 32
-"""Query tokens per program for float32, which has no matrix instructions: with 128 a thread spills 1700 bytes."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What one program computes.
+
+    Attributes:
+        queries, keys: tokens of a tile.
+        num_stages: loads that are under way at a time, and one.
+        num_warps: with 4 of 128 elements, a thread spills 480 to 960 bytes, and with 99 KiB of shared memory only one
+            program fits a multiprocessor.
+    """
+
+    queries: int
+    keys: int
+    num_stages: int
+    num_warps: int = 8
+
+
+_TILES = {128: Tiles(QUERY_TILE, 64, 3), 256: Tiles(64, 32, 2), MAX_HEAD_SIZE: Tiles(32, 16, 2)}
+"""By the most elements of a head."""
+_FLOAT32_TILES = {128: Tiles(32, 64, 1), 256: Tiles(16, 32, 1), MAX_HEAD_SIZE: Tiles(16, 16, 1)}
+"""Without matrix instructions: with 128 queries a thread spills 1700 bytes."""
+
+
+def _tiles(query: torch.Tensor, size: int) -> Tiles:
+    """Return the tiles for heads of so many elements."""
+    if query.element_size() == 4:
+        return next(tiles for most, tiles in _FLOAT32_TILES.items() if size <= most)
+    tiles = next(tiles for most, tiles in _TILES.items() if size <= most)
+    return replace(tiles, num_warps=_HOPPER_WARPS) if is_hopper(query.device) and size <= 128 else tiles
 
 
 @dataclass(frozen=True)
@@ -168,13 +194,11 @@ def prefill_attention(
     _, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = pages.v_cache.shape
     tables = chunks.block_tables
-    key_padded, value_padded = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    key_padded, value_padded = padded_size(key_dim), padded_size(value_dim)
     k_cache, v_cache = pages.stored
     num_tiles = len(chunks.tiles) // 2
-    wide = query.element_size() == 4
-    block_m = _FLOAT32_ROWS if wide else QUERY_TILE
-    num_warps = _HOPPER_WARPS if is_hopper(query.device) and not wide else _NUM_WARPS
-    parts = QUERY_TILE // block_m
+    shape = _tiles(query, max(key_padded, value_padded))
+    parts = QUERY_TILE // shape.queries
     cap_scale, scale = options.score_scales(scale)
     _prefill_kernel[(num_heads, num_tiles * parts)](
         query, k_cache, v_cache, out, tables, chunks.seq_lens, chunks.cu_seqlens_q, chunks.tiles,
@@ -182,6 +206,6 @@ def prefill_attention(
         query.stride(0), tables.stride(0), tables.shape[1], num_tiles,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, KEY_DIM=key_dim, KEY_PADDED=key_padded,
         VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size,
-        PARTS=parts, BLOCK_M=block_m, BLOCK_N=_KEY_TILE, num_warps=num_warps, num_stages=1 if wide else 3,
+        PARTS=parts, BLOCK_M=shape.queries, BLOCK_N=shape.keys, num_warps=shape.num_warps, num_stages=shape.num_stages,
         **pdl_options(query.device), **pages.scaling,
     )  # fmt: skip

@@ -12,12 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.host_plan import DecodeVariant
+from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import Config, KVCacheDtype
 from nanovllm.kernels import qkv_rope_store, store_kv
 from nanovllm.kernels._triton import converts_e4m3, jit, tl
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
+from nanovllm.kernels.attention.widen_pages import plan_wide_tables, widen_pages, widen_pages_ref
 from nanovllm.kernels.e4m3 import to_e4m3
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
 from tests.conftest import MakeCheckpoint
@@ -152,6 +157,43 @@ def test_decode_attention_over_shared_prefixes(
     plan = plan_decode(seq_lens, 14, 2, 64, tile, shares, shared=shared)
     decode_attention(query, pages, out, tables, plan, 0.1 * 64**-0.5)
     check(out, query, meant, tables, [1] * len(lens), lens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
+@pytest.mark.parametrize(("kv_heads", "block_size"), [(2, 256), (3, 16)])
+def test_widened_contexts(kv_heads: int, block_size: int, dtype: torch.dtype) -> None:
+    lens = [1, 128, 300, 17, *([2999, 1000] if GPU else [])]
+    cache, tables, seq_lens = paged(lens, block_size, kv_heads, 64, dtype)
+    pages, meant = in_e4m3(cache)
+    wide = plan_wide_tables(seq_lens, lens)
+    for form in (by_triton(widen_pages), widen_pages_ref):
+        made = form(pages, tables, seq_lens, wide, dtype)
+        assert made.scales is None and made.k_cache.shape == (wide.num_blocks, 128, kv_heads, 64)
+        for new, old in zip((made.k_cache, made.v_cache), meant, strict=True):
+            for i, length in enumerate(lens):
+                got = new[wide.block_tables[i].clamp(max=len(new) - 1).long()].flatten(0, 1)[:length]
+                assert torch.equal(got, old[tables[i].long()].flatten(0, 1)[:length].to(dtype))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
+    query_lens, lens = [1, 900, 130, 300], [600, 999, 130, 412]
+    cache, tables, seq_lens = paged(lens, 256, 2, 128, dtype)
+    pages, meant = in_e4m3(cache)
+    spec = KVCacheSpec(2, 128, 128, None, E4M3)
+    backend = TritonBackend(torch.device(DEVICE), dtype, 256, 8, [spec], num_slots=1)
+    work = [(i, n) for i, q in enumerate(query_lens[1:]) for n in range(-(-q // QUERY_TILE))]
+    tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
+    metadata = AttentionMetadata(
+        num_decodes=1, slot_mapping=seq_lens[:0], block_tables=tables, seq_lens=seq_lens,
+        cu_seqlens_q=torch.tensor([0, *query_lens[1:]], device=DEVICE).cumsum(0).int(), query_tiles=tiles,
+        sample_tiles=tiles, seq_lens_host=lens, query_lens_host=query_lens[1:], variant=DecodeVariant(),
+    )  # fmt: skip
+    backend.plan([metadata])
+    assert (metadata.plan.wide is not None) == (dtype != torch.float32)
+    query = randn(sum(query_lens), 8, 128, dtype=dtype)
+    check(backend.forward(query, pages, metadata, 0.1 * 128**-0.5), query, meant, tables, query_lens, lens)
 
 
 @pytest.mark.parametrize(("sizes", "window", "capped"), [((48, 80, 2, 48), 50, True), ((64, 64, 2, 16), None, False)])

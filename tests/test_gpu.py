@@ -403,7 +403,18 @@ def test_what_is_compiled_ahead_is_not_launched() -> None:
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize(
     "model_type",
-    ["mistral", "qwen3", "gemma2", "gpt_oss", "cohere2", "olmo2", "qwen3_moe", "deepseek_v3", "gemma4_text", "seed_oss"],
+    [
+        "mistral",
+        "qwen3",
+        "gemma2",
+        "gpt_oss",
+        "cohere2",
+        "olmo2",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gemma4_text",
+        "seed_oss",
+    ],
 )
 def test_windows_softcaps_and_transformers_models(model_type: str, eager: bool, tmp_path: Path) -> None:
     model = sweep_models.make_model(model_type, sweep_models.tiny_config(model_type))

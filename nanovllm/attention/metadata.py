@@ -29,7 +29,7 @@ class AttentionMetadata:
         query_tiles: [2 * num_tiles] int32; the chunk of each query tile (-1: no work), then the tile's index within
             its chunk.
         sample_tiles: [2 * num_chunks] int32; the same for only the tiles that hold a sampled row.
-        seq_lens_host: seq_lens on the host, for backends that size tensors there; not available in a CUDA graph.
+        seq_lens_host: seq_lens on the host, for backends that size tensors there; empty in steps that may be captured.
         query_lens_host: tokens of each chunk, on the host; likewise.
         variant: what `AttentionBackend.plan_host` returned.
         plan: what `AttentionBackend.plan` returned.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
+from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 FEW_SEQS = 64
@@ -33,6 +35,8 @@ _PROGRAMS_FOR_BANDWIDTH = 80
 """Programs of `hopper_decode` that saturate an H200's read bandwidth."""
 _FREE_TOKENS = 190
 """Tokens that one program reads in the time that merging splits takes."""
+_MAX_WIDENED = 2
+"""Tokens of the chunks' contexts, for each of the chunks, up to which they are widened."""
 _CASCADE_PROGRAMS = 2
 """Programs per multiprocessor for cascade attention."""
 
@@ -68,6 +72,19 @@ class LayerKind(NamedTuple):
         """Return the kind of layers with such pages."""
         num_kv_heads, key_size = pages.k_cache.shape[2:]
         return cls(num_kv_heads, key_size, pages.v_cache.shape[3], window)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the layers of a step share.
+
+    Attributes:
+        decodes: how decode rows attend, by the kind of layer.
+        wide: tables of the pages of 16 bits to which the chunks' contexts are widened; None if they are not.
+    """
+
+    decodes: dict[LayerKind, DecodePlan]
+    wide: WideTables | None
 
 
 class TritonBackend(AttentionBackend):
@@ -106,13 +123,14 @@ class TritonBackend(AttentionBackend):
         self.num_heads, self._kinds = num_heads, list(dict.fromkeys(map(LayerKind.of_spec, specs)))
         self._hopper_decode: Any = None
         self._hopper_prefill: Any = None
+        self._widens = specs[0].dtype == torch.float8_e4m3fn
         num_kv_heads, key_size, *_ = self._kinds[0]
         # Hopper's kernels and cascade attention take one size of heads, the same in all layers.
         are_alike = {kind[:3] for kind in self._kinds} == {(num_kv_heads, key_size, key_size)}
         if are_alike and is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
-            if hopper_prefill.supports(specs[0].dtype, key_size, block_size):
+            if hopper_prefill.supports(dtype, key_size, BLOCK_SIZE if self._widens else block_size):
                 self._hopper_prefill = hopper_prefill.hopper_prefill_attention
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, key_size, block_size):
                 self._hopper_decode = hopper_decode
@@ -153,11 +171,18 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, groups: Sequence[AttentionMetadata]) -> None:
         """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
-        plans = self._plan(groups[0])
+        plan = StepPlan(self._plan_decodes(groups[0]), self._plan_wide(groups[0]))
         for metadata in groups:
-            metadata.plan = plans
+            metadata.plan = plan
 
-    def _plan(self, metadata: AttentionMetadata) -> dict[LayerKind, DecodePlan]:
+    def _plan_wide(self, metadata: AttentionMetadata) -> WideTables | None:
+        """Return where chunks' contexts are widened to; None where that is not worth it, or a graph may be captured."""
+        lens, num_tokens = metadata.seq_lens_host[metadata.num_decodes :], sum(metadata.query_lens_host)
+        if self._hopper_prefill is None or not self._widens or not lens or sum(lens) > _MAX_WIDENED * num_tokens:
+            return None
+        return plan_wide_tables(metadata.seq_lens[metadata.num_decodes :], lens)
+
+    def _plan_decodes(self, metadata: AttentionMetadata) -> dict[LayerKind, DecodePlan]:
         n = metadata.num_decodes
         if not n:
             return {}
@@ -201,15 +226,19 @@ class TritonBackend(AttentionBackend):
         n = metadata.num_decodes
         out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
         tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
+        plan: StepPlan = metadata.plan
         if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
-                query[:n], pages, out[:n], tables[:n], metadata.slot_mapping[:n], metadata.plan[kind], scale
+                query[:n], pages, out[:n], tables[:n], metadata.slot_mapping[:n], plan.decodes[kind], scale
             )
         elif n:
-            decode_attention(query[:n], pages, out[:n], tables[:n], metadata.plan[kind], scale, options)
+            decode_attention(query[:n], pages, out[:n], tables[:n], plan.decodes[kind], scale, options)
         if len(metadata.query_tiles):
             chunks = ChunkRows(tables[n:], metadata.seq_lens[n:], metadata.cu_seqlens_q, metadata.query_tiles)
-            if is_plain and self._hopper_prefill is not None:
+            if is_plain and plan.wide is not None:
+                pages = widen_pages(pages, chunks.block_tables, chunks.seq_lens, plan.wide, query.dtype)
+                chunks = replace(chunks, block_tables=plan.wide.block_tables)
+            if is_plain and self._hopper_prefill is not None and pages.scales is None:
                 self._hopper_prefill(query[n:], pages, out[n:], chunks, scale, self.num_processors)
             else:
                 prefill_attention(query[n:], pages, out[n:], chunks, scale, options)
@@ -229,7 +258,7 @@ class TritonBackend(AttentionBackend):
             return None
         out, plan = (
             qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2]),
-            metadata.plan[LayerKind.of_pages(pages, None)],
+            metadata.plan.decodes[LayerKind.of_pages(pages, None)],
         )
         self._hopper_decode.hopper_decode_attention(
             qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope

@@ -45,8 +45,8 @@ class PreparedStep:
         shape: sizes, padding included.
         is_capture_size: whether a CUDA graph may be captured for the shape.
         prompts: the prompt chunks, as tensors on the device; the next step's staging overwrites them.
-        seq_lens_host: tokens that each sequence attends to, decode rows first.
-        query_lens_host: tokens of each chunk.
+        seq_lens_host: tokens that each sequence attends to, decode rows first; empty if a graph may be captured.
+        query_lens_host: tokens of each chunk; likewise.
         num_real_decodes, num_real_samples: decode rows, and tokens that are sampled, without padding.
     """
 
@@ -152,15 +152,20 @@ class BatchBuilder:
             self._sent_decode_slots = decode_slots
         decode_lens = slots.num_computed[batch.decode_slots] + 1
         slots.num_computed[batch.decode_slots] = decode_lens
-        seq_lens = decode_lens.tolist() + [1] * num_padding
-        seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
-        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        seq_lens, query_lens = list[int](), list[int]()
+        if not is_capture_size:
+            seq_lens = decode_lens.tolist() + [1] * num_padding
+            seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
+            query_lens = [len(chunk.token_ids) for chunk in chunks]
         sent_prompts, num_samples = PromptArrays._make(prompt_tensors), len(batch.sampled_seq_ids)
         return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
 
-    def send_empty(self, shape: StepShape) -> PreparedStep:
-        """Send a step of a capture size that is all padding."""
-        return self.send(ScheduledBatch(), shape, is_capture_size=True)
+    def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> PreparedStep:
+        """Send a step that is all padding; the host knows it as one chunk, if no graph may be captured for it."""
+        step = self.send(ScheduledBatch(), shape, is_capture_size=is_capture_size)
+        if not is_capture_size:
+            step.seq_lens_host = step.query_lens_host = [shape.num_prompt_tokens]
+        return step
 
     def gather(self, step: PreparedStep) -> DeviceBatch:
         """Make a step's inputs out of what is on the device; a CUDA graph may hold this."""

@@ -379,15 +379,15 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         # Kernels for many rows take the longest, and so come first.
         largest = StepShape(0, self.config.max_num_batched_tokens, 1, self.capture_sizes.shapes[0].variant)
         shapes = [largest, *reversed(self.capture_sizes.representatives())]
-        runs = [partial(self._run_without_kernels, shape) for shape in shapes]
+        runs = [partial(self._run_without_kernels, shape, shape is not largest) for shape in shapes]
         with torch.inference_mode(), self.model.one_layer_of_each_kind():
             compile_ahead(self.device, runs, compilers, self.communicator.rank, self.communicator.size)
 
-    def _run_without_kernels(self, shape: StepShape) -> None:
+    def _run_without_kernels(self, shape: StepShape, is_capture_size: bool) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
         self.communicator.prepare_step()
         self.communicator.begin_step()
-        inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape))
+        inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape, is_capture_size=is_capture_size))
         # Torch's and flash-attn's own kernels do run, and read memory at these indices.
         inputs.token_ids.zero_()
         inputs.positions.zero_()

@@ -186,7 +186,7 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
     work = [(i, n) for i, q in enumerate(query_lens[1:]) for n in range(-(-q // QUERY_TILE))]
     tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
     metadata = AttentionMetadata(
-        num_decodes=1, slot_mapping=seq_lens[:0], block_tables=tables, seq_lens=seq_lens,
+        num_decodes=1, slot_mapping=new_slots(tables, lens, 256), block_tables=tables, seq_lens=seq_lens,
         cu_seqlens_q=torch.tensor([0, *query_lens[1:]], device=DEVICE).cumsum(0).int(), query_tiles=tiles,
         sample_tiles=tiles, seq_lens_host=lens, query_lens_host=query_lens[1:], variant=DecodeVariant(),
     )  # fmt: skip

@@ -91,7 +91,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
             self._make_backend()
             self._make_buffers()
             can_capture = self.is_cuda and self.model.supports_cuda_graph
-            self.capture_sizes = make_capture_sizes(config, self.backend, self.model.kernel_rows, can_capture)
+            self.capture_sizes = make_capture_sizes(config, self.backend, self.model, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
             self._compile_kernels(compilers)

@@ -218,7 +218,7 @@ class LLM(EngineControl, Unpicklable):
         *,
         priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Complete prompts, and yield what is new of them after each step.
+        """Complete prompts, and yield what is new in them after each step.
 
         An output yielded holds new text, tokens and log-probabilities alone. The last one of a request is `finished`,
         and has its finish reasons, the prompt's log-probabilities and metrics. Closing the generator aborts what is
@@ -244,7 +244,7 @@ class LLM(EngineControl, Unpicklable):
         priority: Sequence[int] | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """Answer conversations, and yield what is new of the answers after each step; see `chat` and `stream`.
+        """Answer conversations, and yield what is new in the answers after each step; see `chat` and `stream`.
 
         Example:
             >>> for output in llm.stream_chat([{"role": "user", "content": "count to 5"}]):

@@ -29,7 +29,7 @@ class DrivenEngine(ABC):
             RuntimeError: the engine is closed, or another call drives it.
         """
         if not self.try_begin(call):
-            raise RuntimeError("the engine is already running: a generate or step of it has not ended")
+            raise RuntimeError("the engine is already running: its generate or step has not ended")
 
     def try_begin(self, call: Call) -> bool:
         """Let a call drive the engine, until `end`; returns False if another call does."""

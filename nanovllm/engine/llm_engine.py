@@ -25,7 +25,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_source import BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, exit_with_interpreter
-from nanovllm.engine.engine_control import ControlledEngine
+from nanovllm.engine.controlled_engine import ControlledEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import Abort, MakeConstraint, Request, TokenConstraint, check_request_ids, no_constraint

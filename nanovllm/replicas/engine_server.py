@@ -29,7 +29,7 @@ from nanovllm.replicas.messages import (
     EngineInfo,
     Enqueue,
     Order,
-    ReportSteps,
+    SendNewTokens,
     StepReport,
     Stop,
     portable,
@@ -122,7 +122,7 @@ class EngineServer:
 
     Args:
         engine: has no other driver.
-        info: what front ends are told of it.
+        info: what front ends are told about it.
         make_constraint: compiles the grammar of a request, in a thread of its own, before the engine gets it.
     """
 
@@ -215,7 +215,7 @@ class EngineServer:
         elif isinstance(order, Stop):
             ids = front_end.engine_ids
             self._engine.stop([(ids[request_id], index) for request_id, index in order.outputs if request_id in ids])
-        elif isinstance(order, ReportSteps):
+        elif isinstance(order, SendNewTokens):
             front_end.wants_steps = order.wanted
         else:
             front_end.say(self._call(order))

@@ -26,7 +26,7 @@ from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
-from nanovllm.replicas.messages import EngineInfo, Enqueue, ReportSteps, StepReport, Stop
+from nanovllm.replicas.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
 from nanovllm.replicas.placement import Placement
 from nanovllm.replicas.replica import Inbox, Replica
 from nanovllm.utils.interrupt import deferred_signals
@@ -164,7 +164,7 @@ class ReplicatedEngine(Unpicklable):
     def begin(self, call: Call) -> None:
         """Let a call drive the engine; see `Engine`."""
         if not self.try_begin(call):
-            raise RuntimeError("the engine is already running: a generate or step of it has not ended")
+            raise RuntimeError("the engine is already running: its generate or step has not ended")
 
     def try_begin(self, call: Call) -> bool:
         """Let a call drive the engine if no other does; see `Engine`."""
@@ -173,7 +173,7 @@ class ReplicatedEngine(Unpicklable):
         if call.wants_tokens != self._wants_steps:
             self._wants_steps = call.wants_tokens
             for replica in self._replicas:
-                replica.add(ReportSteps(call.wants_tokens))
+                replica.add(SendNewTokens(call.wants_tokens))
         return True
 
     def end(self, call: Call) -> None:

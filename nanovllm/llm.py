@@ -110,7 +110,7 @@ class LLM(EngineControl, Unpicklable):
         self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
-        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.engine.seeds)
+        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.seeds)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
 

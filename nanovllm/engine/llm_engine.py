@@ -24,7 +24,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_source import BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
-from nanovllm.engine.call_guard import Call, exit_with_interpreter
+from nanovllm.engine.call_guard import Call, drive, exit_with_interpreter
 from nanovllm.engine.controlled_engine import ControlledEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.host_cache import HostCache
@@ -166,7 +166,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
         """
         call = Call()
         try:
-            self.begin(call)
+            drive(self, call)
             # Results of earlier steps are still returned after a later one has lost the device.
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from nanovllm.engine.call_guard import Call
+from nanovllm.engine.call_guard import Call, drive
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.llm_engine import LLMEngine
@@ -158,7 +158,7 @@ class EngineServer:
             Why an error has closed the engine, which front ends have been told then; None otherwise.
         """
         call, cause = Call(lends=True), None
-        self._engine.begin(call)
+        drive(self._engine, call)
         try:
             while cause is None and not self._is_closing:
                 self._has_work.clear()

@@ -23,7 +23,6 @@ from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Abort, Request, check_request_ids
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.replicas.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
@@ -48,7 +47,6 @@ class ReplicatedEngine(Unpicklable):
         connections: to the engines, from `EngineProcess.connect`.
         exit_texts: of each, says how its process has ended, once its connection has.
         close: ends the processes, if this is their owner.
-        seeds: numbers requests.
 
     Attributes:
         limits: what requests must keep to.
@@ -65,9 +63,7 @@ class ReplicatedEngine(Unpicklable):
         connections: Sequence[Connection],
         exit_texts: Sequence[Callable[[], str]],
         close: Callable[[], None],
-        seeds: RequestSeeds,
     ) -> None:
-        self.seeds = seeds
         self._inbox = Inbox()
         self._replicas = [
             Replica(index, connection, self._inbox, exit_text)
@@ -161,12 +157,7 @@ class ReplicatedEngine(Unpicklable):
         self._flush()
         self.wake()
 
-    def begin(self, call: Call) -> None:
-        """Let a call drive the engine; see `Engine`."""
-        if not self.try_begin(call):
-            raise RuntimeError("the engine is already running: its generate or step has not ended")
-
-    def try_begin(self, call: Call) -> bool:
+    def begin(self, call: Call) -> bool:
         """Let a call drive the engine if no other does; see `Engine`."""
         if not self._guard.begin(call):
             return False

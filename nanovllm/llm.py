@@ -110,7 +110,7 @@ class LLM(EngineControl, Unpicklable):
         self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
-        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.engine.seeds)
+        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.seeds)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
 
@@ -218,7 +218,7 @@ class LLM(EngineControl, Unpicklable):
         *,
         priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Complete prompts, and yield what is new of them after each step.
+        """Complete prompts, and yield what is new in them after each step.
 
         An output yielded holds new text, tokens and log-probabilities alone. The last one of a request is `finished`,
         and has its finish reasons, the prompt's log-probabilities and metrics. Closing the generator aborts what is
@@ -244,7 +244,7 @@ class LLM(EngineControl, Unpicklable):
         priority: Sequence[int] | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """Answer conversations, and yield what is new of the answers after each step; see `chat` and `stream`.
+        """Answer conversations, and yield what is new in the answers after each step; see `chat` and `stream`.
 
         Example:
             >>> for output in llm.stream_chat([{"role": "user", "content": "count to 5"}]):

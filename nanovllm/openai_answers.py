@@ -158,7 +158,7 @@ class ChatChunk(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One completion, or what is new of it."""
+    """One completion, or what is new in it."""
 
     index: int
     text: str
@@ -171,7 +171,7 @@ class TextChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """Completions, or what is new of them."""
+    """Completions, or what is new in them."""
 
     id: str
     object: Literal["text_completion"]

@@ -260,7 +260,7 @@ class BeamSearchOutput:
 
 
 class StepResult(NamedTuple):
-    """One step.
+    """What a step has brought, as `LLM.step` returns it.
 
     Attributes:
         finished: finished requests by id, also those of earlier steps that nobody has had yet.

@@ -91,12 +91,12 @@ def check_logprobs(output: RequestOutput, want: torch.Tensor, num_logprobs: int)
     assert math.isclose(completion.cumulative_logprob or 0, total, rel_tol=1e-4, abs_tol=1e-3)
 
 
-def check_position(at: Any, token_id: int, row: torch.Tensor, num_logprobs: int) -> None:
+def check_position(likely: Any, token_id: int, row: torch.Tensor, num_logprobs: int) -> None:
     """Compare one position's log-probabilities with a row of [vocab_size]."""
     possible = min(num_logprobs, int((row > -math.inf).sum()))
     ranked = row.topk(possible).indices.tolist()
-    assert set(at) == {token_id, *ranked}
-    for token, item in at.items():
+    assert set(likely) == {token_id, *ranked}
+    for token, item in likely.items():
         assert abs(item.logprob - row[token].item()) < 1e-4
         assert item.rank == 1 + int((row > row[token]).sum())
 

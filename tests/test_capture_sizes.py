@@ -32,7 +32,7 @@ def make_capture_sizes(
             *decode_sizes(max_num_seqs, variant), *mixed_sizes(max_num_seqs, max_num_batched_tokens, variant)
         )
     ]  # fmt: skip
-    return CaptureSizes(shapes, variants, TritonBackend.kernel_rows, DenseWeight.kernel_rows)
+    return CaptureSizes(shapes, variants, TritonBackend.kernel_rows, DenseWeight.kernel_rows, DenseWeight.kernel_tokens)
 
 
 def variant_of(shape: StepShape) -> DecodeVariant:

@@ -111,11 +111,12 @@ def test_chat_requests_in_openais_form(llm: LLM) -> None:
     assert choice["message"] == {"role": "assistant", "content": expected["text"], "refusal": None}
     assert choice["finish_reason"] == "length"
     assert expected.outputs[0].logprobs is not None
-    for written, token_id, at in zip(
+    for written, token_id, top in zip(
         choice["logprobs"]["content"], expected["token_ids"], expected.outputs[0].logprobs, strict=True
     ):
-        assert written["token"] == at[token_id].decoded_token and bytes(written["bytes"]).decode() == written["token"]
-        assert written["logprob"] == pytest.approx(at[token_id].logprob, abs=1e-4) and len(written["top_logprobs"]) == 2
+        entry = top[token_id]
+        assert written["token"] == entry.decoded_token and bytes(written["bytes"]).decode() == written["token"]
+        assert written["logprob"] == pytest.approx(entry.logprob, abs=1e-4) and len(written["top_logprobs"]) == 2
     # The API's default is no limit; `SamplingParams` has one of 64 tokens.
     assert results[2]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.output_processor import OutputProcessor
 from tests.mock_runner import complete, greedy, make_engine, make_request
@@ -52,6 +53,24 @@ def test_aborted_requests_are_forgotten() -> None:
     engine.abort([ids[1]], keep_outputs=True)
     assert [request_id for request_id, _ in client.step().finished] == [ids[1]]
     assert client.is_finished() and not client._states
+
+
+def test_what_has_finished_is_returned_after_the_device_is_lost() -> None:
+    engine, runner = make_engine(pipeline_depth=0)
+    client = EngineClient(engine, OutputProcessor(NumberTokenizer()))
+    done, failed = (client.enqueue(make_request([1, 2], greedy(count))).request_id for count in (2, 30))
+    with client.driving():
+        client.run_step()
+        client.run_step()
+        runner.forward = runner.synchronize = Mock(side_effect=RuntimeError("lost"))  # type: ignore[method-assign]
+        # Its results stay in the engine, as when an exception comes between.
+        engine.run_step()
+    with pytest.raises(StepError) as caught:
+        client.step()
+    assert caught.value.request_ids == [failed]
+    assert [request_id for request_id, _ in client.step().finished] == [done]
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        client.step()
 
 
 def test_no_token_is_lost_that_comes_before_its_request_is_known() -> None:

@@ -239,9 +239,9 @@ def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path
             got = llm.generate(batch, params(0), use_tqdm=False)
             assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
             for item, other in ((a.outputs[0], b.outputs[0]) for a, b in zip(got, want, strict=True)):
-                for token_id, at, also in zip(item.token_ids, item.logprobs or (), other.logprobs or (), strict=True):
-                    assert set(at) == {token_id} and at[token_id].rank == also[token_id].rank
-                    assert at[token_id].logprob == pytest.approx(also[token_id].logprob, abs=1e-5)
+                for token_id, top, also in zip(item.token_ids, item.logprobs or (), other.logprobs or (), strict=True):
+                    assert set(top) == {token_id} and top[token_id].rank == also[token_id].rank
+                    assert top[token_id].logprob == pytest.approx(also[token_id].logprob, abs=1e-5)
         graphs: Any = runner_of(llm).graphs
         assert {part for part, _ in graphs._graphs} == {"step", "forward", "step with logprobs"}
 

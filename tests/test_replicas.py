@@ -52,7 +52,7 @@ def test_a_job_is_cut_into_stretches_and_who_is_done_takes_the_far_half() -> Non
         placement.end(i)
     # Four are left of its own; then the far half of the other twelve.
     assert sent(placement) == {0: [16, 17, 18, 19, 34, 35, 36, 37], 1: []}
-    # What comes later is behind.
+    # What comes later is at the end.
     placement.spread({i: request([i]) for i in range(40, 44)})
     assert [list(share.stretch) for share in placement.shares.values()] == [[38, 39], [*range(28, 34), *range(40, 44)]]
     # What was dropped is not sent.

@@ -169,7 +169,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt and yield what is new of it, as `LLM.stream` does; see `generate`.
+        """Complete a prompt and yield what is new, as `LLM.stream` does; see `generate`.
 
         A reader that is slower than the engine gets the tokens of several steps at once. Closing the generator aborts
         the request.
@@ -225,7 +225,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         request_id: int | str | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation and yield what is new of the answer; see `chat` and `stream`."""
+        """Answer a conversation and yield what is new in the answer; see `chat` and `stream`."""
         prompt = await self._render(messages, template)
         async with aclosing(self.stream(prompt, sampling_params, priority=priority, request_id=request_id)) as outputs:
             async for output in outputs:

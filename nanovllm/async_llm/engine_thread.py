@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from nanovllm.async_llm.request_stream import RequestStream
-from nanovllm.engine.call_guard import Call
+from nanovllm.engine.call_guard import Call, drive
 from nanovllm.outputs import StepError
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.structured_output import GrammarError
@@ -105,7 +105,7 @@ class EngineThread:
         client, call = self._client, Call()
         error: BaseException | None = None
         try:
-            client.engine.begin(call)
+            drive(client.engine, call)
             while not self._is_closing:
                 self._take_messages()
                 if self._streams or not client.is_finished():

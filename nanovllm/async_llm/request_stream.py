@@ -71,7 +71,7 @@ class Mailbox:
 
 
 class RequestStream:
-    """One request and what is new of it, as it comes: an asynchronous iterator, whose last output is `finished`.
+    """One request, and what is new in it, as it comes: an asynchronous iterator, whose last output is `finished`.
 
     One task at a time reads it, to its end or until `aclose`. Once nobody refers to it any more, the request is
     aborted.

@@ -44,7 +44,7 @@ class BlockManager:
 
     Attributes:
         held: which of its blocks a sequence holds.
-        source: is asked for the blocks of a prefix that follow those in the cache and in `host`.
+        source: is asked for the blocks of a prefix that follow those in the cache and in `host`, such as files of them.
         loads: what the step being planned must load.
     """
 
@@ -98,6 +98,7 @@ class BlockManager:
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
         """
+        # Another output of the request may have the prompt.
         source = seq.fork_source
         if source is not None and self._can_fork(source, seq):
             self._fork(source, seq)
@@ -127,6 +128,21 @@ class BlockManager:
                 self._fetch(other, seq)
         return True
 
+    def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
+        """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""
+        most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
+        matched: list[list[Block | None]] = []
+        if not most:
+            return [[]] * self.held.num_groups
+        for group in range(self.held.num_groups):
+            matched.append(self._cache.match(self._root(seq, group), seq.token_ids, most))
+            most = len(matched[-1])
+        num_usable = self.held.num_usable(matched, seq.num_tokens)
+        return [blocks[:num_usable] for blocks in matched]
+
+    def _root(self, seq: Sequence, group: int) -> Identity:
+        return self._cache.root(seq.request.cache_salt, seq.num_resets, group)
+
     def _make_tables(self, seq: Sequence, found: list[list[Block]], spans: list[tuple[int, int]]) -> None:
         """Give a sequence the blocks found for each group, if any are, and free ones for the rest of its span."""
         for block in chain.from_iterable(found):
@@ -141,58 +157,6 @@ class BlockManager:
                 identity = found[group][-1].identity
             block_ids += [self._take_free_block() for _ in range(end - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, first, identity))
-
-    def _fetch(self, source: BlockSource, seq: Sequence) -> None:
-        """Load what a source has of the blocks that follow a sequence's registered ones."""
-        first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
-        slots = source.fetch(seq, first, end) if first < end else ()
-        if slots:
-            self._load(seq, slots)
-
-    def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
-        """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned.
-
-        `register` counts the full blocks that are computed. Only then is the last token taken back, which is computed
-        whatever is cached, since the next one is sampled from its output.
-        """
-        num_loaded = seq.num_registered_blocks + len(slots)
-        self.loads.add(slots, seq.block_tables[0][seq.num_registered_blocks : num_loaded])
-        seq.num_computed_tokens = num_loaded * self.block_size
-        self.register(seq)
-        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-
-    def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
-        """Return what the step being planned saves in the host's memory; see `HostCache.plan_saves`."""
-        if self.host is None:
-            return []
-        unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
-        return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
-
-    def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
-        """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted.
-
-        Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
-        them. A sequence's are saved first ones first, so that with the last one all are; none of those that nobody
-        finds any more.
-        """
-        for block_id in islice(self._free, self._num_clean_blocks):
-            yield self.blocks[block_id]
-        if len(self._free) >= self._num_clean_blocks:
-            return
-        for seq in filterfalse(self._precedes_reset, reversed(running)):
-            block_ids = seq.block_tables[0][: seq.num_registered_blocks]
-            registered = [self.blocks[block_id] for block_id in block_ids]
-            if registered and (key := registered[-1].key) is not None and key not in host:
-                yield from registered
-
-    def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
-        """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not.
-
-        There is one group of layers.
-        """
-        root = self._cache.root(salt, self._cache.num_resets, 0)
-        matched = self._cache.match(root, token_ids, len(token_ids) // self.block_size)
-        return [block.block_id for block in matched if block is not None]
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
         """Whether a sequence can share the blocks that `source` has of their prompt.
@@ -298,6 +262,41 @@ class BlockManager:
             if self.host is not None and block.key is not None:
                 self.host.touch(block.key)
 
+    def _precedes_reset(self, seq: Sequence) -> bool:
+        """Whether nobody finds a sequence's blocks, since it was given its first ones before a `reset`."""
+        return seq.num_resets != self._cache.num_resets
+
+    def _take_free_block(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        block = self.blocks[block_id]
+        if self.host is not None and block.key is not None and block.key not in self.host:
+            self.host.num_lost += 1
+        self._cache.remove(block)
+        block.ref_count = 1
+        return block_id
+
+    def register(self, seq: Sequence) -> None:
+        """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be."""
+        num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
+        if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
+            return
+        for i in range(seq.num_registered_blocks, num_full):
+            tokens = self._cache.block_tokens(seq.token_ids, i)
+            for table in seq.block_tables:
+                key = table.registered_identity, tokens
+                # Of two sequences that compute the same block, the first one's is the one that others find.
+                block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
+                table.registered_identity = block.identity
+        seq.num_registered_blocks = num_full
+
+    def _register(self, block: Block, key: BlockKey) -> Block:
+        # A fork may share a block whose parent was evicted since it was registered.
+        self._cache.remove(block)
+        self._cache.add(block, key, None if self.host is None else self.host.identity(key))
+        self._unconfirmed[-1].append(block.block_id)
+        self._num_gained += 1
+        return block
+
     def begin_step(self) -> None:
         """Begin a step: the blocks registered from now on are confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])
@@ -337,19 +336,57 @@ class BlockManager:
         self._cache.reset()
         return not self._cache.blocks
 
-    def register(self, seq: Sequence) -> None:
-        """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be."""
-        num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
-        if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
+    def _fetch(self, source: BlockSource, seq: Sequence) -> None:
+        """Load what a source has of the blocks that follow a sequence's registered ones."""
+        first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
+        slots = source.fetch(seq, first, end) if first < end else ()
+        if slots:
+            self._load(seq, slots)
+
+    def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
+        """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned.
+
+        `register` counts the full blocks that are computed. Only then is the last token taken back, which is computed
+        whatever is cached, since the next one is sampled from its output.
+        """
+        num_loaded = seq.num_registered_blocks + len(slots)
+        self.loads.add(slots, seq.block_tables[0][seq.num_registered_blocks : num_loaded])
+        seq.num_computed_tokens = num_loaded * self.block_size
+        self.register(seq)
+        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+
+    def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
+        """Return what the step being planned saves in the host's memory; see `HostCache.plan_saves`."""
+        if self.host is None:
+            return []
+        unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
+        return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
+
+    def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
+        """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted.
+
+        Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
+        them. A sequence's are saved first ones first, so that with the last one all are; none of those that nobody
+        finds any more.
+        """
+        for block_id in islice(self._free, self._num_clean_blocks):
+            yield self.blocks[block_id]
+        if len(self._free) >= self._num_clean_blocks:
             return
-        for i in range(seq.num_registered_blocks, num_full):
-            tokens = self._cache.block_tokens(seq.token_ids, i)
-            for table in seq.block_tables:
-                key = table.registered_identity, tokens
-                # Of two sequences that compute the same block, the first one's is the one that others find.
-                block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
-                table.registered_identity = block.identity
-        seq.num_registered_blocks = num_full
+        for seq in filterfalse(self._precedes_reset, reversed(running)):
+            block_ids = seq.block_tables[0][: seq.num_registered_blocks]
+            registered = [self.blocks[block_id] for block_id in block_ids]
+            if registered and (key := registered[-1].key) is not None and key not in host:
+                yield from registered
+
+    def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
+        """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not.
+
+        There is one group of layers.
+        """
+        root = self._cache.root(salt, self._cache.num_resets, 0)
+        matched = self._cache.match(root, token_ids, len(token_ids) // self.block_size)
+        return [block.block_id for block in matched if block is not None]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert every promise of this class, given all sequences that may hold blocks. For tests; O(blocks)."""
@@ -382,39 +419,3 @@ class BlockManager:
         for block_id in table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
             is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
             assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
-
-    def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
-        """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""
-        most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
-        matched: list[list[Block | None]] = []
-        if not most:
-            return [[]] * self.held.num_groups
-        for group in range(self.held.num_groups):
-            matched.append(self._cache.match(self._root(seq, group), seq.token_ids, most))
-            most = len(matched[-1])
-        num_usable = self.held.num_usable(matched, seq.num_tokens)
-        return [blocks[:num_usable] for blocks in matched]
-
-    def _root(self, seq: Sequence, group: int) -> Identity:
-        return self._cache.root(seq.request.cache_salt, seq.num_resets, group)
-
-    def _precedes_reset(self, seq: Sequence) -> bool:
-        """Whether nobody finds a sequence's blocks, since it was given its first ones before a `reset`."""
-        return seq.num_resets != self._cache.num_resets
-
-    def _take_free_block(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        block = self.blocks[block_id]
-        if self.host is not None and block.key is not None and block.key not in self.host:
-            self.host.num_lost += 1
-        self._cache.remove(block)
-        block.ref_count = 1
-        return block_id
-
-    def _register(self, block: Block, key: BlockKey) -> Block:
-        # A fork may share a block whose parent was evicted since it was registered.
-        self._cache.remove(block)
-        self._cache.add(block, key, None if self.host is None else self.host.identity(key))
-        self._unconfirmed[-1].append(block.block_id)
-        self._num_gained += 1
-        return block

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Event, Lock, get_ident
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 _EXIT_SECONDS = 10.0
@@ -30,6 +30,19 @@ class Call:
         self.brief = brief
         self.wants_tokens = wants_tokens
         self.lends = lends
+
+
+class Drivable(Protocol):
+    """An engine whose calls a `CallGuard` admits."""
+
+    def begin(self, call: Call) -> bool:
+        """Let a call drive the engine, until `end`; returns False if another one does."""
+
+
+def drive(engine: Drivable, call: Call) -> None:
+    """Let a call drive an engine, until its `end`; raises a RuntimeError if another one does."""
+    if not engine.begin(call):
+        raise RuntimeError("the engine is already running: its generate or step has not ended")
 
 
 class Loan:

@@ -22,16 +22,7 @@ class DrivenEngine(ABC):
         self._holds_steps = False
         self._guard = CallGuard()
 
-    def begin(self, call: Call) -> None:
-        """Let a call drive the engine, until `end`.
-
-        Raises:
-            RuntimeError: the engine is closed, or another call drives it.
-        """
-        if not self.try_begin(call):
-            raise RuntimeError("the engine is already running: a generate or step of it has not ended")
-
-    def try_begin(self, call: Call) -> bool:
+    def begin(self, call: Call) -> bool:
         """Let a call drive the engine, until `end`; returns False if another call does."""
         return self._guard.begin(call)
 

@@ -24,8 +24,8 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_source import BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
-from nanovllm.engine.call_guard import Call, exit_with_interpreter
-from nanovllm.engine.engine_control import ControlledEngine
+from nanovllm.engine.call_guard import Call, drive, exit_with_interpreter
+from nanovllm.engine.controlled_engine import ControlledEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import Abort, MakeConstraint, Request, TokenConstraint, check_request_ids, no_constraint
@@ -153,9 +153,6 @@ class LLMEngine(ControlledEngine, Unpicklable):
             raise
         return request_ids
 
-    def wake(self) -> None:
-        """Do nothing: no step waits for requests."""
-
     def step(self) -> StepResult:
         """Plan and launch one step, and take in the results of the one before.
 
@@ -166,81 +163,12 @@ class LLMEngine(ControlledEngine, Unpicklable):
         """
         call = Call()
         try:
-            self.begin(call)
+            drive(self, call)
             # Results of earlier steps are still returned after a later one has lost the device.
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)
         finally:
             self.end(call)
-
-    def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, wherever they stand.
-
-        Blocks are free at once; while another thread drives the engine, with that thread's next step.
-
-        Args:
-            request_ids: the id of any output stands for the whole request; ids of finished ones are ignored.
-            keep_outputs: finish them with what they have instead; outputs that have not ended have `finish_reason`
-                "abort".
-
-        Raises:
-            ValueError: what is given is no id.
-        """
-        self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
-        call = Call(brief=True)
-        try:
-            with deferred_signals():
-                if self._guard.begin(call):
-                    self._empty_inbox()
-        finally:
-            self.end(call)
-
-    @contextmanager
-    def block_source(self, source: BlockSource) -> Iterator[None]:
-        """Ask `source` for blocks of prefixes inside the `with` block, for the call that drives the engine.
-
-        Raises:
-            RuntimeError: requests are unfinished.
-        """
-        if not self.scheduler.is_finished() or self._inbox:
-            raise RuntimeError("the engine has unfinished requests")
-        before, self.block_manager.source = self.block_manager.source, source
-        try:
-            yield
-        finally:
-            # Files of prefixes are dropped by new weights, which come between two steps.
-            self.block_manager.source = before if self.has_own_weights else None
-
-    def is_finished(self) -> bool:
-        """Whether no request is left, no step is under way, and every result has been returned."""
-        waits = self._in_flight or self._inbox or self._results or self._guard.borrowers
-        return self.scheduler.is_finished() and not waits
-
-    @property
-    def request_ids(self) -> set[int]:
-        """Ids of unfinished requests."""
-        # Another thread may add one meanwhile.
-        return {group.request_id for group in list(self._groups.values())}
-
-    def is_drained(self) -> bool:
-        """Whether a pause that waits has nothing to wait for."""
-        return self.scheduler.is_drained() and not self._in_flight
-
-    def stats(self, *, now: bool = False) -> dict[str, int]:
-        """Return counters since the engine began, and the blocks in use now, whether `now` is asked for or not."""
-        return self.scheduler.counters()
-
-    def histograms(self) -> StepHistograms:
-        """Return what steps have shown."""
-        return self.step_histograms
-
-    def block_usage(self, most_cells: int) -> BlockUsage:
-        """Return the state of the cache's blocks; see `block_usage`."""
-        return block_usage(self.scheduler.block_manager, most_cells)
-
-    def stats_history(self) -> list[StatsSample]:
-        """Return the counters over time, oldest first; the last sample is of now."""
-        return self._history.samples(self.stats())
 
     def run_step(self) -> NewTokens:
         """Do a step for the call that drives the engine, and return its tokens; its results are kept.
@@ -279,79 +207,6 @@ class LLMEngine(ControlledEngine, Unpicklable):
         self._collect(0)
         time.sleep(_REST_SECONDS)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine takes requests and steps."""
-        return self._runner is not None and not self._guard.closing
-
-    @property
-    def has_results(self) -> bool:
-        """Whether `take_results` has anything."""
-        return not self._results.is_empty
-
-    def take_results(self) -> EngineOutputs:
-        """Return, once, what steps have brought, for a caller who owns every request."""
-        results, self._results = self._results, EngineOutputs()
-        return results
-
-    def stop(self, outputs: list[tuple[int, int]]) -> None:
-        """End outputs, by request and index, for the call that drives the engine; see `Engine`."""
-        with deferred_signals():
-            self._empty_inbox()
-            for request_id, index in outputs:
-                group = self._groups.get(request_id)
-                if group is not None and group[index].status is not SequenceStatus.FINISHED:
-                    self.scheduler.stop(group[index])
-                    self._finish(group)
-            self._collect_last()
-
-    def drop(self, request_ids: set[int]) -> None:
-        """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
-        with deferred_signals():
-            self._inbox.append(Abort(list(request_ids), keep_outputs=False))
-            self._empty_inbox()
-            try:
-                self._collect(0)
-            finally:
-                self._results.drop(request_ids)
-
-    def _abort(self, group: SequenceGroup) -> None:
-        """Drop what is left of a request."""
-        self._forget(group)
-        self.scheduler.abort(seq.seq_id for seq in group)
-
-    def _forget(self, group: SequenceGroup) -> None:
-        for seq in group:
-            del self._groups[seq.seq_id]
-
-    def _finish(self, group: SequenceGroup) -> None:
-        """Keep the output of a request if the last of its sequences has ended."""
-        if group.is_finished:
-            self._forget(group)
-            self._results.finished.append((group.request_id, request_output(group)))
-
-    def _make_masks(self, batch: ScheduledBatch) -> np.ndarray | None:
-        """Return the masks of a batch whose forward pass is running, if it has any; see `Runner.sample`."""
-        if not batch.masked:
-            return None
-        # They follow from the tokens of the step before.
-        if not self._collect(0):
-            raise RuntimeError("the step before has failed, and the requests of this one with it")
-        seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
-        return token_masks(seqs, self.limits.vocab_size)
-
-    def __del__(self) -> None:
-        # A constructor that raised leaves no runner behind.
-        if getattr(self, "_runner", None) is not None:
-            self.exit()
-
-    def _close(self) -> None:
-        with deferred_signals():
-            runner, self._runner = self._runner, None
-            if runner is not None:
-                self._in_flight.clear()
-                runner.exit()
-
     def _empty_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
@@ -369,16 +224,15 @@ class LLMEngine(ControlledEngine, Unpicklable):
                     else:
                         self._results.dropped.append(group.request_id)
 
-    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
-        """Put something in the runner's place, between two steps."""
-        if self._runner is not None:
-            self._runner = wrap(self._runner)
-
-    def require_open(self) -> Runner:
-        """Return the runner; raises a RuntimeError if the engine is closed."""
-        if self._runner is None or self._guard.closing:
-            raise RuntimeError("the engine is closed")
-        return self._runner
+    def _make_masks(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """Return the masks of a batch whose forward pass is running, if it has any; see `Runner.sample`."""
+        if not batch.masked:
+            return None
+        # They follow from the tokens of the step before.
+        if not self._collect(0):
+            raise RuntimeError("the step before has failed, and the requests of this one with it")
+        seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
+        return token_masks(seqs, self.limits.vocab_size)
 
     def _collect(self, depth: int) -> bool:
         """Take in results until no more than `depth` steps are under way; returns whether none of them has failed."""
@@ -410,6 +264,21 @@ class LLMEngine(ControlledEngine, Unpicklable):
         if self.scheduler.is_finished():
             self._collect(0)
 
+    def _finish(self, group: SequenceGroup) -> None:
+        """Keep the output of a request if the last of its sequences has ended."""
+        if group.is_finished:
+            self._forget(group)
+            self._results.finished.append((group.request_id, request_output(group)))
+
+    def _abort(self, group: SequenceGroup) -> None:
+        """Drop what is left of a request."""
+        self._forget(group)
+        self.scheduler.abort(seq.seq_id for seq in group)
+
+    def _forget(self, group: SequenceGroup) -> None:
+        for seq in group:
+            del self._groups[seq.seq_id]
+
     def _fail(self, error: BaseException) -> None:
         """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
 
@@ -431,3 +300,134 @@ class LLMEngine(ControlledEngine, Unpicklable):
         self._results.fail(StepError(message, failed, error))
         if not isinstance(error, Exception):
             raise error
+
+    def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
+        """Drop requests, wherever they stand.
+
+        Blocks are free at once; while another thread drives the engine, with that thread's next step.
+
+        Args:
+            request_ids: the id of any output stands for the whole request; ids of finished ones are ignored.
+            keep_outputs: finish them with what they have instead; outputs that have not ended have `finish_reason`
+                "abort".
+
+        Raises:
+            ValueError: what is given is no id.
+        """
+        self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
+        call = Call(brief=True)
+        try:
+            with deferred_signals():
+                if self._guard.begin(call):
+                    self._empty_inbox()
+        finally:
+            self.end(call)
+
+    def stop(self, outputs: list[tuple[int, int]]) -> None:
+        """End outputs, by request and index, for the call that drives the engine; see `Engine`."""
+        with deferred_signals():
+            self._empty_inbox()
+            for request_id, index in outputs:
+                group = self._groups.get(request_id)
+                if group is not None and group[index].status is not SequenceStatus.FINISHED:
+                    self.scheduler.stop(group[index])
+                    self._finish(group)
+            self._collect_last()
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
+        with deferred_signals():
+            self._inbox.append(Abort(list(request_ids), keep_outputs=False))
+            self._empty_inbox()
+            try:
+                self._collect(0)
+            finally:
+                self._results.drop(request_ids)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` has anything."""
+        return not self._results.is_empty
+
+    def take_results(self) -> EngineOutputs:
+        """Return, once, what steps have brought, for a caller who owns every request."""
+        results, self._results = self._results, EngineOutputs()
+        return results
+
+    def is_finished(self) -> bool:
+        """Whether no request is left, no step is under way, and every result has been returned."""
+        waits = self._in_flight or self._inbox or self._results or self._guard.borrowers
+        return self.scheduler.is_finished() and not waits
+
+    @property
+    def request_ids(self) -> set[int]:
+        """Ids of unfinished requests."""
+        # Another thread may add one meanwhile.
+        return {group.request_id for group in list(self._groups.values())}
+
+    def is_drained(self) -> bool:
+        """Whether a pause that waits has nothing to wait for."""
+        return self.scheduler.is_drained() and not self._in_flight
+
+    @contextmanager
+    def block_source(self, source: BlockSource) -> Iterator[None]:
+        """Ask `source` for blocks of prefixes inside the `with` block, for the call that drives the engine.
+
+        Raises:
+            RuntimeError: requests are unfinished.
+        """
+        if not self.scheduler.is_finished() or self._inbox:
+            raise RuntimeError("the engine has unfinished requests")
+        before, self.block_manager.source = self.block_manager.source, source
+        try:
+            yield
+        finally:
+            # Files of prefixes are dropped by new weights, which come between two steps.
+            self.block_manager.source = before if self.has_own_weights else None
+
+    def stats(self, *, now: bool = False) -> dict[str, int]:
+        """Return counters since the engine began, and the blocks in use now, whether `now` is asked for or not."""
+        return self.scheduler.counters()
+
+    def histograms(self) -> StepHistograms:
+        """Return what steps have shown."""
+        return self.step_histograms
+
+    def block_usage(self, most_cells: int) -> BlockUsage:
+        """Return the state of the cache's blocks; see `block_usage`."""
+        return block_usage(self.scheduler.block_manager, most_cells)
+
+    def stats_history(self) -> list[StatsSample]:
+        """Return the counters over time, oldest first; the last sample is of now."""
+        return self._history.samples(self.stats())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine takes requests and steps."""
+        return self._runner is not None and not self._guard.closing
+
+    def require_open(self) -> Runner:
+        """Return the runner; raises a RuntimeError if the engine is closed."""
+        if self._runner is None or self._guard.closing:
+            raise RuntimeError("the engine is closed")
+        return self._runner
+
+    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
+        """Put something in the runner's place, between two steps."""
+        if self._runner is not None:
+            self._runner = wrap(self._runner)
+
+    def wake(self) -> None:
+        """Do nothing: no step waits for requests."""
+
+    def _close(self) -> None:
+        with deferred_signals():
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                self._in_flight.clear()
+                runner.exit()
+
+    def __del__(self) -> None:
+        # A constructor that raised leaves no runner behind.
+        if getattr(self, "_runner", None) is not None:
+            self.exit()

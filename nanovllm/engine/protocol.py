@@ -10,42 +10,19 @@ from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Request
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.stats_history import StatsSample
 
 
 class Engine(Protocol):
     """An engine, in this process (`LLMEngine`) or in others (`ReplicatedEngine`), driven by one front end.
 
-    Requests and aborts may come from any thread. The other methods belong to the call that drives the engine, between
-    `begin` and `end`.
+    Requests and aborts may come from any thread, and so may `call`, `wake` and what only reads. What does steps, from
+    `run_step` to `drop`, belongs to the call that drives the engine, between `begin` and `end`.
     """
-
-    seeds: RequestSeeds
 
     @property
     def limits(self) -> RequestLimits:
         """What requests must keep to."""
-
-    @property
-    def state(self) -> EngineState:
-        """What holds steps up, as it was after the last call that has changed it."""
-
-    @property
-    def request_ids(self) -> set[int]:
-        """Ids of unfinished requests."""
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether the engine is in this process, and takes what does not pickle."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine takes requests and steps."""
-
-    @property
-    def has_results(self) -> bool:
-        """Whether `take_results` has anything."""
 
     def enqueue(self, request: Request) -> int:
         """Queue a request that `limits` has passed, and return its id."""
@@ -56,11 +33,11 @@ class Engine(Protocol):
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
         """Drop requests, or finish them with what they have; see `LLMEngine.abort`."""
 
-    def begin(self, call: Call) -> None:
-        """Let a call drive the engine, until `end`; a RuntimeError if another one does."""
+    def wake(self) -> None:
+        """Let a step that waits for another process end, since there is something to do."""
 
-    def try_begin(self, call: Call) -> bool:
-        """Let a call drive the engine, until `end`; returns False if another one does."""
+    def begin(self, call: Call) -> bool:
+        """Let a call drive the engine, until `end`; returns False if another one does. See `drive`."""
 
     def end(self, call: Call) -> None:
         """End a call, which may never have begun."""
@@ -74,8 +51,9 @@ class Engine(Protocol):
             RuntimeError: the engine is closed.
         """
 
-    def wake(self) -> None:
-        """Let a step that waits for another process end, since there is something to do; from any thread."""
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` has anything."""
 
     def take_results(self) -> EngineOutputs:
         """Return, once, what steps have brought."""
@@ -86,14 +64,23 @@ class Engine(Protocol):
     def drop(self, request_ids: set[int]) -> None:
         """Abort requests, and forget their results."""
 
+    @property
+    def request_ids(self) -> set[int]:
+        """Ids of unfinished requests."""
+
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been taken."""
 
-    def require_open(self) -> object:
-        """Raise a RuntimeError if the engine is closed."""
+    @property
+    def state(self) -> EngineState:
+        """What holds steps up, as it was after the last call that has changed it."""
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether the engine is in this process, and takes what does not pickle."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `LLMEngine` with values that pickle, on every engine that is alive; from any thread.
+        """Call a method of `LLMEngine` with values that pickle, on every engine that is alive.
 
         An engine in another process does it between two steps.
 
@@ -113,6 +100,9 @@ class Engine(Protocol):
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters over time, oldest first; the last sample is of now."""
+
+    def require_open(self) -> object:
+        """Raise a RuntimeError if the engine is closed."""
 
     def exit(self) -> None:
         """Free the device; a second call does nothing."""

@@ -62,7 +62,15 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns every unfinished sequence, from `add` to the step that finishes it."""
+    """Owns every unfinished sequence, from `add` to the step that finishes it.
+
+    Args:
+        block_manager: gives sequences their blocks.
+        max_num_running: sequences that may run at once, and so the number of slots.
+        max_num_batched_tokens: tokens of one step.
+        max_model_len: tokens of one sequence.
+        eos_token_ids: tokens that end an output, unless its request ignores them.
+    """
 
     def __init__(
         self,
@@ -94,35 +102,6 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         # Unfinished sequences that are sampled by more than a temperature.
         self._num_extra = 0
-
-    @property
-    def sequences(self) -> Reversible[Sequence]:
-        """Every unfinished sequence, in the order of `add`."""
-        return self._sequences.values()
-
-    def counters(self) -> dict[str, int]:
-        """Return the stats, and how many sequences and blocks are in use now."""
-        return {
-            **asdict(self.stats),
-            "num_running": len(self.running),
-            "num_waiting": len(self.waiting),
-            "num_used_blocks": self.block_manager.num_used_blocks,
-            "num_free_blocks": self.block_manager.num_free_blocks,
-            **({} if self.block_manager.host is None else self.block_manager.host.counters()),
-        }
-
-    def is_finished(self) -> bool:
-        """Whether no sequence is left, waiting, running or with a token in flight."""
-        return not self._sequences
-
-    def is_drained(self) -> bool:
-        """Whether no sequence is left but those that came since the queue was held; see `WaitingQueue.hold_new`."""
-        return len(self._sequences) == self.waiting.num_held
-
-    def preempt_all(self) -> None:
-        """Take their blocks from all running sequences, which are computed again."""
-        for seq in list(reversed(self.running)):
-            self._preempt(seq)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -163,89 +142,6 @@ class Scheduler:
         batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
         return batch
 
-    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
-        """Take in a step's tokens."""
-        changes, num_decodes = StepChanges(), len(batch.decode_slots)
-        self._note_first_tokens(batch)
-        take_in_logprobs(batch, output, self._sequences)
-        affected = self.decoding.take(batch.decode_slots, output.token_ids[:num_decodes], batch.number)
-        for index in [*affected, *range(num_decodes, len(output.token_ids))]:
-            self._take_token(batch.sampled_seq_ids[index], int(output.token_ids[index]), changes)
-        self.stats.num_output_tokens += len(output.token_ids) - len(changes.dropped)
-        self.stats.num_clipped_kv = output.num_clipped_kv
-        self.block_manager.confirm_step()
-        return changes
-
-    def _take_token(self, seq_id: int, token_id: int, changes: StepChanges) -> None:
-        """Take in the token of one sequence."""
-        seq = self._sequences.get(seq_id)
-        # An EOS is seen one step late: the token sampled after it is dropped.
-        if seq is None:
-            changes.dropped.add(seq_id)
-            return
-        seq.append(token_id)
-        try:
-            # Most sequences are not watched, and need not pay for a call.
-            ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
-        # The error fails this sequence alone. A panic of a native library derives from BaseException.
-        except BaseException as error:
-            self._finish(seq, "abort")
-            changes.failed.append((seq, error))
-            return
-        if ends:
-            self._finish(seq, "stop")
-            changes.finished.append(seq)
-        elif seq.status is SequenceStatus.RUNNING:
-            self.block_manager.register(seq)
-        elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
-            self._finish(seq, "length")
-            changes.finished.append(seq)
-
-    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        """Take the time of the first tokens of outputs, which come at the ends of prompts."""
-        now = time.monotonic()
-        for seq_id in batch.sampled_seq_ids[len(batch.decode_slots) :]:
-            seq = self._sequences.get(seq_id)
-            if seq is not None and seq.metrics.time_to_first_token is None:
-                seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
-
-    def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
-        """Pass a token to the sequence's constraint, and report it; returns whether the output ends with it."""
-        is_end = token_id in seq.end_token_ids
-        if is_end and token_id in (seq.params.stop_token_ids or ()):
-            seq.stop_reason = token_id
-        if seq.constraint is not None:
-            seq.constraint.accept(token_id)
-        if seq.request.reports_tokens:
-            wants_record = seq.record_bytes and seq.request.is_streamed
-            record = bytes(seq.logprobs[-seq.record_bytes :]) if wants_record else b""
-            changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
-        return is_end
-
-    def stop(self, seq: Sequence) -> None:
-        """End an unfinished sequence whose text is complete."""
-        self._finish(seq, "stop")
-
-    def abort(self, seq_ids: Iterable[int]) -> None:
-        """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
-        for seq_id in seq_ids:
-            seq = self._sequences.get(seq_id)
-            if seq is not None:
-                self._finish(seq, "abort")
-
-    def find(self, seq_id: int) -> Sequence | None:
-        """Return an unfinished sequence."""
-        return self._sequences.get(seq_id)
-
-    def fail_in_flight(self) -> list[Sequence]:
-        """Drop every sequence in a step that has no result yet, and all that such steps put into the prefix cache."""
-        waiting = SequenceStatus.WAITING
-        # What waits has blocks if it could not be admitted because some of them could not be read.
-        failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_tables]
-        self.abort([seq.seq_id for seq in failed])
-        self.block_manager.rollback()
-        return failed
-
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan a token for every sequence that decodes; return those that end with it."""
         for seq in self.decoding.without_room():
@@ -277,9 +173,9 @@ class Scheduler:
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
 
-        A prompt some of whose blocks this step loads gets its first chunk one step later, so that other rows do not
-        wait for the copies. If there are no others, the step itself waits for its loads, on the device, and computes
-        these prompts.
+        A prompt some of whose blocks this step loads, from the host's memory or from files, gets its first chunk one
+        step later, so that other rows do not wait for the copies. If there are no others, the step itself waits for its
+        loads, on the device, and computes these prompts.
         """
         before = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.is_prefill]
         loading: list[Sequence] = []
@@ -387,6 +283,118 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.waiting.add(seq)
         self.stats.num_preemptions += 1
+
+    def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
+        """Take in a step's tokens."""
+        changes, num_decodes = StepChanges(), len(batch.decode_slots)
+        self._note_first_tokens(batch)
+        take_in_logprobs(batch, output, self._sequences)
+        affected = self.decoding.take(batch.decode_slots, output.token_ids[:num_decodes], batch.number)
+        for index in [*affected, *range(num_decodes, len(output.token_ids))]:
+            self._take_token(batch.sampled_seq_ids[index], int(output.token_ids[index]), changes)
+        self.stats.num_output_tokens += len(output.token_ids) - len(changes.dropped)
+        self.stats.num_clipped_kv = output.num_clipped_kv
+        self.block_manager.confirm_step()
+        return changes
+
+    def _take_token(self, seq_id: int, token_id: int, changes: StepChanges) -> None:
+        """Take in the token of one sequence."""
+        seq = self._sequences.get(seq_id)
+        # An EOS is seen one step late: the token sampled after it is dropped.
+        if seq is None:
+            changes.dropped.add(seq_id)
+            return
+        seq.append(token_id)
+        try:
+            # Most sequences are not watched, and need not pay for a call.
+            ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
+        # The error fails this sequence alone. A panic of a native library derives from BaseException.
+        except BaseException as error:
+            self._finish(seq, "abort")
+            changes.failed.append((seq, error))
+            return
+        if ends:
+            self._finish(seq, "stop")
+            changes.finished.append(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self.block_manager.register(seq)
+        elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
+            self._finish(seq, "length")
+            changes.finished.append(seq)
+
+    def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
+        """Pass a token to the sequence's constraint, and report it; returns whether the output ends with it."""
+        is_end = token_id in seq.end_token_ids
+        if is_end and token_id in (seq.params.stop_token_ids or ()):
+            seq.stop_reason = token_id
+        if seq.constraint is not None:
+            seq.constraint.accept(token_id)
+        if seq.request.reports_tokens:
+            wants_record = seq.record_bytes and seq.request.is_streamed
+            record = bytes(seq.logprobs[-seq.record_bytes :]) if wants_record else b""
+            changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
+        return is_end
+
+    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
+        """Take the time of the first tokens of outputs, which come at the ends of prompts."""
+        now = time.monotonic()
+        for seq_id in batch.sampled_seq_ids[len(batch.decode_slots) :]:
+            seq = self._sequences.get(seq_id)
+            if seq is not None and seq.metrics.time_to_first_token is None:
+                seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
+
+    def stop(self, seq: Sequence) -> None:
+        """End an unfinished sequence whose text is complete."""
+        self._finish(seq, "stop")
+
+    def abort(self, seq_ids: Iterable[int]) -> None:
+        """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
+        for seq_id in seq_ids:
+            seq = self._sequences.get(seq_id)
+            if seq is not None:
+                self._finish(seq, "abort")
+
+    def find(self, seq_id: int) -> Sequence | None:
+        """Return an unfinished sequence."""
+        return self._sequences.get(seq_id)
+
+    def fail_in_flight(self) -> list[Sequence]:
+        """Drop every sequence in a step that has no result yet, and all that such steps put into the prefix cache."""
+        waiting = SequenceStatus.WAITING
+        # What waits has blocks if it could not be admitted because some of them could not be read.
+        failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_tables]
+        self.abort([seq.seq_id for seq in failed])
+        self.block_manager.rollback()
+        return failed
+
+    def is_finished(self) -> bool:
+        """Whether no sequence is left, waiting, running or with a token in flight."""
+        return not self._sequences
+
+    def is_drained(self) -> bool:
+        """Whether no sequence is left but those that came since the queue was held; see `WaitingQueue.hold_new`."""
+        return len(self._sequences) == self.waiting.num_held
+
+    def preempt_all(self) -> None:
+        """Take their blocks from all running sequences, which are computed again."""
+        for seq in list(reversed(self.running)):
+            self._preempt(seq)
+
+    @property
+    def sequences(self) -> Reversible[Sequence]:
+        """Every unfinished sequence, in the order of `add`."""
+        return self._sequences.values()
+
+    def counters(self) -> dict[str, int]:
+        """Return the stats, and how many sequences and blocks are in use now."""
+        return {
+            **asdict(self.stats),
+            "num_running": len(self.running),
+            "num_waiting": len(self.waiting),
+            "num_used_blocks": self.block_manager.num_used_blocks,
+            "num_free_blocks": self.block_manager.num_free_blocks,
+            **({} if self.block_manager.host is None else self.block_manager.host.counters()),
+        }
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is SequenceStatus.RUNNING:

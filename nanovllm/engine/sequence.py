@@ -53,7 +53,7 @@ class SequenceStatus(Enum):
 
 
 class Rows(Protocol):
-    """Holds the counts and the newest tokens of the sequences that decode; see `DecodeRows`."""
+    """What a sequence knows of `DecodeRows`, which holds the counts and newest tokens of those that decode."""
 
     num_tokens: np.ndarray
 
@@ -196,7 +196,7 @@ class Sequence:
     @property
     def num_computed_tokens(self) -> int:
         """The tokens whose keys and values are stored or planned to be."""
-        # What decodes has them of all tokens but the newest.
+        # While it decodes, these are all tokens but the newest.
         return self._num_computed_tokens if self.rows is None else self.num_tokens - 1
 
     @num_computed_tokens.setter

@@ -1,4 +1,4 @@
-"""Models by the architecture name of their config.json; the table of them is `MODELS` in `model_config.py`."""
+"""Models by the architecture name of their config.json; their table is `MODELS` in `model_config.py`."""
 
 from __future__ import annotations
 

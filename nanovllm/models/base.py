@@ -73,6 +73,12 @@ class CausalLM(nn.Module):
         """Numbers of rows at which the choice of the weights' kernels changes."""
         return {rows for module in self.modules() if isinstance(module, LoadableModule) for rows in module.kernel_rows}
 
+    @property
+    def kernel_tokens(self) -> set[int]:
+        """Those of them that are looked at as numbers of prompt tokens, too."""
+        modules = [module for module in self.modules() if isinstance(module, LoadableModule)]
+        return {tokens for module in modules for tokens in module.kernel_tokens}
+
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Leave out, inside the `with` block, the layers that launch the same kernels as others.

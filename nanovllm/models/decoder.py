@@ -1,10 +1,10 @@
 """The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that took its shape over.
 
 Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. How families differ stands in rows of
-`MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them; and what
-differs between layers, in `ModelConfig.layers`: sliding windows, layers that do not rotate, and mixtures of experts in
-the MLP's place. Activations are
-[num_tokens, size]: sequences lie one after the other, and only attention knows where one ends.
+`MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them. What differs
+between layers stands in `ModelConfig.layers`: sliding windows, layers that do not rotate, and mixtures of experts in
+the MLP's place. Activations are [num_tokens, size]: sequences lie one after the other, and only attention knows where
+one ends.
 
 Norms and linear layers are lazy: they return a deferred result (`Normed`, `Projection`, `DeferredBranch`), and the
 layer that takes it runs one fused kernel for both where there is one.
@@ -127,8 +127,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size)
-        ropes = {layer.has_rope: config.rope if layer.has_rope else None for layer in config.layers}
-        rotaries = {has_rope: RotaryEmbedding(config.head_dim, rope) for has_rope, rope in ropes.items()}
+        # The layers that rotate share one, and so do those that do not.
+        kinds = {layer.has_rope for layer in config.layers}
+        rotaries = {rotates: RotaryEmbedding(config.head_dim, config.rope if rotates else None) for rotates in kinds}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)

@@ -73,7 +73,7 @@ def fuse_linears(model: nn.Module) -> None:
 def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], among: Set[nn.Module]) -> None:
     for name, module in list(model.named_modules()):
         if name and module in among and (fused := match(module)) is not None:
-            # What holds a module may read of it what it is, such as whether it has a window.
+            # What holds a module may read what it is, such as whether it has a window.
             for key, value in vars(module).items():
                 if not key.startswith("_") and not hasattr(fused, key):
                     setattr(fused, key, value)

@@ -27,7 +27,8 @@ class DenseWeight(Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, 65, 129, 193
+    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.SPLITK_ROWS + 1, 129, 193
+    kernel_tokens = (choose.SPLITK_ROWS + 1,)
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
         super().__init__()

@@ -156,6 +156,8 @@ class LoadableModule(nn.Module):
 
     kernel_rows: Collection[int] = ()
     """Numbers of rows at which the choice of kernels or of their tiles changes."""
+    kernel_tokens: Collection[int] = ()
+    """Those of them that are looked at as numbers of prompt tokens, too: engines of few sequences reach them so."""
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         """Return what this rank holds of each tensor that the module, which the model calls `name`, is made of.

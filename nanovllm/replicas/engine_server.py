@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from nanovllm.engine.call_guard import Call
+from nanovllm.engine.call_guard import Call, drive
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.llm_engine import LLMEngine
@@ -29,7 +29,7 @@ from nanovllm.replicas.messages import (
     EngineInfo,
     Enqueue,
     Order,
-    ReportSteps,
+    SendNewTokens,
     StepReport,
     Stop,
     portable,
@@ -122,7 +122,7 @@ class EngineServer:
 
     Args:
         engine: has no other driver.
-        info: what front ends are told of it.
+        info: what front ends are told about it.
         make_constraint: compiles the grammar of a request, in a thread of its own, before the engine gets it.
     """
 
@@ -158,7 +158,7 @@ class EngineServer:
             Why an error has closed the engine, which front ends have been told then; None otherwise.
         """
         call, cause = Call(lends=True), None
-        self._engine.begin(call)
+        drive(self._engine, call)
         try:
             while cause is None and not self._is_closing:
                 self._has_work.clear()
@@ -215,7 +215,7 @@ class EngineServer:
         elif isinstance(order, Stop):
             ids = front_end.engine_ids
             self._engine.stop([(ids[request_id], index) for request_id, index in order.outputs if request_id in ids])
-        elif isinstance(order, ReportSteps):
+        elif isinstance(order, SendNewTokens):
             front_end.wants_steps = order.wanted
         else:
             front_end.say(self._call(order))

@@ -22,6 +22,7 @@ class LoadedModel:
 
     Attributes:
         engine: it, or replicas of it.
+        seeds: numbers their requests.
         files: of the model.
         device: where the model runs; of several ranks and replicas, the first one's.
         dtype: of weights and KV cache.
@@ -30,6 +31,7 @@ class LoadedModel:
     """
 
     engine: Engine
+    seeds: RequestSeeds
     files: ModelFiles
     device: torch.device
     dtype: torch.dtype
@@ -57,7 +59,7 @@ def load_model(config: Config) -> LoadedModel:
     if config.data_parallel_size == 1:
         local = make_local_engine(config)
         name = device_name(config.device, config.tensor_parallel_size)
-        return LoadedModel(local.engine, local.files, local.device, local.dtype, name, local)
+        return LoadedModel(local.engine, local.engine.seeds, local.files, local.device, local.dtype, name, local)
     processes = EngineProcesses(config)
     with processes.stopped_on_error():
         # While they import.
@@ -65,12 +67,12 @@ def load_model(config: Config) -> LoadedModel:
         processes.load(files.folder)
         connections = [process.connect() for process in processes.all]
         exit_texts = [process.exit_text for process in processes.all]
-        engine = ReplicatedEngine(config, connections, exit_texts, processes.exit, RequestSeeds(config.seed))
-    return over_replicas(engine, files)
+        engine = ReplicatedEngine(config, connections, exit_texts, processes.exit)
+    return over_replicas(engine, files, RequestSeeds(config.seed))
 
 
-def over_replicas(engine: ReplicatedEngine, files: ModelFiles) -> LoadedModel:
-    """Return the model of engines in other processes."""
+def over_replicas(engine: ReplicatedEngine, files: ModelFiles, seeds: RequestSeeds) -> LoadedModel:
+    """Return the model of engines in other processes; `seeds` numbers the requests of this front end."""
     info, count = engine.info, engine.num_replicas
     name = info.device_name if count == 1 else f"{count} x {info.device_name}"
-    return LoadedModel(engine, files, torch.device(info.device), getattr(torch, info.dtype), name)
+    return LoadedModel(engine, seeds, files, torch.device(info.device), getattr(torch, info.dtype), name)

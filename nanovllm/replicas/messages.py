@@ -43,13 +43,13 @@ class CallEngine:
 
 
 @dataclass(slots=True)
-class ReportSteps:
-    """Say, or do not say any more, every token of each step; see `NewTokens`."""
+class SendNewTokens:
+    """Send every token of each step, or no longer; see `NewTokens`."""
 
     wanted: bool
 
 
-Order = Enqueue | Abort | Stop | CallEngine | ReportSteps
+Order = Enqueue | Abort | Stop | CallEngine | SendNewTokens
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from nanovllm.utils.hub import resolve_model
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder, and what was read of it.
+    """A model's folder, and what was read from it.
 
     Attributes:
         folder: in the Hub's layout.

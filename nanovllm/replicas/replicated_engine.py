@@ -23,10 +23,9 @@ from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Abort, Request, check_request_ids
 from nanovllm.engine.request_limits import RequestLimits
-from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
-from nanovllm.replicas.messages import EngineInfo, Enqueue, ReportSteps, StepReport, Stop
+from nanovllm.replicas.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
 from nanovllm.replicas.placement import Placement
 from nanovllm.replicas.replica import Inbox, Replica
 from nanovllm.utils.interrupt import deferred_signals
@@ -48,7 +47,6 @@ class ReplicatedEngine(Unpicklable):
         connections: to the engines, from `EngineProcess.connect`.
         exit_texts: of each, says how its process has ended, once its connection has.
         close: ends the processes, if this is their owner.
-        seeds: numbers requests.
 
     Attributes:
         limits: what requests must keep to.
@@ -65,9 +63,7 @@ class ReplicatedEngine(Unpicklable):
         connections: Sequence[Connection],
         exit_texts: Sequence[Callable[[], str]],
         close: Callable[[], None],
-        seeds: RequestSeeds,
     ) -> None:
-        self.seeds = seeds
         self._inbox = Inbox()
         self._replicas = [
             Replica(index, connection, self._inbox, exit_text)
@@ -161,19 +157,14 @@ class ReplicatedEngine(Unpicklable):
         self._flush()
         self.wake()
 
-    def begin(self, call: Call) -> None:
-        """Let a call drive the engine; see `Engine`."""
-        if not self.try_begin(call):
-            raise RuntimeError("the engine is already running: a generate or step of it has not ended")
-
-    def try_begin(self, call: Call) -> bool:
+    def begin(self, call: Call) -> bool:
         """Let a call drive the engine if no other does; see `Engine`."""
         if not self._guard.begin(call):
             return False
         if call.wants_tokens != self._wants_steps:
             self._wants_steps = call.wants_tokens
             for replica in self._replicas:
-                replica.add(ReportSteps(call.wants_tokens))
+                replica.add(SendNewTokens(call.wants_tokens))
         return True
 
     def end(self, call: Call) -> None:

@@ -16,6 +16,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.host_plan import CaptureVariant
 from nanovllm.config import Config
+from nanovllm.models.base import CausalLM
 from nanovllm.runner.batch import StepShape
 
 T = TypeVar("T")
@@ -27,8 +28,6 @@ _MIXED_CHUNKS = 32
 _COARSE_DECODES = (32, 64, 96, 128)
 _COARSE_MIXED_DECODES = (64, 256)
 _COARSE_MIXED_TOKENS = (256, 2048)
-_KERNEL_TOKENS = (1, 65)
-"""Prompt tokens at which the choice of kernels or of their tiles changes."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: streams that engines which have ended captured on."""
@@ -66,6 +65,7 @@ class CaptureSizes:
         shapes: the sizes.
         variants: those of the shapes, the ones that take less memory first.
         attention_rows, weight_rows: numbers of decode rows at which the choice of kernels changes.
+        weight_tokens: numbers of prompt tokens at which it changes.
 
     Attributes:
         shapes: in the order of what they take.
@@ -77,10 +77,13 @@ class CaptureSizes:
         variants: Sequence[CaptureVariant] = (),
         attention_rows: Collection[int] = (),
         weight_rows: Collection[int] = (),
+        weight_tokens: Collection[int] = (),
     ) -> None:
         self._variants = variants
         self._attention_rows = sorted(attention_rows)
         self._all_rows = sorted({*attention_rows, *weight_rows})
+        # One is the least that makes a step one with a prompt.
+        self._all_prompt_tokens = sorted({0, 1, *weight_tokens})
         self._ranks = {item.variant: rank for rank, item in enumerate(variants)}
         self.shapes = sorted(shapes, key=self._cost)
         self._costs = [self._cost(shape) for shape in self.shapes]
@@ -106,31 +109,25 @@ class CaptureSizes:
 
     def representatives(self) -> list[StepShape]:
         """Return shapes that together launch every kernel variant: small ones, and the largest of each kind."""
-        num_prompt_tokens = (0, *_KERNEL_TOKENS)
         found: list[StepShape | None] = []
         # All but attention is the same in each variant.
         usual = [item for item in self._variants if not item.is_coarse][-1:]
         for item in [*usual, *(item for item in self._variants if item not in usual)]:
             rows = self._all_rows if item in usual else self._attention_rows
-            for num_tokens, num_decodes in product(num_prompt_tokens, rows):
+            for num_tokens, num_decodes in product(self._all_prompt_tokens, rows):
                 found.append(self.fit(StepShape(num_decodes, num_tokens, min(num_tokens, 1), item.variant)))
         largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes}
         return list(dict.fromkeys(size for size in [*found, *largest.values()] if size is not None))
 
 
-def make_capture_sizes(
-    config: Config, backend: AttentionBackend, weight_rows: Collection[int], is_cuda: bool
-) -> CaptureSizes:
-    """Return what the steps of an engine are padded to, also if `enforce_eager` captures none of them.
-
-    weight_rows: see `CausalLM.kernel_rows`.
-    """
+def make_capture_sizes(config: Config, backend: AttentionBackend, model: CausalLM, is_cuda: bool) -> CaptureSizes:
+    """Return what the steps of an engine are padded to, also if `enforce_eager` captures none of them."""
     shapes, variants = list[StepShape](), backend.variants()
     for variant in variants if is_cuda and backend.supports_cuda_graph else ():
         shapes += decode_sizes(config.max_num_running, variant)
         if backend.supports_mixed_graph:
             shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, variant)
-    return CaptureSizes(shapes, variants, backend.kernel_rows, weight_rows)
+    return CaptureSizes(shapes, variants, backend.kernel_rows, model.kernel_rows, model.kernel_tokens)
 
 
 class StepGraphs:

@@ -183,29 +183,6 @@ class StepHandle(Protocol):
         """Wait for the step and return its tokens; raises if the step failed."""
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """A runner's slots for blocks in the host's memory, and the rates by which loading is weighed against computing.
-
-    Attributes:
-        num_slots: blocks of the device that fit.
-        num_ready_slots: returns how many slots, the first ones, can be saved to.
-        has_all_slots: returns whether no more will be: all are ready, or the host has no more memory.
-        block_bytes: bytes of a block, on one rank.
-        bytes_per_second: of copies between the host and one rank's device.
-        tokens_per_second: of prompts that are computed.
-        step_seconds: of a small step.
-    """
-
-    num_slots: int
-    num_ready_slots: Callable[[], int]
-    has_all_slots: Callable[[], bool]
-    block_bytes: int
-    bytes_per_second: float
-    tokens_per_second: float
-    step_seconds: float
-
-
 class Runner(Protocol):
     """What the engine needs of a `ModelRunner` or a `ParallelRunner`.
 
@@ -237,6 +214,29 @@ class Runner(Protocol):
 
     def exit(self) -> None:
         """Let go of the device."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """A runner's slots for blocks in the host's memory, and the rates by which loading is weighed against computing.
+
+    Attributes:
+        num_slots: blocks of the device that fit.
+        num_ready_slots: returns how many slots, the first ones, can be saved to.
+        has_all_slots: returns whether no more will be: all are ready, or the host has no more memory.
+        block_bytes: bytes of a block, on one rank.
+        bytes_per_second: of copies between the host and one rank's device.
+        tokens_per_second: of prompts that are computed.
+        step_seconds: of a small step.
+    """
+
+    num_slots: int
+    num_ready_slots: Callable[[], int]
+    has_all_slots: Callable[[], bool]
+    block_bytes: int
+    bytes_per_second: float
+    tokens_per_second: float
+    step_seconds: float
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
             self._make_backend()
             self._make_buffers()
             can_capture = self.is_cuda and self.model.supports_cuda_graph
-            self.capture_sizes = make_capture_sizes(config, self.backend, self.model.kernel_rows, can_capture)
+            self.capture_sizes = make_capture_sizes(config, self.backend, self.model, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
             self._compile_kernels(compilers)
@@ -218,27 +218,6 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
             self.graphs.close()
             self.graphs = None
 
-    def sleep(self, keep_weights: bool) -> MissingWeights:
-        """Give back the memory of weights, cache and graphs; see `WeightsRunner`."""
-        with torch.inference_mode(), self._device_guard():
-            self.synchronize()
-            self._drop_graphs()
-            self._free()
-            self.weights.live.release(keep_weights)
-            free_memory(self.device)
-            return self.weights.missing()
-
-    def wake_up(self, tags: list[str]) -> None:
-        """Take memory again; see `WeightsRunner`."""
-        with torch.inference_mode(), self._device_guard():
-            if "weights" in tags:
-                self.weights.live.restore()
-            if "kv_cache" in tags and "kv_cache" not in vars(self):
-                self._allocate(self.num_kvcache_blocks)
-            # Not with weights that may be anything.
-            if "kv_cache" in vars(self) and self.graphs is None and self.weights.live.is_complete:
-                self._capture()
-
     def forward(self, batch: ScheduledBatch) -> ForwardStep:
         """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
 
@@ -265,17 +244,6 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
                 step.inputs, step.logits = self._run_or_replay(step.prepared, "forward", forward)
             return step
 
-    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> DeviceHandle:
-        """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
-        with torch.inference_mode(), self._device_guard():
-            if step.inputs is not None and step.logits is not None:
-                step.extra_outputs = self._sample_logits(step, step.inputs, step.logits, masks)
-            prepared = step.prepared
-            num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
-            return self._output_buffers.copy(
-                num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs, self.kv_cache.num_clipped
-            )
-
     def prepare(self, batch: ScheduledBatch) -> PreparedStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         for request in batch.new_requests:
@@ -284,6 +252,33 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         exact, plan = self.batch_builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
+
+    def _extra_rows(self, step: ForwardStep) -> ExtraRows | None:
+        """Return what rows ask for beyond a temperature."""
+        batch, slots = step.batch, self.batch_builder.slots
+        num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
+        sampled = batch.decode_slots.tolist() + [slots.padding_slot] * num_padding
+        sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
+        return self.sampling.rows_of(sampled, slots.num_computed)
+
+    def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
+        """Run a part of a step, as a graph if the step has a capture size."""
+        if self.graphs is None or not step.is_capture_size:
+            return run()
+        return self.graphs.run((part, step.shape), run)
+
+    def _run_step(self, prepared: PreparedStep, with_logprobs: bool = False) -> Sampled:
+        """Run a step up to its tokens."""
+        inputs, logits = self._gather_and_forward(prepared)
+        sample = self.sampler.sample_with_logprobs if with_logprobs else self.sampler.sample
+        sampled = sample(logits, inputs.sampling)
+        self._scatter(inputs, sampled.token_ids)
+        return sampled
+
+    def _gather_and_forward(self, step: PreparedStep) -> tuple[DeviceBatch, torch.Tensor]:
+        self.communicator.begin_step()
+        inputs = self.batch_builder.gather(step)
+        return inputs, self._compute_logits(inputs)
 
     def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
@@ -302,13 +297,16 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         step.logits = self.model.project_logits(hidden[inputs.sample_indices])
         step.prompt_hidden = hidden[step.prepared.shape.num_decodes :]
 
-    def _run_step(self, prepared: PreparedStep, with_logprobs: bool = False) -> Sampled:
-        """Run a step up to its tokens."""
-        inputs, logits = self._gather_and_forward(prepared)
-        sample = self.sampler.sample_with_logprobs if with_logprobs else self.sampler.sample
-        sampled = sample(logits, inputs.sampling)
-        self._scatter(inputs, sampled.token_ids)
-        return sampled
+    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> DeviceHandle:
+        """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
+        with torch.inference_mode(), self._device_guard():
+            if step.inputs is not None and step.logits is not None:
+                step.extra_outputs = self._sample_logits(step, step.inputs, step.logits, masks)
+            prepared = step.prepared
+            num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
+            return self._output_buffers.copy(
+                num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs, self.kv_cache.num_clipped
+            )
 
     def _sample_logits(
         self, step: ForwardStep, inputs: DeviceBatch, logits: torch.Tensor, masks: np.ndarray | None
@@ -334,28 +332,30 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         slots, num_decodes = inputs.sample_slots, inputs.metadata[0].num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
 
-    def _extra_rows(self, step: ForwardStep) -> ExtraRows | None:
-        """Return what rows ask for beyond a temperature."""
-        batch, slots = step.batch, self.batch_builder.slots
-        num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
-        sampled = batch.decode_slots.tolist() + [slots.padding_slot] * num_padding
-        sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
-        return self.sampling.rows_of(sampled, slots.num_computed)
-
-    def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
-        """Run a part of a step, as a graph if the step has a capture size."""
-        if self.graphs is None or not step.is_capture_size:
-            return run()
-        return self.graphs.run((part, step.shape), run)
-
-    def _gather_and_forward(self, step: PreparedStep) -> tuple[DeviceBatch, torch.Tensor]:
-        self.communicator.begin_step()
-        inputs = self.batch_builder.gather(step)
-        return inputs, self._compute_logits(inputs)
-
     def _all_reduce_min(self, value: int) -> int:
         with self._device_guard():
             return self.communicator.all_reduce_min(value)
+
+    def sleep(self, keep_weights: bool) -> MissingWeights:
+        """Give back the memory of weights, cache and graphs; see `WeightsRunner`."""
+        with torch.inference_mode(), self._device_guard():
+            self.synchronize()
+            self._drop_graphs()
+            self._free()
+            self.weights.live.release(keep_weights)
+            free_memory(self.device)
+            return self.weights.missing()
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again; see `WeightsRunner`."""
+        with torch.inference_mode(), self._device_guard():
+            if "weights" in tags:
+                self.weights.live.restore()
+            if "kv_cache" in tags and "kv_cache" not in vars(self):
+                self._allocate(self.num_kvcache_blocks)
+            # Not with weights that may be anything.
+            if "kv_cache" in vars(self) and self.graphs is None and self.weights.live.is_complete:
+                self._capture()
 
     def exit(self) -> None:
         """Wait for the device, and let go of everything on it."""

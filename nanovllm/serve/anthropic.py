@@ -132,7 +132,7 @@ class _MessagesAnswer:
         yield _event("message_stop", {})
 
     def _take(self, output: RequestOutput) -> Iterator[Event]:
-        """Add what is new of the only output, and yield the events of it."""
+        """Add what is new in the only output, and yield its events."""
         (choice,) = output.outputs
         self._usage["output_tokens"] += len(choice.token_ids)
         new = self._splitter.append(choice.text, choice.finish_reason is not None)

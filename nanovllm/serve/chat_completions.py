@@ -135,7 +135,7 @@ class _ChatAnswer:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
     def _new(self, choice: CompletionOutput) -> list[ChunkChoice]:
-        """Return what is new of an answer; the first of several has the tokens."""
+        """Return what is new in an answer; the first of several has the tokens."""
         shows_ids = bool(self._body.return_token_ids and choice.token_ids)
         deltas = self._deltas(choice)
         if not deltas and (shows_ids or choice.logprobs):

@@ -133,7 +133,7 @@ class _CompletionAnswer:
         ]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
-        """Return what is new of a choice; the first time with the prompt, if that is asked for."""
+        """Return what is new in a choice; the first time with the prompt, if that is asked for."""
         is_first = index not in self._lengths
         text = self._prompt_text(output) if self._body.echo and is_first else ""
         start = self._lengths.get(index, len(text))

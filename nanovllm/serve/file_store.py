@@ -16,7 +16,7 @@ _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class FileStore:
-    """Files by id, each with what the API says of it beside it.
+    """Files by id, each with what the API says about it.
 
     Args:
         folder: of the files; made if there is none.

@@ -114,10 +114,10 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
     exit_texts = [partial(causes.text, index) for index in plan.engines]
     connections = [Connection(descriptor) for descriptor in plan.engines.values()]
-    engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None, seeds)
+    engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)
     # The engines have said it if a longer one was asked for.
     config = replace(plan.config, model=plan.folder, max_model_len=engine.limits.max_model_len)
-    llm = LLM.over(plan.config, over_replicas(engine, read_model_files(config)))
+    llm = LLM.over(plan.config, over_replicas(engine, read_model_files(config), seeds))
     memory = mmap.mmap(plan.counts, memory_size(plan.size))
     place = ServerPlace(
         socket.socket(fileno=plan.listener),

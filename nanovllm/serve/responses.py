@@ -174,7 +174,7 @@ class _ResponseAnswer:
         yield self._event(kind, response=self._finished(finish_reason))
 
     def _take(self, output: RequestOutput) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add what is new of the only output, and yield the events of it."""
+        """Add what is new in the only output, and yield its events."""
         self._usage.add(output)
         (choice,) = output.outputs
         new = self._splitter.append(choice.text, choice.finish_reason is not None)

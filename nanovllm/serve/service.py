@@ -324,7 +324,7 @@ class Service:
         return EventStream(events, streams, self.settings, self.metrics.count_error)
 
     async def read(self, streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield what is new of any of the streams, with its index."""
+        """Yield what is new in any stream, with its index."""
         counts: dict[tuple[int, int], int] = {}
         num_finished = 0
         try:

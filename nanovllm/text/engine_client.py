@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
-from nanovllm.engine.call_guard import Call
+from nanovllm.engine.call_guard import Call, drive
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
 from nanovllm.engine.protocol import Engine
 from nanovllm.engine.request import Request
@@ -50,7 +50,7 @@ class EngineClient:
         """
         call = Call(wants_tokens=wants_tokens)
         try:
-            self.engine.begin(call)
+            drive(self.engine, call)
             yield
         finally:
             self.engine.end(call)
@@ -81,13 +81,15 @@ class EngineClient:
         """Do a step, and return what has finished; see `LLMEngine.step`."""
         with self.driving(wants_tokens=True):
             tokens = None
-            if self.engine.is_open:
-                tokens = self.run_step()
-            else:
+            try:
+                self.engine.require_open()
+            except RuntimeError:
                 # The device may have been lost after what nobody has had was finished.
                 self._take_in()
                 if not self._results:
-                    self.engine.require_open()
+                    raise
+            else:
+                tokens = self.run_step()
             self._make_texts(self._states.keys())
             return self._results.take_step(tokens)
 

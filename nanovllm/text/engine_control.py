@@ -132,7 +132,7 @@ class EngineControl:
         while any(engine.call("is_draining")):
             call = Call()
             try:
-                if engine.try_begin(call):
+                if engine.begin(call):
                     self.engine_client.run_step()
                 else:
                     time.sleep(_POLL_SECONDS)

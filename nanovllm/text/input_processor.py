@@ -167,9 +167,45 @@ class InputProcessor:
             found.append(request)
         return found
 
+    def process_pooling(
+        self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
+    ) -> list[Request]:
+        """Return requests for the hidden states of prompts, if all of them can be served.
+
+        Args:
+            prompts: see `process`.
+            pooling: "last" takes the last token's, "mean" the mean of all.
+            priority: of all of them.
+            streams: see `process`.
+
+        Raises:
+            ValueError: an unknown pooling, or see `process`.
+        """
+        params, priorities = [pooling_params(pooling)] * len(prompts), [priority] * len(prompts)
+        return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
+
     def params_checker(self) -> ParamsChecker:
         """Return what checks the parameters of one call, equal ones once."""
         return ParamsChecker(self._check)
+
+    def _check(self, param: Any) -> CheckedParams:
+        """Return checked parameters, and what follows from them for each request."""
+        params = self.limits.check_params(param)
+        needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
+        if needed and self.tokenizer is None:
+            raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
+        for word in params.bad_words or []:
+            self._check_length("one of bad_words", word)
+        bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
+        structured = params.structured_outputs
+        grammar = None if structured is None else self._grammars.compile(structured)
+        bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
+        return CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
+
+    def _check_length(self, name: str, text: str, kind: type[ValueError] = ValueError) -> None:
+        if len(text) > self.max_characters:
+            most = f"the {self.max_characters} that max_model_len={self.limits.max_model_len} tokens can have"
+            raise kind(f"{name} has {len(text)} characters, over {most}")
 
     def encode(
         self, prompts: list[Any], add_special_tokens: bool = True, max_tokens: int | None = None
@@ -236,23 +272,6 @@ class InputProcessor:
             # One at a time shows which it is.
             return [error] if len(texts) == 1 else [self._tokenize_each([t], add_special_tokens)[0] for t in texts]
 
-    def process_pooling(
-        self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
-    ) -> list[Request]:
-        """Return requests for the hidden states of prompts, if all of them can be served.
-
-        Args:
-            prompts: see `process`.
-            pooling: "last" takes the last token's, "mean" the mean of all.
-            priority: of all of them.
-            streams: see `process`.
-
-        Raises:
-            ValueError: an unknown pooling, or see `process`.
-        """
-        params, priorities = [pooling_params(pooling)] * len(prompts), [priority] * len(prompts)
-        return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
-
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode texts, all in one call, since tokenizers then use every core."""
         if not texts:
@@ -270,25 +289,6 @@ class InputProcessor:
                 return [self.tokenize([text], add_special_tokens)[0] for text in texts]
             raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
         return token_ids
-
-    def _check_length(self, name: str, text: str, kind: type[ValueError] = ValueError) -> None:
-        if len(text) > self.max_characters:
-            most = f"the {self.max_characters} that max_model_len={self.limits.max_model_len} tokens can have"
-            raise kind(f"{name} has {len(text)} characters, over {most}")
-
-    def _check(self, param: Any) -> CheckedParams:
-        """Return checked parameters, and what follows from them for each request."""
-        params = self.limits.check_params(param)
-        needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
-        if needed and self.tokenizer is None:
-            raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
-        for word in params.bad_words or []:
-            self._check_length("one of bad_words", word)
-        bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
-        structured = params.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
-        bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
-        return CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
 
 
 def good_items(found: Sequence[T | ValueError]) -> list[T]:

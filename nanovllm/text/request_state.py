@@ -39,7 +39,7 @@ class RequestState:
             self._cumulative = [0.0] * request.params.n
 
     def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
-        """Return what is new of a streamed request's outputs; None if nothing is.
+        """Return what is new in a streamed request's outputs; None if nothing is.
 
         final: the engine's output, once the request has finished.
         """

@@ -53,7 +53,7 @@ def _place_slots_kernel(
     experts_ptr, counts_ptr, slots_ptr, starts_ptr, num_slots, first_expert, num_experts,
     CHUNK: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Place the slots of one chunk behind those of experts and chunks before it."""
+    """Place the slots of one chunk after those of experts and chunks before it."""
     chunk, step, experts = tl.program_id(0), tl.arange(0, STEP), tl.arange(0, EXPERTS)
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     places = tl.zeros([EXPERTS], dtype=tl.int32)

@@ -10,7 +10,9 @@ import torch
 from nanovllm.attention.host_plan import NOTHING, CaptureVariant, DecodeContexts, HostPlan
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.kernels.attention.head_outputs import HeadOutputs
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 
@@ -77,6 +79,18 @@ class AttentionBackend(ABC):
             `metadata.query_tiles` are undefined.
         """
 
+    def forward_rounded(
+        self,
+        query: torch.Tensor,
+        pages: KVPages,
+        metadata: AttentionMetadata,
+        scale: float,
+        options: AttentionOptions,
+        rounding: Rounding,
+    ) -> Fp8Rows | None:
+        """Return what `forward` does in e4m3, as the product that follows takes it; None if that is unsupported."""
+        return None
+
     def forward_projected(
         self,
         qkv: torch.Tensor,
@@ -84,6 +98,10 @@ class AttentionBackend(ABC):
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
-    ) -> torch.Tensor | None:
-        """Run `qkv_rope_store` and `forward` in one kernel; return None, without any effect, if that is unsupported."""
+        rounding: Rounding | None,
+    ) -> HeadOutputs | None:
+        """Run `qkv_rope_store` and `forward` in one kernel; return None, without any effect, if that is unsupported.
+
+        rounding: how the product that follows takes its rows in e4m3, if it does; outputs may be rounded so.
+        """
         return None

@@ -17,9 +17,11 @@ from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
+from nanovllm.kernels.attention.head_outputs import HeadOutputs, rows_of
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 FEW_SEQS = 64
@@ -52,6 +54,11 @@ def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
         return False
     evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
     return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
+
+
+def _is_by_heads(rounding: Rounding, value_size: int) -> bool:
+    """Return whether a head is one of the groups that share a scale: a tile of attention has whole ones."""
+    return rounding.group == value_size == padded_size(value_size)
 
 
 class LayerKind(NamedTuple):
@@ -223,26 +230,60 @@ class TritonBackend(AttentionBackend):
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """See the base class."""
-        n = metadata.num_decodes
         out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
+        self._attend(query, pages, out, metadata, scale, options)
+        return out
+
+    def forward_rounded(
+        self,
+        query: torch.Tensor,
+        pages: KVPages,
+        metadata: AttentionMetadata,
+        scale: float,
+        options: AttentionOptions,
+        rounding: Rounding,
+    ) -> Fp8Rows | None:
+        """See the base class; supported where a head is a group of values with one scale."""
+        size = pages.v_cache.shape[3]
+        if not _is_by_heads(rounding, size):
+            return None
+        out = rounding.empty_rows(len(query), query.shape[1] * size, query.device)
+        self._attend(query, pages, out, metadata, scale, options)
+        return out
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        pages: KVPages,
+        out: HeadOutputs,
+        metadata: AttentionMetadata,
+        scale: float,
+        options: AttentionOptions,
+    ) -> None:
+        n = metadata.num_decodes
         tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
         plan: StepPlan = metadata.plan
         if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
-                query[:n], pages, out[:n], tables[:n], metadata.slot_mapping[:n], plan.decodes[kind], scale
+                query[:n],
+                pages,
+                rows_of(out, slice(n)),
+                tables[:n],
+                metadata.slot_mapping[:n],
+                plan.decodes[kind],
+                scale,
             )
         elif n:
-            decode_attention(query[:n], pages, out[:n], tables[:n], plan.decodes[kind], scale, options)
+            decode_attention(query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[kind], scale, options)
         if len(metadata.query_tiles):
             chunks = ChunkRows(tables[n:], metadata.seq_lens[n:], metadata.cu_seqlens_q, metadata.query_tiles)
             if is_plain and plan.wide is not None:
                 pages = widen_pages(pages, chunks.block_tables, chunks.seq_lens, plan.wide, query.dtype)
                 chunks = replace(chunks, block_tables=plan.wide.block_tables)
             if is_plain and self._hopper_prefill is not None and pages.scales is None:
-                self._hopper_prefill(query[n:], pages, out[n:], chunks, scale, self.num_processors)
+                self._hopper_prefill(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, self.num_processors)
             else:
-                prefill_attention(query[n:], pages, out[n:], chunks, scale, options)
-        return out
+                prefill_attention(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, options)
 
     def forward_projected(
         self,
@@ -251,15 +292,17 @@ class TritonBackend(AttentionBackend):
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
-    ) -> torch.Tensor | None:
+        rounding: Rounding | None,
+    ) -> HeadOutputs | None:
         """See the base class; supported by `hopper_decode`, for decode rows only, without cascade attention."""
         uses_cascade, _ = cast(DecodeVariant, metadata.variant)
         if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None
-        out, plan = (
-            qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2]),
-            metadata.plan.decodes[LayerKind.of_pages(pages, None)],
-        )
+        size = qkv.shape[2]
+        out: HeadOutputs = qkv.new_empty(len(qkv), self.num_heads, size)
+        if rounding is not None and _is_by_heads(rounding, size):
+            out = rounding.empty_rows(len(qkv), self.num_heads * size, qkv.device)
+        plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
         self._hopper_decode.hopper_decode_attention(
             qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope
         )

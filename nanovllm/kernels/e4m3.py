@@ -156,6 +156,14 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 
 
 @jit
+def round_rows(x, NATIVE: tl.constexpr):
+    """Return rows, [rows, size] float32, as bytes of e4m3 of which the largest of a row is 448, and their scales."""
+    largest = tl.max(tl.abs(x), axis=1)
+    scales = tl.where(largest > 0, largest / 448.0, 1.0)
+    return to_e4m3(x / scales[:, None], NATIVE), scales
+
+
+@jit
 def _dequantize_kernel(
     bytes_ptr, out_ptr, out_features, in_features, scale_ptr,
     TILE_OUTS: tl.constexpr, TILE_INS: tl.constexpr,

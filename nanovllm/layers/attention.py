@@ -11,6 +11,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -107,7 +108,8 @@ class Attention(CachedAttention):
         k_norm: RMSNorm | None,
         positions: torch.Tensor,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        rounding: Rounding | None = None,
+    ) -> torch.Tensor | Fp8Rows:
         """Norm and rotate queries and keys, store keys and values, and attend over all that is stored.
 
         Args:
@@ -115,9 +117,10 @@ class Attention(CachedAttention):
             q_norm, k_norm: of the heads; None if the model has none.
             positions: [num_tokens].
             rows: those to sample from, if only they are wanted.
+            rounding: how the product that follows takes its rows in e4m3, if it does; not with `rows`.
 
         Returns:
-            [num_tokens or len(rows), num_heads * head_dim].
+            [num_tokens or len(rows), num_heads * head_dim]; or with `rounding` maybe these rows in e4m3.
         """
         norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         rope = NormRope(norm_weights, self.eps, self.rotary.cos_sin)
@@ -127,10 +130,14 @@ class Attention(CachedAttention):
             # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
             heads = qkv.compute().view(len(positions), -1, self.head_dim)
             if rows is None and self.options.is_plain:
-                out = self.backend.forward_projected(heads, rope, pages, metadata, self.scale)
+                out = self.backend.forward_projected(heads, rope, pages, metadata, self.scale, rounding)
                 if out is not None:
-                    return out.flatten(1)
+                    return out if isinstance(out, Fp8Rows) else out.flatten(1)
             query = qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping)
+        if rounding is not None:
+            rounded = self.backend.forward_rounded(query, pages, metadata, self.scale, self.options, rounding)
+            if rounded is not None:
+                return rounded
         if rows is None:
             return self.backend.forward(query, pages, metadata, self.scale, self.options).flatten(1)
         # Tiles without a sampled row are not computed, and their rows have anything in them.

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import DeferredBranch, Normed
 from nanovllm.quantization.config import make_weight
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import MatrixShard, RoundedProduct, Weight
 from nanovllm.quantization_config import QuantizationConfig
 
 
@@ -133,16 +134,32 @@ class RowParallelLinear(nn.Module):
         self.inputs = inputs
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
 
-    def forward(self, x: torch.Tensor | Projection, rows: torch.Tensor | None = None) -> DeferredBranch:
+    def forward(
+        self,
+        x: torch.Tensor | Projection | Fp8Rows,
+        rows: torch.Tensor | None = None,
+        product: RoundedProduct | None = None,
+    ) -> DeferredBranch:
         """Return the product, not computed yet, for the residual stream.
 
         Args:
             x: [num_rows, inputs of this rank], contiguous; or gate and up, of which SiLU(gate) * up is meant.
             rows: [num_rows]; the rows of the stream that x has, if not all. The stream loses the others.
+            product: takes x, if that is in e4m3.
         """
+        if isinstance(x, Fp8Rows):
+            assert product is not None
+            return partial(self._add_rounded, x, product)
         if isinstance(x, Projection):
             x = x.compute_for(self.weight)
         return partial(self._add_to, x, rows)
+
+    def _add_rounded(
+        self, x: Fp8Rows, product: RoundedProduct, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.inputs.is_whole:
+            return product.multiply_into(x, residual)
+        return product.multiply(x, False), residual
 
     def _add_to(
         self, x: torch.Tensor, rows: torch.Tensor | None, residual: torch.Tensor

@@ -57,9 +57,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
         """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""
-        qkv = self.qkv_proj(x)
-        out = self.attn(qkv, self.q_norm, self.k_norm, positions, rows)
-        return self.o_proj(out, rows)
+        qkv, product = self.qkv_proj(x), None
+        if rows is None:
+            product = self.o_proj.weight.rounded_product(len(positions), x.norm.weight.dtype)
+        rounding = None if product is None else product.rounding
+        out = self.attn(qkv, self.q_norm, self.k_norm, positions, rows, rounding)
+        return self.o_proj(out, rows, product)
 
 
 class MLP(nn.Module):

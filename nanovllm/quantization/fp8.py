@@ -15,6 +15,7 @@ from nanovllm.kernels.linear.fp8_linear import (
     fp8_linear,
     fp8_linear_into,
     multiply_rounded,
+    multiply_rounded_into,
     row_rounding,
     takes_gate_up,
 )
@@ -145,7 +146,10 @@ class Fp8Weight(Fp8Values, Weight):
         def multiply(rows: Fp8Rows, gated: bool) -> torch.Tensor:
             return multiply_rounded(rows, self.matrix, num_rows, dtype, self.bias, gated)
 
-        return RoundedProduct(rounding, multiply)
+        def multiply_into(rows: Fp8Rows, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return multiply_rounded_into(rows, self.matrix, num_rows, dtype, residual)
+
+        return RoundedProduct(rounding, multiply, multiply_into)
 
     def multiply_normed(
         self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, gated: bool = False

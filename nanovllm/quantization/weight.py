@@ -40,10 +40,12 @@ class RoundedProduct(NamedTuple):
     Attributes:
         rounding: how it wants the rows.
         multiply: takes them, and whether to return SiLU of the first half of the outputs times the second.
+        multiply_into: takes them and a residual; see `Weight.multiply_into`.
     """
 
     rounding: Rounding
     multiply: Callable[[Fp8Rows, bool], torch.Tensor]
+    multiply_into: Callable[[Fp8Rows, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Weight(LoadableModule, ABC):

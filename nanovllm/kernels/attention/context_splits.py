@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels.attention.head_outputs import HeadOutputs, element_type, pointer, scaling, store_outputs
 from nanovllm.kernels.attention.online_softmax import load_heads, merge_states
 
 _BLOCK = 16
@@ -118,10 +119,12 @@ def split_contexts(
     return ContextSplits(splits, of_seqs)
 
 
-@jit(unaligned=["of_seqs_ptr"])
+@jit(do_not_specialize=["out_scale_row_stride", "out_scale_head_stride"], unaligned=["of_seqs_ptr", "out_scale_ptr"])
 def _merge_splits_kernel(
     out_ptr, partial_ptr, lse_ptr, of_seqs_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(of_seqs_ptr + 2 * seq)
@@ -140,25 +143,30 @@ def _merge_splits_kernel(
             partial_ptrs = partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
             partial = load_heads(partial_ptrs, mask[:, None], dims[None, :], HEAD_DIM, PADDED)
             acc, top, total = merge_states(lse, partial, acc, top, total)
-        out_ptrs, out = out_ptr + (seq * HEADS + head) * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty)
-        if PADDED == HEAD_DIM:
-            tl.store(out_ptrs, out)
-        else:
-            tl.store(out_ptrs, out, mask=dims < HEAD_DIM)
+        scale_place = seq * out_scale_row_stride + head * out_scale_head_stride + tl.arange(0, 1)
+        store_outputs(
+            (acc / total)[None, :], out_ptr, (seq * HEADS + head) * HEAD_DIM + dims[None, :],
+            None if PADDED == HEAD_DIM else dims[None, :] < HEAD_DIM,
+            out_scale_ptr, scale_place, None, DTYPE, OUT_NATIVE,
+        )  # fmt: skip
 
 
-def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, of_seqs: torch.Tensor) -> None:
+def merge_splits(
+    out: HeadOutputs, partial: tuple[torch.Tensor, torch.Tensor], of_seqs: torch.Tensor, dtype: torch.dtype
+) -> None:
     """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
     Args:
-        out: [num_seqs, num_heads, head_dim], contiguous.
-        partial: [num_splits, num_heads, head_dim] float32; outputs of the splits.
-        lse: [num_splits, num_heads] float32; their base-2 log-sum-exp.
+        out: of num_seqs rows.
+        partial: outputs of the splits, [num_splits, num_heads, head_dim] float32, and their base-2 log-sum-exp,
+            [num_splits, num_heads] float32.
         of_seqs: see `ContextSplits`; written before the kernel queued last (see `pdl_options`).
+        dtype: to which outputs are rounded.
     """
-    num_seqs, num_heads, head_dim = out.shape
-    _merge_splits_kernel[(num_seqs, num_heads)](
-        out, partial, lse, of_seqs,
+    outputs, lse = partial
+    _, num_heads, head_dim = outputs.shape
+    _merge_splits_kernel[(len(of_seqs), num_heads)](
+        pointer(out), outputs, lse, of_seqs,
         HEADS=num_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(head_dim), AT_ONCE=_MERGED_AT_ONCE,
-        num_warps=1, **pdl_options(out.device),
+        DTYPE=element_type(dtype), num_warps=1, **pdl_options(of_seqs.device), **scaling(out),
     )  # fmt: skip

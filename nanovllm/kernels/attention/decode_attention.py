@@ -13,6 +13,7 @@ import torch
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.context_splits import ContextSplits, merge_splits, split_contexts
+from nanovllm.kernels.attention.head_outputs import HeadOutputs, pointer, scaling, store_outputs
 from nanovllm.kernels.attention.online_softmax import (
     LOG2E_IN_KERNEL,
     attend_tile,
@@ -90,7 +91,10 @@ def _fold_rows(partial_ptr, lse_ptr, rows, mask, dims, acc, row_max, row_sum, VA
     return acc * correction[:, None] + output * weight[:, None], new_max, row_sum * correction + weight
 
 
-@jit(do_not_specialize=["table_size", "prefix_rows_stride"])
+@jit(
+    do_not_specialize=["table_size", "prefix_rows_stride", "out_scale_row_stride", "out_scale_head_stride"],
+    unaligned=["out_scale_ptr"],
+)
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, splits_ptr,
     prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, sinks_ptr, cap_scale, scale, window,
@@ -99,6 +103,7 @@ def _decode_kernel(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
+    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     scale = by_head(scale, k_scale_ptr, head) if cap_scale is None else scale
@@ -154,8 +159,11 @@ def _decode_kernel(
         if VALUE_DIM != VALUE_PADDED:
             out_mask = out_mask & (dims < VALUE_DIM)[None, :]
         if WHOLE or (first_tile == 0 and is_last):
-            out_ptrs = out_ptr + seq * (KV_HEADS * GROUP * VALUE_DIM) + places
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+            store_outputs(
+                out, out_ptr, seq * (KV_HEADS * GROUP * VALUE_DIM) + places, out_mask,
+                out_scale_ptr, seq * out_scale_row_stride + heads * out_scale_head_stride, mask,
+                q_ptr.dtype.element_ty, OUT_NATIVE,
+            )  # fmt: skip
         else:
             row = split.to(tl.int64) * (KV_HEADS * GROUP)
             tl.store(partial_ptr + row * VALUE_DIM + places, out, mask=out_mask)
@@ -165,7 +173,7 @@ def _decode_kernel(
 def decode_attention(
     query: torch.Tensor,
     pages: KVPages,
-    out: torch.Tensor,
+    out: HeadOutputs,
     block_tables: torch.Tensor,
     plan: DecodePlan,
     scale: float,
@@ -176,7 +184,7 @@ def decode_attention(
     Args:
         query: [num_seqs, num_heads, key_dim]; rows contiguous.
         pages: the layer's keys and values.
-        out: [num_seqs, num_heads, value_dim], contiguous.
+        out: of num_seqs rows.
         block_tables: [num_seqs, max_blocks] int32.
         plan: from the context lengths, each including the new token, and the window; written before the kernel queued
             last (see `pdl_options`).
@@ -195,7 +203,7 @@ def decode_attention(
     cap_scale, scale = options.score_scales(scale)
     k_cache, v_cache = pages.stored
     _decode_kernel[(num_kv_heads, len(splits))](
-        query, k_cache, v_cache, out, partial, lse, block_tables, splits,
+        query, k_cache, v_cache, pointer(out), partial, lse, block_tables, splits,
         prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
@@ -203,7 +211,8 @@ def decode_attention(
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         KEY_DIM=key_dim, KEY_PADDED=padded_size(key_dim), VALUE_DIM=value_dim, VALUE_PADDED=padded_size(value_dim),
         BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None,
-        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device), **pages.scaling,
+        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device),
+        **pages.scaling, **scaling(out),
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial[0], plan.partial[1], plan.splits.of_seqs)
+        merge_splits(out, plan.partial, plan.splits.of_seqs, query.dtype)

@@ -15,6 +15,7 @@ from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.attention.cascade_attention import cascade_attention
 from nanovllm.kernels.attention.context_splits import merge_splits
 from nanovllm.kernels.attention.decode_attention import DecodePlan
+from nanovllm.kernels.attention.head_outputs import HeadOutputs, pointer, scaling
 from nanovllm.kernels.attention.online_softmax import LOG2E
 from nanovllm.kernels.attention.warp_attention import (
     MAX_GROUP,
@@ -29,6 +30,7 @@ from nanovllm.kernels.attention.warp_attention import (
     load_parts,
     merge,
     merge_two,
+    round_heads,
     spread,
     store_heads,
     value_order,
@@ -152,6 +154,18 @@ def _finish_token(token, dims, value_dims, constants, eps, head, kv_slot, stored
 
 
 @gluon.jit
+def _store_outputs(attended, out, seq, head, dtype: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Store the outputs of a group's heads, rounded to e4m3 if they have scales."""
+    out_ptr, scale_ptr, row_stride, head_stride = out
+    if scale_ptr is not None:
+        attended, scales = round_heads(attended, dtype)
+        heads = gl.arange(0, ROWS // 2, scales.type.layout)
+        scale_places = seq * row_stride + (head * GROUP + heads) * head_stride
+        gl.store(scale_ptr + scale_places, scales, mask=heads < GROUP)
+    store_heads(attended, out_ptr + (seq * KV_HEADS + head) * GROUP * attended.shape[1], GROUP)
+
+
+@gluon.jit
 def _store_partial(attended, lse, partial_ptr, lse_ptr, row, GROUP: gl.constexpr):
     """Store the outputs of a split's group of heads from `row` on, and their log-sum-exp."""
     store_heads(attended, partial_ptr + row * attended.shape[1], GROUP)
@@ -160,8 +174,8 @@ def _store_partial(attended, lse, partial_ptr, lse_ptr, row, GROUP: gl.constexpr
 
 
 @kernel(
-    do_not_specialize=["table_stride", "prefix_rows_stride"],
-    unaligned=["slot_mapping_ptr", "block_tables_ptr", "prefix_rows_ptr"],
+    do_not_specialize=["table_stride", "prefix_rows_stride", "out_scale_row_stride", "out_scale_head_stride"],
+    unaligned=["slot_mapping_ptr", "block_tables_ptr", "prefix_rows_ptr", "out_scale_ptr"],
 )
 def _hopper_decode_kernel(
     x_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slot_mapping_ptr, splits_ptr, block_tables_ptr, table_stride,
@@ -171,6 +185,7 @@ def _hopper_decode_kernel(
     STAGES: gl.constexpr, BY_PARTS: gl.constexpr, WHOLE: gl.constexpr, PREFIX_STRIDE: gl.constexpr,
     PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: gl.constexpr = False,
+    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: gl.constexpr = False,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -221,7 +236,10 @@ def _hopper_decode_kernel(
         attended, lse = merge_two(attended, lse, prefix[0], prefix[1])
     attended = _scaled(attended, v_scale_ptr, head)
     if WHOLE or (is_first and num_tiles * TILE >= old_len):
-        store_heads(attended, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)
+        _store_outputs(
+            attended, (out_ptr, out_scale_ptr, out_scale_row_stride, out_scale_head_stride), seq, head,
+            x_ptr.dtype.element_ty, KV_HEADS, GROUP,
+        )  # fmt: skip
     else:
         _store_partial(attended, lse, partial_ptr, lse_ptr, (split * KV_HEADS + head).to(gl.int64) * GROUP, GROUP)
 
@@ -239,7 +257,7 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
 def hopper_decode_attention(
     x: torch.Tensor,
     pages: KVPages,
-    out: torch.Tensor,
+    out: HeadOutputs,
     block_tables: torch.Tensor,
     slot_mapping: torch.Tensor,
     plan: DecodePlan,
@@ -256,7 +274,7 @@ def hopper_decode_attention(
         x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope` the QKV projection's output, [num_seqs,
             num_heads + 2 * num_kv_heads, head_dim].
         pages: the layer's keys and values, of equal size.
-        out: [num_seqs, num_heads, head_dim], contiguous.
+        out: of num_seqs rows.
         block_tables: [num_seqs, max_blocks] int32.
         slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
             whose output is finite but undefined.
@@ -265,10 +283,11 @@ def hopper_decode_attention(
         rope: of `qkv_rope_store`, which is then computed first; a token's position is the last of its context. Not
             supported with shared prefixes.
     """
-    num_seqs, num_heads, head_dim = out.shape
     k_cache, v_cache = pages.stored
     _, block_size, num_kv_heads, _ = k_cache.shape
-    assert x.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    num_seqs, num_heads, head_dim = x.shape
+    num_heads -= 0 if rope is None else 2 * num_kv_heads
+    assert x.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     assert plan.tile == TILE.value
     prefix_rows = prefix_out = prefix_lse = None
     if plan.prefix is not None:
@@ -285,18 +304,18 @@ def hopper_decode_attention(
     partial, lse = plan.partial or (None, None)
     # With more programs than multiprocessors, two share one, and copying only existing keys saves bandwidth. With
     # fewer, each has room for a fourth stage, and the extra instructions for a partial copy cost more than they save.
-    many = num_seqs * num_kv_heads > device_limits(out.device)[0]
+    many = num_seqs * num_kv_heads > device_limits(x.device)[0]
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, slot_mapping, splits, block_tables, block_tables.stride(0),
         descriptor(k_keys, tile), descriptor(v_keys, tile), descriptor(k_keys, part), descriptor(v_keys, part),
-        k_cache, v_cache, out, partial, lse,
+        k_cache, v_cache, pointer(out), partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         STAGES=(4 if is_whole and not many else 3) * (2 // k_cache.element_size()),
         BY_PARTS=is_whole and many, WHOLE=is_whole,
         PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
-        **pages.store_scaling,
+        **pages.store_scaling, **scaling(out),
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial[0], plan.partial[1], plan.splits.of_seqs)
+        merge_splits(out, plan.partial, plan.splits.of_seqs, x.dtype)

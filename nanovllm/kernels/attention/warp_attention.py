@@ -308,6 +308,16 @@ def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, 
 
 
 @gluon.jit
+def round_heads(out, dtype: gl.constexpr):
+    """Return outputs, [heads or rows, HEAD_DIM] float32, rounded to `dtype`, as bytes of e4m3, and their scales."""
+    out = out.to(dtype).to(gl.float32)
+    largest = gl.max(gl.abs(out), axis=1)
+    scales = gl.where(largest > 0, largest / 448.0, 1.0)
+    # The instruction saturates.
+    return (out / scales[:, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True), scales
+
+
+@gluon.jit
 def store_heads(out, out_ptr, GROUP: gl.constexpr):
     """Store the outputs of a group's heads at consecutive rows."""
     HEAD_DIM: gl.constexpr = out.shape[1]

@@ -82,10 +82,9 @@ def fp8_linear_into(
     x: torch.Tensor, weight: Fp8Matrix, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and residual for the norm that follows the layer, x maybe in parts to be summed; see `linear_into`."""
-    kernel, parts = choose_fp8(len(x), x.dtype, weight), fp8_parts(len(x), weight)
-    if kernel is LinearKernel.SCALED_GEMM and parts > 1:
-        rows, _ = quantize_rows(x, Rounding(weight.block_ins), gated=x.shape[-1] > weight.values.shape[1])
-        return scaled_gemm(rows, weight, x.dtype, parts=parts), residual
+    if (rounding := row_rounding(len(x), x.dtype, weight)) is not None:
+        rows, _ = quantize_rows(x, rounding, gated=x.shape[-1] > weight.values.shape[1])
+        return multiply_rounded_into(rows, weight, len(x), x.dtype, residual)
     return fp8_linear(x, weight)[0], residual
 
 
@@ -115,6 +114,16 @@ def multiply_rounded(
         return _scaled_linear(rows, weight, dtype, bias, gated)
     out = _scaled_mm(rows, weight, dtype, bias)[:num_rows]
     return silu_and_mul(out) if gated else out
+
+
+def multiply_rounded_into(
+    rows: Fp8Rows, weight: Fp8Matrix, num_rows: int, dtype: torch.dtype, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what `fp8_linear_into` does, with rows rounded as `row_rounding` says."""
+    parts = fp8_parts(num_rows, weight)
+    if choose_fp8(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM and parts > 1:
+        return scaled_gemm(rows, weight, dtype, parts=parts), residual
+    return multiply_rounded(rows, weight, num_rows, dtype), residual
 
 
 def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

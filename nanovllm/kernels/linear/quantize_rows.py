@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.e4m3 import quantize, to_e4m3
+from nanovllm.kernels.e4m3 import quantize, round_rows
 from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
@@ -87,11 +87,10 @@ def store_rounded(x, out_ptr, scale_ptr, first_group, size, scale_group_stride, 
     out_ptr, scale_ptr: of the row's first value and scale.
     """
     GROUP: tl.constexpr = x.shape[1]
-    largest = tl.max(tl.abs(x), axis=1)
-    scales = tl.where(largest > 0, largest / 448.0, 1.0)
+    rounded, scales = round_rows(x, NATIVE)
     numbers = first_group + tl.arange(0, x.shape[0])
     offsets = numbers[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(out_ptr + offsets, to_e4m3(x / scales[:, None], NATIVE), mask=offsets < size)
+    tl.store(out_ptr + offsets, rounded, mask=offsets < size)
     mask = numbers < tl.cdiv(size, GROUP)
     tl.store(scale_ptr + numbers.to(tl.int64) * scale_group_stride, scales, mask=mask)
 

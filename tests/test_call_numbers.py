@@ -59,7 +59,9 @@ def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path) -> None:
                     assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
             for result in found:
                 assert next(result).tolist() == [step + 10, step]
+        narrow = part_of(0, 0, 0, 8)[:, :2] + part_of(1, 0, 0, 8)[:, :2]
         for result in found:
+            assert torch.equal(next(result), narrow) and torch.equal(next(result), narrow)
             assert torch.equal(next(result), broadcast_tensor())
 
 

@@ -106,7 +106,7 @@ class LinearInput(Protocol):
 
     @property
     def branch(self) -> torch.Tensor:
-        """A tensor on its device, [..., num_rows, size]."""
+        """What the rows are made of, if not themselves, [..., num_rows, size]: it has their number and device."""
 
     @property
     def dtype(self) -> torch.dtype:

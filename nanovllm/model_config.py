@@ -25,25 +25,29 @@ class Architecture:
     Attributes:
         name: in config.json's `architectures`.
         qkv_bias: whether queries, keys and values have biases.
-        qk_norm: whether each head of queries and keys is normalised.
+        qk_norm: what of queries and of keys is normalised: each head, or all heads of a token at once; None: nothing.
+        norms: where attention and MLP have their norm: before them, or after, of what is added to the residual stream.
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
         windows: layers that `sliding_window` holds for, where the config has it: all, none, or those of `layer_types`,
             or without these from `max_window_layers` on.
         ropes: layers that rotate: all, or those of `no_rope_layers`.
+        scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or those without a window.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
 
     name: str
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["heads", "projections"] | None = None
+    norms: Literal["before", "after"] = "before"
     has_experts: bool = False
     windows: Literal["all", "none", "some"] = "some"
     ropes: Literal["all", "some"] = "all"
+    scaled_ropes: Literal["all", "full_attention"] = "all"
     model: str = "decoder.DecoderForCausalLM"
 
 
 _ROWS = (
-    Architecture("Qwen3ForCausalLM", qk_norm=True),
+    Architecture("Qwen3ForCausalLM", qk_norm="heads"),
     Architecture("Qwen2ForCausalLM", qkv_bias=True),
     # Llama 2 and 3.x, SmolLM2, and many more that took its shape over.
     Architecture("LlamaForCausalLM", windows="none"),
@@ -53,7 +57,9 @@ _ROWS = (
     Architecture("Phi3ForCausalLM", windows="all"),
     Architecture("SeedOssForCausalLM", qkv_bias=True, windows="none"),
     Architecture("CwmForCausalLM"),
-    Architecture("Qwen3MoeForCausalLM", qk_norm=True, has_experts=True, windows="all"),
+    Architecture("Olmo2ForCausalLM", qk_norm="projections", norms="after", windows="none"),
+    Architecture("Olmo3ForCausalLM", qk_norm="projections", norms="after", scaled_ropes="full_attention"),
+    Architecture("Qwen3MoeForCausalLM", qk_norm="heads", has_experts=True, windows="all"),
     Architecture("MixtralForCausalLM", has_experts=True, windows="all"),
 )
 MODELS = {row.name: row for row in _ROWS}
@@ -77,12 +83,12 @@ class LayerConfig:
 
     Attributes:
         window: tokens that a query sees, its own included; None for all.
-        has_rope: whether queries and keys are rotated.
+        rope: how queries and keys are rotated; None: not at all.
         has_experts: whether the MLP is a mixture of experts.
     """
 
     window: int | None = None
-    has_rope: bool = True
+    rope: RopeConfig | None = None
     has_experts: bool = False
 
 
@@ -107,7 +113,6 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
     tie_word_embeddings: bool
     max_position: int
     initializer_range: float
@@ -159,7 +164,6 @@ class ModelConfig:
         """Convert a transformers config; `eos_token_ids` are added to its own."""
         architecture = _architecture(hf)
         _check_supported(hf, architecture)
-        rope, max_position = read_rope(hf), yarn_length(hf, hf.max_position_embeddings)
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
@@ -170,9 +174,8 @@ class ModelConfig:
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
             rms_norm_eps=hf.rms_norm_eps,
-            rope=rope,
             tie_word_embeddings=bool(hf.tie_word_embeddings),
-            max_position=max_position,
+            max_position=yarn_length(hf, hf.max_position_embeddings),
             initializer_range=hf.initializer_range,
             dtype=_dtype(hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
@@ -228,7 +231,6 @@ class ModelConfig:
             num_kv_heads=num_kv_heads if isinstance(num_kv_heads, int) and 0 < num_kv_heads < num_heads else num_heads,
             head_dim=hidden_size // num_heads,
             rms_norm_eps=0.0,
-            rope=RopeConfig(0.0),
             tie_word_embeddings=False,
             max_position=yarn_length(hf.get_text_config(), max_position),
             initializer_range=0.0,
@@ -330,15 +332,16 @@ def _kinds(hf: Any, architecture: Architecture, count: int) -> list[str]:
 def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
     count, window = hf.num_hidden_layers, getattr(hf, "sliding_window", None)
     kinds = _kinds(hf, architecture, count)
-    ropes = (getattr(hf, "no_rope_layers", None) if architecture.ropes == "some" else None) or [1] * count
-    if len(kinds) != count or len(ropes) != count:
-        raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={ropes!r:.80} do not have {count} entries")
+    rotating = (getattr(hf, "no_rope_layers", None) if architecture.ropes == "some" else None) or [1] * count
+    if len(kinds) != count or len(rotating) != count:
+        raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={rotating!r:.80} do not have {count} entries")
     if "sliding_attention" in kinds:
         check_int("sliding_window", window, 1)
+    ropes = {kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None) for kind in set(kinds)}
     experts = [architecture.has_experts and is_sparse(hf, i) for i in range(count)]
     return tuple(
-        LayerConfig(window if kind == "sliding_attention" else None, bool(has_rope), has_experts)
-        for kind, has_rope, has_experts in zip(kinds, ropes, experts, strict=True)
+        LayerConfig(window if kind == "sliding_attention" else None, ropes[kind] if rotates else None, has_experts)
+        for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
 
 

@@ -51,14 +51,24 @@ class RopeConfig:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
 
-def read_rope(hf: Any) -> RopeConfig:
+def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
     """Convert the rotary embedding of a transformers config.
+
+    Args:
+        hf: the config.
+        layer_type: by transformers' names, of a model that scales its full-attention layers alone; else None.
 
     Raises:
         UnsupportedError: a type or a parameter that is not supported.
         ValueError: a parameter is missing.
     """
     values: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    own = values.get(layer_type or "")
+    if isinstance(own, dict):
+        values = dict(own)
+    elif layer_type == "sliding_attention":
+        # As transformers 4.x has it: one scaling, which is not for these.
+        values = {"rope_theta": values.get("rope_theta")}
     if any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedError(f"rope_parameters={values!r} that differ between layers are not supported")
     theta = values.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
@@ -86,6 +96,7 @@ def read_rope(hf: Any) -> RopeConfig:
 def yarn_length(hf: Any, max_position: int) -> int:
     """Return the positions of a model that YaRN may have lengthened beyond `max_position`."""
     values = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    values = values.get("full_attention") or values
     if "yarn" not in (values.get("rope_type"), values.get("type")):
         return max_position
     original = values.get("original_max_position_embeddings") or max_position

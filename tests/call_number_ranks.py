@@ -97,6 +97,12 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
         time.sleep(0.01 * rank)
         scores, tokens = torch.tensor([[1.0, 3.0], [2.0, 3.0]])[rank], torch.tensor([step + 10 * rank, step + rank])
         results.append(communicator.all_reduce_argmax(scores, tokens))
+    communicator.prepare_step()
+    communicator.begin_step()
+    for one_shot_bytes in (2**19, 0):
+        # Two numbers a row, one-shot and two-shot.
+        with mock.patch.object(symmetric, "_ONE_SHOT_BYTES", one_shot_bytes):
+            results.append(communicator.all_reduce_rows(part_of(rank, 0, 0, 8)[:, :2].contiguous()))
     sent = broadcast_tensor()
     results.append(communicator.broadcast(sent if rank == 0 else torch.zeros_like(sent)))
     return results

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Olmo2Config, Qwen3Config, Qwen3MoeConfig
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -65,7 +65,10 @@ SIZES = {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True,
     },
+    "OLMo-7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
 }  # fmt: skip
+CONFIGS = {"30B-A3B": Qwen3MoeConfig, "OLMo-7B": Olmo2Config}
+"""Of the sizes that are not Qwen3's."""
 _ALIGNED = 256
 COUNTED = {"LDS", "LDSM", "F2F", "F2FP"}
 """Loads from shared memory, one by one and of matrices; conversions of floats, one by one and packed."""
@@ -182,10 +185,10 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
     has_blocks = size.endswith("-fp8-block")
     is_fp8 = has_blocks or size.endswith("-fp8")
     size = size.removesuffix("-block").removesuffix("-fp8")
-    family, config_class = ("Qwen3Moe", Qwen3MoeConfig) if "num_experts" in SIZES[size] else ("Qwen3", Qwen3Config)
+    config_class = CONFIGS.get(size, Qwen3Config)
     usual = {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
     shape = config_class(**usual | SIZES[size])
-    shape.architectures = [f"{family}ForCausalLM"]
+    shape.architectures = [config_class.__name__.replace("Config", "ForCausalLM")]
     config = Config(
         "none",
         device="cuda:0",

@@ -19,6 +19,7 @@ from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCom
 from nanovllm.runner import model_runner, prompt_outputs
 from nanovllm.runner.step_limits import step_limits
 from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
+from tests.conftest import MakeCheckpoint
 from tests.server_process import PATIENCE_SECONDS
 from tests.test_all_reduce_rms_norm import make_buffer
 from tests.test_kernels import GPU
@@ -58,15 +59,22 @@ def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path) -> None:
                     assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
             for result in found:
                 assert next(result).tolist() == [step + 10, step]
+        narrow = part_of(0, 0, 0, 8)[:, :2] + part_of(1, 0, 0, 8)[:, :2]
         for result in found:
+            assert torch.equal(next(result), narrow) and torch.equal(next(result), narrow)
             assert torch.equal(next(result), broadcast_tensor())
 
 
 def test_the_numbers_of_a_step_are_positive_and_follow_those_of_the_step_before() -> None:
-    for limits in (LIMITS, StepLimits(73, 33_280, 4096, 1024, 40, 18_432, 151_936), StepLimits(3, 1, 8, 1, 2, 1, 9)):
+    for limits in (
+        LIMITS,
+        StepLimits(73, 33_280, 4096, 1024, 40, 18_432, 151_936),
+        StepLimits(3, 1, 8, 1, 2, 1, 9),
+        StepLimits(4, 1, 8, 1, 2, 1, 9),
+    ):
         for num_ranks in (2, 3, 8):
             calls, forward = limits.calls_per_step(num_ranks), limits.forward_calls(num_ranks)
-            assert calls % 2 == forward % 2 == 1 and limits.num_reductions <= forward < calls
+            assert calls % 2 == forward % 2 == limits.num_reductions % 2 and limits.num_reductions <= forward < calls
             max_steps = replace(make_buffer(word_bytes=8, row_bytes=8, max_rows=1), calls_per_step=calls).max_steps
             last_number = max_steps * calls + calls - 1
             assert last_number < 2**31 <= last_number + calls
@@ -101,6 +109,11 @@ class Counting(SymmetricCommunicator):
     def prepare_step(self) -> None:
         self.prepared += 1
 
+    def begin_sampling(self) -> None:
+        # What follows takes the half of the buffer that the pass has not used last.
+        assert self._call % 2 == self._forward_calls % 2
+        super().begin_sampling()
+
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         self.most_calls = max(self.most_calls, self._call)
         return token_ids
@@ -109,7 +122,10 @@ class Counting(SymmetricCommunicator):
         return value
 
 
-def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [{}, {"architecture": "Olmo2", "pad_token_id": 0, "num_hidden_layers": 3}])
+def test_no_step_makes_more_calls_than_it_has_numbers(
+    model: dict[str, Any], make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With scored prompts, edited rows and log-probabilities, whose logits go in many parts."""
     monkeypatch.setattr(prompt_outputs, "LOGITS_BYTES", 4 * 320 * 5)
     monkeypatch.setattr(symmetric, "_ROW_BYTES", 2**16)
@@ -130,7 +146,7 @@ def test_no_step_makes_more_calls_than_it_has_numbers(checkpoint: Path, monkeypa
 
     monkeypatch.setattr(symmetric, "all_reduce_rms_norm", all_reduce_rms_norm)
     monkeypatch.setattr("nanovllm.replicas.local_engine.ModelRunner", Runner)
-    with LLM(checkpoint, device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=80,
+    with LLM(make_checkpoint(**model), device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=80,
              max_num_batched_tokens=120, max_num_seqs=16) as llm:  # fmt: skip
         params = SamplingParams(max_tokens=3, logprobs=2, top_k=5, presence_penalty=0.1, prompt_logprobs=1)
         llm.generate([[i + 1] * 40 for i in range(16)], params, use_tqdm=False)

@@ -18,10 +18,10 @@ from tests.test_kernels import check_error
 MAX_TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "Olmo2"])
 def folder(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> Path:
     # An epsilon so large changes the logits wherever another is taken.
-    return make_checkpoint(request.param, rms_norm_eps=0.05)
+    return make_checkpoint(request.param, rms_norm_eps=0.05, pad_token_id=0)
 
 
 def rounded(folder: Path, dtype: torch.dtype) -> Any:

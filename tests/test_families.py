@@ -32,6 +32,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 40, "layer_types": ["full_attention", "sliding_attention"], "rope_scaling": None,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
     },
+    "Olmo2ForCausalLM": {"head_dim": 32, "rms_norm_eps": 0.05, "pad_token_id": 0, "eos_token_id": 2},
+    "Olmo3ForCausalLM": {
+        "head_dim": 16, "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        "tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 2,
+    },
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
     "Qwen3ForCausalLM": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "Qwen3MoeForCausalLM": {
@@ -74,11 +80,16 @@ def test_a_window_alone_is_held(make_checkpoint: MakeCheckpoint) -> None:
         small.generate([batch[2]], SamplingParams(max_tokens=10))
 
 
-def test_projections_that_the_checkpoint_stacks_are_divided_among_ranks(make_checkpoint: MakeCheckpoint) -> None:
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "pad_token_id": 0}
-    folder, batch = make_checkpoint("Phi3", **sizes), prompts(LENGTHS)
-    with make_llm(folder) as one, make_llm(folder, device="cpu", tensor_parallel_size=2) as two:
-        expected, outputs = (llm.generate(batch, PARAMS, use_tqdm=False) for llm in (one, two))
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # Projections that the checkpoint stacks; norms that span the ranks, whose heads are uneven.
+    [("Phi3", 2), ("Olmo2", 2), ("Olmo3", 3)],
+)
+def test_ranks_say_what_one_does(name: str, size: int, make_checkpoint: MakeCheckpoint) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "pad_token_id": 0, "head_dim": 16}
+    folder, batch = make_checkpoint(name, **(FAMILIES[f"{name}ForCausalLM"] | sizes)), prompts(LENGTHS)
+    with make_llm(folder) as one, make_llm(folder, device="cpu", tensor_parallel_size=size) as several:
+        expected, outputs = (llm.generate(batch, PARAMS, use_tqdm=False) for llm in (one, several))
         assert [output.outputs for output in outputs] == [output.outputs for output in expected]
 
 

@@ -300,6 +300,12 @@ def test_several_ranks_say_the_same(base: Path, by_hand: tuple[Path, Path], tmp_
     assert tokens_and_logits(stored, tensor_parallel_size=3)[0] == tokens_and_logits(meant)[0]
 
 
+def test_products_of_rows_that_no_norm_precedes(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    stored, meant = write(make_checkpoint("Olmo2", pad_token_id=0, **SHAPE), FORMATS["compressed-channel"], tmp_path)
+    want = tokens_and_logits(meant)[0]
+    assert tokens_and_logits(stored)[0] == want == tokens_and_logits(stored, tensor_parallel_size=2)[0]
+
+
 def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_folder(str(base)).with_quantization("fp8")
     (whole,), halves = shards(config, 1), shards(config, 2)

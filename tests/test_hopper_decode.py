@@ -166,7 +166,11 @@ def test_projected_tokens(
     torch.testing.assert_close(got, cache, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 300, 512, *([700] if DEVICE == "cuda" else [])])
+# The interpreter takes a minute for as many.
+MANY = pytest.param(4096, marks=() if DEVICE == "cuda" else pytest.mark.all_devices)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 300, 512, 1024, MANY])
 @pytest.mark.parametrize(("shares", "has_prefix"), [(1, False), (2, True), (33, False), (500, True)])
 def test_split_contexts(num_seqs: int, shares: int, has_prefix: bool) -> None:
     # A place further into the tensor, as chunks' contexts follow decode rows'.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ import torch
 
 from nanovllm.attention import cascade_plan as shared_prefix
 from nanovllm.attention.cascade_plan import plan_cascade_groups
-from nanovllm.kernels import qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
+from nanovllm.kernels import qk_norm, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
@@ -95,6 +95,38 @@ def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool) -> None:
     check_error(out, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
     reference, _ = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
     check_error(reference, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
+
+
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_norm(rows: int, dtype: torch.dtype) -> None:
+    """On one rank, and on two with unequal shares, which add up their squares."""
+    q, k, size = (2048, 512, 3072) if GPU else (80, 48, 144)
+    weights = randn(q, dtype=dtype), randn(k, dtype=dtype)
+    x = randn(rows, 2 * size, dtype=dtype)[:, :size]
+    same, exact = x.clone(), x.clone().float()
+    for result in (same, exact):
+        for weight, part in zip(weights, result.split([q, k, size - q - k], dim=1), strict=False):
+            part.copy_(torch.nn.functional.rms_norm(part, weight.shape, weight.to(part.dtype), 0.1))
+    shares = [(slice(q // 5), slice(k // 3)), (slice(q // 5, q), slice(k // 3, k))]
+    norms = [qk_norm.QKNorms(weights[0][own_q], weights[1][own_k], q, k, 0.1) for own_q, own_k in shares]
+
+    def ranks_of(qkv: torch.Tensor) -> list[torch.Tensor]:
+        query, key, value = qkv[:, :q], qkv[:, q : q + k], qkv[:, q + k :]
+        return [torch.cat((query[:, own_q], key[:, own_k], value), dim=1) for own_q, own_k in shares]
+
+    for normalize, sum_squares in (
+        (by_triton(qk_norm.normalize_qk), by_triton(qk_norm.sum_squares)),
+        (qk_norm.normalize_qk_ref, qk_norm.sum_squares_ref),
+    ):
+        parts = ranks_of(x)
+        first, second = starmap(sum_squares, zip(parts, norms, strict=True))
+        for out, norm, *expected in zip(parts, norms, ranks_of(same), ranks_of(exact), strict=True):
+            normalize(out, norm, first + second)
+            check_error(out, *expected)
+        out = torch.cat((x, x), dim=1)[:, :size]
+        normalize(out, qk_norm.QKNorms(*weights, q, k, 0.1))
+        check_error(out, same, exact)
 
 
 @pytest.mark.parametrize("rows", BATCHES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch.nn import functional
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm, ResidualStream
+from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, ResidualStream
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 ROWS, SIZE = 5, 8
@@ -51,6 +53,22 @@ def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch
     stream += down(inner[kept], rows)
     torch.testing.assert_close(norm(stream).compute(), normalised(norm, x[kept] + branch))
     torch.testing.assert_close(stream.residual, x[kept] + branch)
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, 1])])
+def test_a_branch_is_normalised_before_it_is_added(rows: torch.Tensor | None) -> None:
+    norm, x = filled(AllReduceRMSNorm(SIZE, 1e-6, Communicator())), torch.randn(ROWS, SIZE)
+    product = torch.randn(ROWS if rows is None else len(rows), SIZE)
+
+    def add_to(residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # As products do that add the residual themselves.
+        return product if residual is None else product + residual, None
+
+    stream = ResidualStream(x)
+    assert stream.total().compute() is x
+    stream += cast("AllReduceRMSNorm", norm).of(DeferredBranch(add_to, rows))
+    kept = x if rows is None else x[rows]
+    torch.testing.assert_close(stream.total().compute(), kept + normalised(norm, product))
 
 
 def test_a_tied_head_is_the_embedding_transposed_wherever_the_weights_are() -> None:

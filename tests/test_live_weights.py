@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixture": {"architecture": "qwen3Moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "norms of 1 + weight": {"architecture": "gemma", "head_dim": 16, "tie_word_embeddings": True},
     "biases": {"architecture": "qwen2", "tie_word_embeddings": True},
+    "norms of all heads": {"architecture": "Olmo2", "pad_token_id": 0},
 }
 
 
@@ -63,6 +64,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         ("stacked", {}),
         ("mixture", {}),
         ("norms of 1 + weight", {"model_impl": "transformers"}),
+        ("norms of all heads", {"quantization": "fp8"}),
         # Each starts processes; `tests/test_tensor_parallel.py` has some anyway.
         *(
             pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.all_devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import MODELS, LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.base import CausalLM
-from nanovllm.rope_config import RopeConfig, YarnScaling
+from nanovllm.rope_config import RopeConfig, YarnScaling, read_rope
 
 # As transformers 4.x wrote them.
 QWEN3_06B: dict[str, Any] = {
@@ -39,6 +40,18 @@ QWEN25_7B_1M: dict[str, Any] = {
     "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_scaling": None,
     "rope_theta": 10000000.0, "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.47.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+OLMO3_7B: dict[str, Any] = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0", "use_cache": True, "vocab_size": 100278,
 }  # fmt: skip
 
 
@@ -59,8 +72,8 @@ def test_qwen3_06b(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3_06B, {"eos_token_id": [151645, 151643]}) == ModelConfig(
         architecture=MODELS["Qwen3ForCausalLM"],
         vocab_size=151936, hidden_size=1024,
-        intermediate_size=3072, layers=(LayerConfig(),) * 28, num_heads=16, num_kv_heads=8, head_dim=128,
-        rms_norm_eps=1e-6, rope=RopeConfig(1e6), tie_word_embeddings=True, max_position=40960, initializer_range=0.02,
+        intermediate_size=3072, layers=(LayerConfig(rope=RopeConfig(1e6)),) * 28, num_heads=16, num_kv_heads=8,
+        head_dim=128, rms_norm_eps=1e-6, tie_word_embeddings=True, max_position=40960, initializer_range=0.02,
         dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
     )  # fmt: skip
 
@@ -71,10 +84,35 @@ def test_qwen25_7b_instruct_1m(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN25_7B_1M, {"eos_token_id": 151643}) == ModelConfig(
         architecture=MODELS["Qwen2ForCausalLM"],
         vocab_size=152064, hidden_size=3584,
-        intermediate_size=18944, layers=(LayerConfig(),) * 28, num_heads=28, num_kv_heads=4, head_dim=128,
-        rms_norm_eps=1e-5, rope=RopeConfig(1e7), tie_word_embeddings=False, max_position=1010000,
+        intermediate_size=18944, layers=(LayerConfig(rope=RopeConfig(1e7)),) * 28, num_heads=28, num_kv_heads=4,
+        head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position=1010000,
         initializer_range=0.02, dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["4.x", "5.0"])
+def test_olmo3_7b(form: str, tmp_path: Path) -> None:
+    """YaRN is for layers without a window; files of transformers 4.x do not say so."""
+    scaling = OLMO3_7B["rope_scaling"]
+    if form == "5.0":
+        ropes = {"full_attention": scaling | {"rope_theta": 500000}, "sliding_attention": {"rope_theta": 500000}}
+        published = OLMO3_7B | {"rope_scaling": None, "rope_theta": None, "rope_parameters": ropes}
+    else:
+        published = OLMO3_7B
+    plain, yarn = RopeConfig(500000), YarnScaling(8.0, 8192, 1.2079441541679836)
+    layers = (*(LayerConfig(4096, plain),) * 3, LayerConfig(rope=RopeConfig(500000, yarn))) * 8
+    assert read(tmp_path, published, {"eos_token_id": [100265, 100257]}) == ModelConfig(
+        architecture=MODELS["Olmo3ForCausalLM"],
+        vocab_size=100278, hidden_size=4096, intermediate_size=11008, layers=layers, num_heads=32, num_kv_heads=32,
+        head_dim=128, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position=65536, initializer_range=0.02,
+        dtype="bfloat16", eos_token_ids=frozenset([100257, 100265]),
+    )  # fmt: skip
+    # transformers 4.x reads such files so.
+    flat = SimpleNamespace(rope_scaling=scaling, rope_theta=500000, max_position_embeddings=65536)
+    assert [read_rope(flat, kind) for kind in ("sliding_attention", "full_attention")] == [
+        layers[0].rope,
+        layers[3].rope,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +139,8 @@ def test_yarn_lengthens_a_model_and_never_shortens_it(factor: float, original: i
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     hf = Qwen3Config(max_position_embeddings=40960, rope_theta=1000000, rope_scaling=rope)
     config = ModelConfig.from_hf(hf)
-    assert config.rope.scaling == YarnScaling(factor, original) and config.max_position == max_position
+    assert {layer.rope for layer in config.layers} == {RopeConfig(1000000, YarnScaling(factor, original))}
+    assert config.max_position == max_position
     if transformers.__version__ >= "4.56":
         assert ModelConfig.for_transformers(hf).max_position == max_position
 
@@ -124,7 +163,7 @@ def test_rotary_table_is_transformers(factor: float | None, changes: dict[str, f
     config = ModelConfig.from_hf(hf)
     positions = torch.arange(2000)
     cos, sin = Qwen3RotaryEmbedding(hf)(torch.zeros(1), positions[None])
-    rotary = RotaryEmbedding(64, config.rope)
+    rotary = RotaryEmbedding(64, config.layers[0].rope)
     rotary.tabulate(2000, torch.device("cpu"))
     table = rotary.cos_sin
     torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=1e-5, atol=2e-4)

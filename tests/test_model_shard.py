@@ -14,7 +14,7 @@ from nanovllm.rope_config import RopeConfig
 
 MODEL = ModelConfig(
     architecture=MODELS["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=4096, intermediate_size=12288,
-    layers=(LayerConfig(),) * 36, num_heads=32, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=RopeConfig(1e6),
+    layers=(LayerConfig(rope=RopeConfig(1e6)),) * 36, num_heads=32, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6,
     tie_word_embeddings=False, max_position=40960, initializer_range=0.02, dtype="bfloat16",
     eos_token_ids=frozenset(),
 )  # fmt: skip

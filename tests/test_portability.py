@@ -30,7 +30,7 @@ EARLY = {"_rms_norm_kernel", "_gemv_kernel", "_hopper_decode_kernel", "_persiste
 """Some of the kernels that start before the one ahead has ended, unless they are told to wait."""
 ALL = [
     *product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"]),
-    *product(DEVICES, ["30B-A3B"], ["bfloat16", "float32"]),
+    *product(DEVICES, ["30B-A3B"], ["bfloat16", "float32"]), *product(["80", "90"], ["OLMo-7B"], ["bfloat16"]),
     *product(["80", "89", "90"], ["30B-A3B-fp8", "30B-A3B-fp8-block"], ["bfloat16", "float32"]),
 ]  # fmt: skip
 

@@ -45,12 +45,12 @@ def joined(models: list[CausalLM], target: WeightTarget | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen2", True)])
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen2", True), ("Olmo2", False)])
 def test_the_ranks_parts_are_the_checkpoint(
     make_checkpoint: MakeCheckpoint, architecture: str, tied: bool, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Heads of 16 in Qwen2, which has no head_dim of its own.
-    folder = make_checkpoint(architecture, hidden_size=96, tie_word_embeddings=tied, **SHAPE)
+    folder = make_checkpoint(architecture, hidden_size=96, tie_word_embeddings=tied, pad_token_id=0, **SHAPE)
     models = shards(ModelConfig.from_folder(str(folder)), size)
     read = []
     fill = WeightSlice.fill

@@ -47,6 +47,10 @@ class Communicator:
         """Return the sum of the ranks' x; may work in place."""
         return x
 
+    def all_reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' x, [num_rows, size], within a forward pass; may work in place."""
+        return self.all_reduce(x)
+
     def all_reduce_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

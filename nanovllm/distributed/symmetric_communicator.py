@@ -36,7 +36,7 @@ class StepLimits:
     """The most that the ranks exchange in one step.
 
     Attributes:
-        num_reductions: calls of `all_reduce_rms_norm` of a forward pass; an odd number.
+        num_reductions: all-reduces of a forward pass.
         max_rows, hidden_size: of each of them.
         max_candidates: rows of `all_reduce_argmax`.
         num_gathers: calls of `all_gather_columns` after the forward pass.
@@ -52,7 +52,10 @@ class StepLimits:
     vocab_size: int
 
     def forward_calls(self, num_ranks: int) -> int:
-        """Return a bound, odd, on the kernels of a forward pass that send; theirs are the first indices of a step."""
+        """Return a bound on the kernels of a forward pass that send; theirs are the first indices of a step.
+
+        It is odd if and only if their number is.
+        """
         row_bytes = self.hidden_size * _LARGEST_ITEM_BYTES
         return self.num_reductions * max(
             num_parts(num_ranks, row_bytes, num_ranks, one_shot=True),
@@ -60,7 +63,7 @@ class StepLimits:
         )
 
     def calls_per_step(self, num_ranks: int) -> int:
-        """Return a bound, odd, on the kernels of a step that send."""
+        """Return a bound on the kernels of a step that send, which is odd if and only if `forward_calls` is."""
         # Each rank's columns are padded, by less than 64 (`shard_of`), and each half to whole rows.
         columns = self.vocab_size + 64 * num_ranks
         half_rows = -(-self.max_gathered_rows * columns // (2 * _SUM_COLUMNS)) + self.num_gathers
@@ -74,7 +77,7 @@ def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> 
     """Return the number of calls for an all-reduce: the least that fit (see `fits`) and that is odd.
 
     Consecutive calls use different halves of the buffer, also where one step follows another, if each all-reduce of a
-    step and the number of them are odd.
+    forward pass takes an odd number: the bounds of a step are then as odd or even as what it makes.
     """
     max_rows = (
         _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
@@ -144,17 +147,21 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     def begin_sampling(self) -> None:
         """See the base class."""
-        # An odd index, as a forward pass's last call has an even one.
+        # An index as even or odd as the number of a forward pass's calls, which the last call's is not.
         self._call, self._end_call = self._forward_calls, self._buffer.calls_per_step
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See the base class; for what follows a forward pass."""
-        # Two halves in an odd number of calls each, so that the number of calls per step stays odd.
+        # Two halves in an odd number of calls each, so that the number of calls per step stays odd, or even.
         padding = -x.numel() % (2 * _SUM_COLUMNS)
         rows = functional.pad(x.flatten(), (0, padding)).view(-1, _SUM_COLUMNS)
         weight = torch.ones(_SUM_COLUMNS, dtype=x.dtype, device=x.device)
         sums = [self.all_reduce_rms_norm(half, weight, 1e-6, None)[1] for half in rows.chunk(2)]
         return torch.cat(sums).flatten()[: x.numel()].view_as(x)
+
+    def all_reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.all_reduce_rms_norm(x, x.new_ones(x.shape[1]), 1.0, None)[1]
 
     def all_reduce_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None

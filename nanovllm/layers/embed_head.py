@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.quantization.dense import DenseWeight
@@ -17,23 +18,26 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab: this rank's token ids; rows of padding hold nothing in particular.
         hidden_size: elements of a row.
+        communicator: adds up the ranks' parts; None leaves that to the norm that follows.
     """
 
-    def __init__(self, vocab: Shard, hidden_size: int) -> None:
+    def __init__(self, vocab: Shard, hidden_size: int, communicator: Communicator | None = None) -> None:
         super().__init__()
-        self.vocab = vocab
+        self.vocab, self.communicator = vocab, communicator
         self.weight = DenseWeight(MatrixShard({None: vocab}, Shard.whole(hidden_size)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size].
 
-        Of several ranks each returns its part, zeros for the others' tokens; the sum is the embedding.
+        Of several ranks without a communicator each returns its part, zeros for the others' tokens; the sum is the
+        embedding.
         """
         if self.vocab.is_whole:
             return self.weight.embed(token_ids)
         rows = token_ids - self.vocab.start
         absent = (rows < 0) | (rows >= self.vocab.size)
-        return self.weight.embed(rows.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(1), 0)
+        part = self.weight.embed(rows.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(1), 0)
+        return part if self.communicator is None else self.communicator.all_reduce_rows(part)
 
 
 class ParallelLMHead(ColumnParallelLinear):

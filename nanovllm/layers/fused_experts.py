@@ -89,10 +89,10 @@ class FusedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> DeferredBranch:
         """Return the experts' outputs for x, [num_tokens, hidden_size], not computed yet, for the residual stream."""
-        return partial(self._add_to, x, routing)
+        return DeferredBranch(partial(self._add_to, x, routing))
 
     def _add_to(
-        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor
+        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
         out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start)

@@ -15,8 +15,7 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
-from nanovllm.kernels.rms_norm import Norm
-from nanovllm.layers.layernorm import DeferredBranch, Normed
+from nanovllm.layers.layernorm import DeferredBranch, LinearInput
 from nanovllm.quantization.config import make_weight
 from nanovllm.quantization.weight import MatrixShard, RoundedProduct, Weight
 from nanovllm.quantization_config import QuantizationConfig
@@ -27,7 +26,7 @@ class Projection:
     """A column-parallel layer's product, not computed yet."""
 
     weight: Weight
-    x: Normed
+    x: LinearInput
 
     @property
     def num_rows(self) -> int:
@@ -39,19 +38,11 @@ class Projection:
 
         gated: return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202).
         """
-        weight, norm, stream = self.weight, self.x.norm, self.x.stream
-        if norm.communicator.size > 1:
-            product = weight.rounded_product(self.num_rows, norm.weight.dtype)
-            if product is None:
-                return weight.multiply(self.x.compute(), gated)
-            return product.multiply(self.x.compute_rounded(product.rounding), gated)
-        out, total = weight.multiply_normed(self.x.branch, Norm(norm.weight, norm.eps), stream.residual, gated)
-        stream.settle(total)
-        return out
+        return self.x.multiply(self.weight, gated)
 
     def compute_for(self, weight: Weight) -> torch.Tensor:
         """Return gate and up, of which SiLU(gate) * up is meant, as the weight that multiplies them next takes them."""
-        return self.compute(gated=not weight.takes_gate_up(self.num_rows, self.x.norm.weight.dtype))
+        return self.compute(gated=not weight.takes_gate_up(self.num_rows, self.x.dtype))
 
     def rope_store(
         self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
@@ -72,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, x: Normed) -> Projection:
+    def forward(self, x: LinearInput) -> Projection:
         """Return the product with x, not computed yet."""
         return Projection(self.weight, x)
 
@@ -149,23 +140,19 @@ class RowParallelLinear(nn.Module):
         """
         if isinstance(x, Fp8Rows):
             assert product is not None
-            return partial(self._add_rounded, x, product)
+            return DeferredBranch(partial(self._add_rounded, x, product))
         if isinstance(x, Projection):
             x = x.compute_for(self.weight)
-        return partial(self._add_to, x, rows)
+        return DeferredBranch(partial(self._add_to, x), rows)
 
     def _add_rounded(
-        self, x: Fp8Rows, product: RoundedProduct, residual: torch.Tensor
+        self, x: Fp8Rows, product: RoundedProduct, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.inputs.is_whole:
+        if self.inputs.is_whole and residual is not None:
             return product.multiply_into(x, residual)
         return product.multiply(x, False), residual
 
-    def _add_to(
-        self, x: torch.Tensor, rows: torch.Tensor | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if rows is not None:
-            residual = residual[rows]
-        if self.inputs.is_whole:
+    def _add_to(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.inputs.is_whole and residual is not None:
             return self.weight.multiply_into(x, residual)
         return self.weight.multiply(x), residual

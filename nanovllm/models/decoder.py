@@ -1,10 +1,10 @@
 """The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that took its shape over.
 
 Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. How families differ stands in rows of
-`MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them. What differs
-between layers stands in `ModelConfig.layers`: sliding windows, layers that do not rotate, and mixtures of experts in
-the MLP's place. Activations are [num_tokens, size]: sequences lie one after the other, and only attention knows where
-one ends.
+`MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them, OLMo 2 has its
+norms after attention and MLP; and what differs between layers, in `ModelConfig.layers`: sliding windows, rotary
+embeddings, and mixtures of experts in the MLP's place. Activations are [num_tokens, size]: sequences lie one after the
+other, and only attention knows where one ends.
 
 Norms and linear layers are lazy: they return a deferred result (`Normed`, `Projection`, `DeferredBranch`), and the
 layer that takes it runs one fused kernel for both where there is one.
@@ -23,8 +23,16 @@ from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fused_experts import FusedExperts, Router
-from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, Normed, ResidualStream, RMSNorm
+from nanovllm.layers.layernorm import (
+    AllReduceRMSNorm,
+    DeferredBranch,
+    LinearInput,
+    Normed,
+    ResidualStream,
+    RMSNorm,
+)
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.qk_norm import NormedQKV, ParallelRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
@@ -35,9 +43,16 @@ class SelfAttention(nn.Module):
     """Self-attention of one layer."""
 
     def __init__(
-        self, config: ModelConfig, shard: ModelShard, rotary: RotaryEmbedding, options: AttentionOptions, prefix: str
+        self,
+        config: ModelConfig,
+        shard: ModelShard,
+        communicator: Communicator,
+        rotary: RotaryEmbedding,
+        options: AttentionOptions,
+        prefix: str,
     ) -> None:
         super().__init__()
+        self.communicator = communicator
         quant_config = config.quantization
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         qkv_bias, qk_norm = config.architecture.qkv_bias, config.architecture.qk_norm
@@ -48,20 +63,25 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             shard.heads.times(head_dim), hidden_size, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
-        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.q_norm, self.k_norm = None, None
+        if qk_norm == "heads":
+            self.q_norm, self.k_norm = RMSNorm(head_dim, eps), RMSNorm(head_dim, eps)
+        elif qk_norm == "projections":
+            self.q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
+            self.k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
         scales = None
         if quant_config is not None and quant_config.kv_scales is not None:
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
         self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales)
 
-    def forward(self, x: Normed, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
+    def forward(self, x: LinearInput, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
         """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""
-        qkv, product = self.qkv_proj(x), None
-        if rows is None:
-            product = self.o_proj.weight.rounded_product(len(positions), x.norm.weight.dtype)
+        qkv, q_norm, k_norm = self.qkv_proj(x), self.q_norm, self.k_norm
+        product = None if rows is not None else self.o_proj.weight.rounded_product(qkv.num_rows, x.dtype)
         rounding = None if product is None else product.rounding
-        out = self.attn(qkv, self.q_norm, self.k_norm, positions, rows, rounding)
+        if isinstance(q_norm, ParallelRMSNorm) and isinstance(k_norm, ParallelRMSNorm):
+            qkv, q_norm, k_norm = NormedQKV(qkv, (q_norm, k_norm), self.communicator), None, None
+        out = self.attn(qkv, q_norm, k_norm, positions, rows, rounding)
         return self.o_proj(out, rows, product)
 
 
@@ -78,7 +98,7 @@ class MLP(nn.Module):
             size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj"
         )
 
-    def forward(self, x: Normed) -> DeferredBranch:
+    def forward(self, x: LinearInput) -> DeferredBranch:
         """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
         return self.down_proj(self.gate_up_proj(x))
 
@@ -105,15 +125,10 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm, each added to the residual stream."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        communicator: Communicator,
-        attention: SelfAttention,
-        mlp: MLP | SparseMLP,
+        self, config: ModelConfig, communicator: Communicator, attention: SelfAttention, mlp: MLP | SparseMLP
     ) -> None:
         super().__init__()
-        self.self_attn = attention
-        self.mlp = mlp
+        self.self_attn, self.mlp = attention, mlp
         self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
@@ -124,23 +139,44 @@ class DecoderLayer(nn.Module):
         return x
 
 
+class PostNormDecoderLayer(nn.Module):
+    """Attention and MLP, each added to the residual stream after a norm."""
+
+    def __init__(
+        self, config: ModelConfig, communicator: Communicator, attention: SelfAttention, mlp: MLP | SparseMLP
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.post_feedforward_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+
+    def forward(self, x: ResidualStream, positions: torch.Tensor, rows: torch.Tensor | None) -> ResidualStream:
+        """x: [num_tokens, hidden_size] -> the same shape, or only `rows`."""
+        x += self.post_attention_layernorm.of(self.self_attn(x.total(), positions, rows))
+        x += self.post_feedforward_layernorm.of(self.mlp(x.total()))
+        return x
+
+
 class Decoder(nn.Module):
     """Embedding, layers and the last norm."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size)
-        # The layers that rotate share one, and so do those that do not.
-        kinds = {layer.has_rope for layer in config.layers}
-        rotaries = {rotates: RotaryEmbedding(config.head_dim, config.rope if rotates else None) for rotates in kinds}
+        is_post_norm = config.architecture.norms == "after"
+        make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
+        reducer = communicator if is_post_norm else None
+        self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
+        rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in {layer.rope for layer in config.layers}}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention = SelfAttention(config, shard, rotaries[layer.has_rope], options, f"{prefix}.self_attn")
+            attention = SelfAttention(config, shard, communicator, rotaries[layer.rope], options, f"{prefix}.self_attn")
             mlp_prefix, is_sparse = f"{prefix}.mlp", layer.has_experts
             mlp = SparseMLP(config, shard, communicator, mlp_prefix) if is_sparse else MLP(config, shard, mlp_prefix)
-            self.layers.append(DecoderLayer(config, communicator, attention, mlp))
-        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+            self.layers.append(make_layer(config, communicator, attention, mlp))
+        # What norms of branches return is the same on every rank.
+        last = Communicator() if is_post_norm else communicator
+        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Normed:
         """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size], or only `rows`."""

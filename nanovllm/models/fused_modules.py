@@ -9,17 +9,16 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, Rows
+from nanovllm.layers.linear import Projection
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard, Weight
 
@@ -94,26 +93,6 @@ class FusedMLP(nn.Module):
         return self.down_proj.multiply(gated).view(x.shape)
 
 
-@dataclass(frozen=True)
-class Product:
-    """A linear layer's product, not computed yet; see `Projection`."""
-
-    weight: Weight
-    x: torch.Tensor
-
-    def compute(self) -> torch.Tensor:
-        """See `Projection`."""
-        return self.weight.multiply(self.x)
-
-    def rope_store(
-        self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
-    ) -> torch.Tensor | None:
-        """See `Projection`."""
-        if not self.weight.should_use_rope_store(self.x, rope, pages):
-            return None
-        return self.weight.multiply_rope_store(self.x, rope, positions, pages, slot_mapping)
-
-
 class FusedAttention(nn.Module):
     """Attention with one product for queries, keys and values, whose norm, RoPE and store are one kernel."""
 
@@ -126,7 +105,7 @@ class FusedAttention(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         """hidden_states: [1, num_tokens, hidden_size] -> the same shape, and no weights of attention."""
-        product = Product(self.qkv_proj, hidden_states[0].contiguous())
+        product = Projection(self.qkv_proj, Rows(hidden_states[0].contiguous()))
         out = self.attn(product, self.q_norm, self.k_norm, _positions.get())
         return self.o_proj.multiply(out)[None], None
 

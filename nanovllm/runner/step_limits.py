@@ -13,9 +13,10 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     if model_config.hf is not None:
         return None
     max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
+    # After attention, after the MLP, and of norms that span the ranks' heads; the embedding besides.
+    per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
     return StepLimits(
-        # Two norms a layer, and the last.
-        num_reductions=2 * model_config.num_layers + 1,
+        num_reductions=per_layer * model_config.num_layers + 1,
         # A capture size has fewer than twice the prompt tokens of a step, and its decode rows besides.
         max_rows=2 * max_tokens + config.max_num_running,
         hidden_size=model_config.hidden_size,

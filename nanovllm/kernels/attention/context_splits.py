@@ -18,6 +18,8 @@ from nanovllm.kernels.attention.online_softmax import load_heads, merge_states
 
 _BLOCK = 16
 """Sequences per program of the splitting kernel."""
+_CHUNK = 512
+"""Sequences that these are compared with at once: of 2,048 not all would fit into registers."""
 _MERGED_AT_ONCE = 16
 
 
@@ -56,29 +58,46 @@ def split_contexts_ref(
     return ContextSplits(splits, torch.stack([firsts, counts], 1).int())
 
 
+@jit
+def _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX: tl.constexpr):
+    """Return the tokens of contexts that are in tiles."""
+    mask = seqs < num_seqs
+    old = tl.load(seq_lens_ptr + seqs, mask=mask, other=1) - 1
+    if HAS_PREFIX:
+        old -= tl.load(prefix_lens_ptr + seqs, mask=mask, other=0)
+    return old
+
+
 @jit(do_not_specialize=["num_seqs", "shares", "num_splits"], unaligned=["seq_lens_ptr", "prefix_lens_ptr"])
 def _split_contexts_kernel(
     seq_lens_ptr, prefix_lens_ptr, splits_ptr, of_seqs_ptr, num_seqs, shares, num_splits,
-    TILE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    seqs, own = tl.arange(0, SEQS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_seq, is_own = seqs < num_seqs, own < num_seqs
+    offsets, own = tl.arange(0, CHUNK), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_own = own < num_seqs
     wait_for_previous(PDL)
-    old = tl.load(seq_lens_ptr + seqs, mask=is_seq, other=1) - 1
-    own_old = tl.load(seq_lens_ptr + own, mask=is_own, other=1) - 1
-    if HAS_PREFIX:
-        old -= tl.load(prefix_lens_ptr + seqs, mask=is_seq, other=0)
-        own_old -= tl.load(prefix_lens_ptr + own, mask=is_own, other=0)
+    own_old = _load_old(seq_lens_ptr, prefix_lens_ptr, own, num_seqs, HAS_PREFIX)
     own_tiles = tl.cdiv(own_old, TILE)
-    weights = tl.where(is_seq, tl.maximum(tl.cdiv(old, TILE), 1), 0)
-    longest = tl.cdiv(tl.sum(weights, axis=0), shares)
-    counts = tl.cdiv(weights, longest)
+    num_tiles = 0
+    for chunk in range(0, num_seqs, CHUNK):
+        seqs = chunk + offsets
+        old = _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX)
+        num_tiles += tl.sum(tl.where(seqs < num_seqs, tl.maximum(tl.cdiv(old, TILE), 1), 0), axis=0)
+    longest = tl.cdiv(num_tiles, shares)
     own_counts = tl.where(is_own, tl.cdiv(tl.maximum(own_tiles, 1), longest), 0)
-    sizes = (old // tl.maximum(counts, 1))[None, :]
     own_sizes = (own_old // tl.maximum(own_counts, 1))[:, None]
     # A context's first split is the number of splits that are ordered before it.
-    is_before = (sizes > own_sizes) | ((sizes == own_sizes) & (seqs[None, :] < own[:, None]))
-    first = tl.sum(tl.where(is_before, counts[None, :], 0), axis=1)
+    first = tl.zeros([BLOCK], dtype=tl.int32)
+    num_used = 0
+    for chunk in range(0, num_seqs, CHUNK):
+        seqs = chunk + offsets
+        old = _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX)
+        counts = tl.cdiv(tl.maximum(tl.cdiv(old, TILE), 1), longest)
+        sizes = (old // counts)[None, :]
+        counts = tl.where(seqs < num_seqs, counts, 0)
+        is_before = (sizes > own_sizes) | ((sizes == own_sizes) & (seqs[None, :] < own[:, None]))
+        first += tl.sum(tl.where(is_before, counts[None, :], 0), axis=1)
+        num_used += tl.sum(counts, axis=0)
     tl.store(of_seqs_ptr + 2 * own, first, mask=is_own)
     tl.store(of_seqs_ptr + 2 * own + 1, own_counts, mask=is_own)
     for number in range(tl.max(own_counts, axis=0)):
@@ -90,7 +109,7 @@ def _split_contexts_kernel(
         tl.store(split_ptrs + 1, start, mask=mask)
         tl.store(split_ptrs + 2, end - start, mask=mask)
         tl.store(split_ptrs + 3, own_old, mask=mask)
-    for split in range(tl.sum(counts, axis=0) + tl.program_id(0), num_splits, tl.num_programs(0)):
+    for split in range(num_used + tl.program_id(0), num_splits, tl.num_programs(0)):
         tl.store(splits_ptr + 4 * split + tl.arange(0, 4), -1)
 
 
@@ -110,11 +129,9 @@ def split_contexts(
         return split_contexts_ref(seq_lens, tile, shares, prefix_lens)
     num_seqs = len(seq_lens)
     splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
-    # At least 512, so that all but the largest batches share one compiled kernel.
-    size = max(512, triton.next_power_of_2(num_seqs))
     _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
         seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
-        TILE=tile, SEQS=size, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(seq_lens.device),
+        TILE=tile, CHUNK=_CHUNK, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(seq_lens.device),
     )  # fmt: skip
     return ContextSplits(splits, of_seqs)
 

@@ -48,8 +48,8 @@ class SymmetricBuffer:
         max_candidates: maximum rows of `all_reduce_argmax`.
         addresses: [num_ranks] int64, on the device; address of each rank's buffer.
         step: [1] int32, on the device; number of steps since the buffers were cleared, from 1 on in a step.
-        calls_per_step: exceeds the number of calls of any step. Both are odd, so that consecutive calls, also of two
-            steps, use different halves.
+        calls_per_step: exceeds the number of calls of any step. Both are odd, or both even, so that consecutive calls,
+            also of two steps, use different halves.
         abort: [1] int32, in pinned host memory; when set, all waits end, with undefined results.
     """
 

@@ -132,8 +132,10 @@ class TritonBackend(AttentionBackend):
         self._hopper_prefill: Any = None
         self._widens = specs[0].dtype == torch.float8_e4m3fn
         num_kv_heads, key_size, *_ = self._kinds[0]
-        # Hopper's kernels and cascade attention take one size of heads, the same in all layers.
-        are_alike = {kind[:3] for kind in self._kinds} == {(num_kv_heads, key_size, key_size)}
+        # Hopper's kernels and cascade attention take one size of heads, the same in all layers. They decide a step's
+        # variant, and so its graph, which all ranks capture together: they must agree.
+        is_same = {kind[:3] for kind in self._kinds} == {(num_kv_heads, key_size, key_size)}
+        are_alike = all_reduce_min(int(is_same)) == 1
         if are_alike and is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
@@ -144,7 +146,6 @@ class TritonBackend(AttentionBackend):
         # Layers with windows take no part in cascade attention.
         shares_prefixes &= are_alike and cascade_attention.supports(key_size)
         shares_prefixes &= any(kind.window is None for kind in self._kinds)
-        # Variants decide a step's graph, which all ranks capture together, so they must agree.
         max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
         fewest_heads = all_reduce_min(num_kv_heads)
         rows_per_item = cascade_attention.rows_per_item(num_heads // num_kv_heads)

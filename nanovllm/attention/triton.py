@@ -29,7 +29,7 @@ FEW_SEQS = 64
 2.60 ms a step instead of 2.74 (0.6B, H200)."""
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
-_FLOAT32_TILE = 32
+_FLOAT32_TILE = 16
 _HOPPER_PROGRAMS = 2
 """Tokens per tile of keys and values of 128 elements, and programs per multiprocessor over which contexts are split."""
 _LEAST_TILE = 16

@@ -29,7 +29,7 @@ _OTHER_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Linear layers and experts have e4m3 values and float32 scales; embedding, head, norms and routers stay.
+    """Linear layers and experts have e4m3 values and float32 scales; embedding, norms and routers stay.
 
     Attributes:
         granularity: what has one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
@@ -39,6 +39,7 @@ class QuantizationConfig:
         ignored: modules that are stored as they are: names or parts of them between dots, or "re:" and a pattern.
         kv_scales: what of a layer's keys, and of its values, has a scale for a cache in e4m3: all heads ("tensor"), or
             each ("head"); None if the checkpoint has no such scales.
+        has_head: whether the LM head is one of the layers, as few checkpoints have it: their tensors tell.
     """
 
     granularity: Granularity
@@ -46,6 +47,7 @@ class QuantizationConfig:
     has_input_scale: bool = False
     ignored: tuple[str, ...] = ()
     kv_scales: KVGranularity | None = None
+    has_head: bool = False
 
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:

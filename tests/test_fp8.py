@@ -10,7 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class Format:
         shape: of them, given what the quantiser has, [blocks of outputs, blocks of inputs].
         input_scale: name of the inputs' scale, if there is one.
         ignored: layers that stay as they are.
+        layers: all of them.
     """
 
     config: dict[str, Any]
@@ -90,6 +91,7 @@ class Format:
     dtype: torch.dtype = torch.float32
     input_scale: str | None = None
     ignored: str = r"layers\.0\.self_attn\.o_proj"
+    layers: str = r"(_proj|\.w[123])\.weight$"
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -140,7 +142,7 @@ def write(folder: Path, kind: Format, to: Path) -> tuple[Path, Path]:
     tensors = load_file(folder / "model.safetensors")
     quantised, wide = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if not re.search(r"(_proj|\.w[123])\.weight$", name) or re.search(kind.ignored, name):
+        if not re.search(kind.layers, name) or re.search(kind.ignored, name):
             continue
         layer = name.removesuffix(".weight")
         quantised[name], scales, wide[name] = rounded(weight, kind)
@@ -260,6 +262,25 @@ def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], si
         assert len(parts) == 14
         for name, (region, index) in parts.items():
             assert torch.equal(region, wide[name][index]), name
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel", "compressed-tensor"])
+def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Ranks have whole blocks of it and parts of them, and some of them padding."""
+    kind = FORMATS[name]
+    lists = {key: list[str]() for key in ("ignore", "modules_to_not_convert") if key in kind.config}
+    kind = replace(kind, config=kind.config | lists, layers=r"(_proj|lm_head)\.weight$", ignored="nothing")
+    stored, meant = write(make_checkpoint("qwen2", **SHAPE, vocab_size=310), kind, tmp_path)
+    tokens, _ = tokens_and_logits(stored)
+    assert tokens == tokens_and_logits(meant)[0] == tokens_and_logits(stored, tensor_parallel_size=2)[0]
+    config, wide = ModelConfig.from_folder(str(stored)), load_file(meant / "model.safetensors")["lm_head.weight"]
+    for size in (1, 2, 3):
+        for model in shards(loader.with_stored_head(config, str(stored)), size):
+            loader.load_weights(model, str(stored))
+            weight = model.lm_head.weight
+            assert isinstance(weight, Fp8Weight)
+            part = wide[weight.shard.outputs[None].present]
+            assert torch.equal(dequantize_ref(weight.matrix, torch.float32)[: len(part)], part)
 
 
 def test_stacked_projections_may_have_one_scale(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def compressed(inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def with_group_format(name: str) -> dict[str, Any]:
+    """As those are written that may have groups of several formats."""
+    config = compressed(None, strategy="channel")
+    config["config_groups"]["group_0"]["format"] = name
+    return config
+
+
 @dataclass(frozen=True)
 class Format:
     """How a checkpoint is quantised.
@@ -350,6 +357,10 @@ def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Pat
         ),
         (compressed(None, strategy="channel") | {"format": "pack-quantized"}, "format='pack-quantized' is not"),
         (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC | {"type": "int"}}, "scheme of type='int'"),
+        (with_group_format("pack-quantized"), "format='pack-quantized' is not supported: only 'float-quantized'"),
+        (compressed(None, strategy="channel") | {"ignore": "lm_head"}, "ignore='lm_head' must be a list of names"),
+        (FP8 | {"modules_to_not_convert": ["re:("]}, r"modules_to_not_convert has 're:\(', which is no pattern"),
+        (compressed(None, strategy="channel") | {"config_groups": [{}]}, r"config_groups=\[{}\] must be one"),
         (compressed(None, strategy="channel", type="int", num_bits=4), "weights of type='int', num_bits=4"),
         (compressed(weights_of(type="int"), strategy="channel"), "input_activations of type='int'"),
         (compressed(None, strategy="group"), "weights of strategy='group' are not supported"),

@@ -15,6 +15,7 @@ from nanovllm.models.model_digest import model_digest
 from nanovllm.replicas.model_files import ModelFiles, read_model_files
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.host_memory import check_swap_space
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 
@@ -52,6 +53,7 @@ def make_local_engine(config: Config, compilers: Compilers | None = None) -> Loc
         config: of one engine.
         compilers: that a process with threads has made before it had any.
     """
+    check_swap_space(config.swap_space)
     # The compilers come first: what follows begins CUDA, and threads.
     with compilers or Compilers(config.device) as opened, start_ranks(config) as ranks:
         files = read_model_files(config)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.sequence import Sequence
@@ -221,8 +221,13 @@ def test_a_kill_in_mid_write_leaves_no_file_of_a_block(
 
 def test_another_models_blocks_are_not_taken(make_checkpoint: MakeCheckpoint, model: Path, saved: Path) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    last_token = make_checkpoint(**heads)
+    tensors = load_file(last_token / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1] += 1
+    save_file(tensors, last_token / "model.safetensors", metadata={"format": "pt"})
     others: list[tuple[Path, dict[str, Any]]] = [
         (make_checkpoint(seed=1, **heads), {}),
+        (last_token, {}),
         (make_checkpoint(rope_theta=20000.0, **heads), {}),
         (model, {"dtype": "bfloat16"}),
         (model, {"kvcache_block_size": 32}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -41,9 +41,12 @@ class LocalEngine:
         """Return the files of a folder that are this model's; a RuntimeError if it has other weights by now."""
         if not self.engine.has_own_weights:
             raise RuntimeError("the model has other weights than its folder, which files of prefixes belong to")
+        return PrefixFiles(self.runner, folder, self._digest, self.engine.config.kvcache_block_size)
+
+    @cached_property
+    def _digest(self) -> bytes:
         config, files = self.engine.config, self.files
-        digest = model_digest(config, files.model_config, files.folder, str(self.dtype), files.max_model_len)
-        return PrefixFiles(self.runner, folder, digest, config.kvcache_block_size)
+        return model_digest(config, files.model_config, files.folder, str(self.dtype), files.max_model_len)
 
 
 def make_local_engine(config: Config, compilers: Compilers | None = None) -> LocalEngine:

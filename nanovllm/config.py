@@ -61,8 +61,8 @@ class Config:
             checkpoint has for it, else 1; "auto" in `dtype`.
         num_kvcache_blocks: number of cache blocks, of tokens in all layers; -1 derives it from the free memory. Where
             only some layers have sliding windows, and blocks are of one group of layers, there are as many of each.
-        swap_space: GiB of the host's memory, of all ranks together, for blocks that the cache evicts; 0 keeps none.
-            With it, and with `prefix_cache`, layers with sliding windows keep the blocks of those without.
+        swap_space: GiB of the host's memory, of an engine's ranks together, for blocks that its cache evicts; 0 keeps
+            none. With it, and with `prefix_cache`, layers with sliding windows keep the blocks of those without.
         enable_prefix_caching: share the cache blocks of equal prefixes.
         prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
         attention_backend: "auto", "sdpa", "triton" or "flash_attn".

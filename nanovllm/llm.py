@@ -426,8 +426,8 @@ class LLM(EngineControl, Unpicklable):
             The number of different full blocks of the prompts, all of which the folder now has.
 
         Raises:
-            ValueError: a prompt is out of bounds, prefix caching is off, or layers of the model have windows: all of
-                them, or some, and the engine was started without `prefix_cache`.
+            ValueError: a prompt is out of bounds, `folder` is no folder, prefix caching is off, or layers of the model
+                have windows: all of them, or some, and the engine was started without `prefix_cache`.
             OSError: a file cannot be written; the error is a RuntimeError if it is another rank's.
             RuntimeError: other requests are unfinished, or see `generate`.
 
@@ -436,6 +436,8 @@ class LLM(EngineControl, Unpicklable):
         """
         if not self.config.enable_prefix_caching:
             raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
+        if not isinstance(folder, str | os.PathLike) or (os.path.exists(folder) and not os.path.isdir(folder)):
+            raise ValueError(f"folder must be a path, of a folder if it exists, not {folder!r}")
         self.require_ready()
         local = self._loaded.require_local()
         files = local.prefix_files(os.path.abspath(folder))

@@ -29,7 +29,7 @@ _OTHER_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Linear layers and experts have e4m3 values and float32 scales; embedding, head, norms and routers stay.
+    """Linear layers and experts have e4m3 values and float32 scales; embedding, norms and routers stay.
 
     Attributes:
         granularity: what has one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
@@ -39,6 +39,7 @@ class QuantizationConfig:
         ignored: modules that are stored as they are: names or parts of them between dots, or "re:" and a pattern.
         kv_scales: what of a layer's keys, and of its values, has a scale for a cache in e4m3: all heads ("tensor"), or
             each ("head"); None if the checkpoint has no such scales.
+        has_head: whether the LM head is one of the layers, as few checkpoints have it: their tensors tell.
     """
 
     granularity: Granularity
@@ -46,6 +47,7 @@ class QuantizationConfig:
     has_input_scale: bool = False
     ignored: tuple[str, ...] = ()
     kv_scales: KVGranularity | None = None
+    has_head: bool = False
 
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:
@@ -123,13 +125,27 @@ def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: scale_fmt={scale_fmt!r} is not supported: only 'float'")
     if scheme not in ("dynamic", "static"):
         raise ValueError(f"quantization_config: activation_scheme must be 'dynamic' or 'static', not {scheme!r}")
-    ignored = tuple(values.get("modules_to_not_convert") or values.get("ignored_layers") or ())
+    ignored = _module_names(values, "modules_to_not_convert") or _module_names(values, "ignored_layers")
     if size is None:
         return QuantizationConfig("tensor", True, scheme == "static", ignored, kv_scales)
     _check_block(size)
     if scheme == "static":
         raise ValueError("quantization_config: activation_scheme='static' is not supported with a weight_block_size")
     return QuantizationConfig("block", True, ignored=ignored, kv_scales=kv_scales)
+
+
+def _module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return names of modules, of which those that begin with "re:" are patterns."""
+    names = values.get(key) or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"quantization_config: {key}={names!r:.400} must be a list of names")
+    for name in names:
+        try:
+            if name.startswith("re:"):
+                re.compile(name[3:])
+        except re.error as error:
+            raise ValueError(f"quantization_config: {key} has {name!r}, which is no pattern: {error}") from error
+    return tuple(names)
 
 
 def _read_kv_cache_scheme(scheme: Any) -> KVGranularity | None:
@@ -159,10 +175,12 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: format={stored!r} is not supported: only 'float-quantized'")
     if (status := values.get("quantization_status", "compressed")) != "compressed":
         raise ValueError(f"quantization_config: quantization_status={status!r} is not supported: only 'compressed'")
-    groups = list((values.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+    groups = values.get("config_groups")
+    group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise ValueError(f"quantization_config: config_groups={groups!r:.400} must be one, of targets ['Linear']")
-    (group,) = groups
+    if group.get("format") not in (None, stored):
+        raise ValueError(f"quantization_config: format={group['format']!r} is not supported: only {stored!r}")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     _refuse({"output_activations": group.get("output_activations")}, "")
     for what, args in (("weights", weights), ("input_activations", inputs)):
@@ -177,7 +195,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     if has_input_scale and inputs.get("strategy") != "tensor":
         raise ValueError(f"quantization_config: static inputs of strategy={inputs.get('strategy')!r} are not supported")
     kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
-    return QuantizationConfig(strategy, True, has_input_scale, tuple(values.get("ignore") or ()), kv_scales)
+    return QuantizationConfig(strategy, True, has_input_scale, _module_names(values, "ignore"), kv_scales)
 
 
 def _check_e4m3(what: str, args: Mapping[str, Any]) -> None:

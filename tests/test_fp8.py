@@ -10,7 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,13 @@ def compressed(inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def with_group_format(name: str) -> dict[str, Any]:
+    """As those are written that may have groups of several formats."""
+    config = compressed(None, strategy="channel")
+    config["config_groups"]["group_0"]["format"] = name
+    return config
+
+
 @dataclass(frozen=True)
 class Format:
     """How a checkpoint is quantised.
@@ -81,6 +88,7 @@ class Format:
         shape: of them, given what the quantiser has, [blocks of outputs, blocks of inputs].
         input_scale: name of the inputs' scale, if there is one.
         ignored: layers that stay as they are.
+        layers: all of them.
     """
 
     config: dict[str, Any]
@@ -90,6 +98,7 @@ class Format:
     dtype: torch.dtype = torch.float32
     input_scale: str | None = None
     ignored: str = r"layers\.0\.self_attn\.o_proj"
+    layers: str = r"(_proj|\.w[123])\.weight$"
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -140,7 +149,7 @@ def write(folder: Path, kind: Format, to: Path) -> tuple[Path, Path]:
     tensors = load_file(folder / "model.safetensors")
     quantised, wide = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if not re.search(r"(_proj|\.w[123])\.weight$", name) or re.search(kind.ignored, name):
+        if not re.search(kind.layers, name) or re.search(kind.ignored, name):
             continue
         layer = name.removesuffix(".weight")
         quantised[name], scales, wide[name] = rounded(weight, kind)
@@ -262,6 +271,25 @@ def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], si
             assert torch.equal(region, wide[name][index]), name
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel", "compressed-tensor"])
+def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Ranks have whole blocks of it and parts of them, and some of them padding."""
+    kind = FORMATS[name]
+    lists = {key: list[str]() for key in ("ignore", "modules_to_not_convert") if key in kind.config}
+    kind = replace(kind, config=kind.config | lists, layers=r"(_proj|lm_head)\.weight$", ignored="nothing")
+    stored, meant = write(make_checkpoint("qwen2", **SHAPE, vocab_size=310), kind, tmp_path)
+    tokens, _ = tokens_and_logits(stored)
+    assert tokens == tokens_and_logits(meant)[0] == tokens_and_logits(stored, tensor_parallel_size=2)[0]
+    config, wide = ModelConfig.from_folder(str(stored)), load_file(meant / "model.safetensors")["lm_head.weight"]
+    for size in (1, 2, 3):
+        for model in shards(loader.with_stored_head(config, str(stored)), size):
+            loader.load_weights(model, str(stored))
+            weight = model.lm_head.weight
+            assert isinstance(weight, Fp8Weight)
+            part = wide[weight.shard.outputs[None].present]
+            assert torch.equal(dequantize_ref(weight.matrix, torch.float32)[: len(part)], part)
+
+
 def test_stacked_projections_may_have_one_scale(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     folder = make_checkpoint("Phi3", pad_token_id=0)
     kind = Format(FP8, (None, None), shape=lambda scales: scales.view(()), ignored="nothing")
@@ -335,6 +363,10 @@ def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Pat
         ),
         (compressed(None, strategy="channel") | {"format": "pack-quantized"}, "format='pack-quantized' is not"),
         (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC | {"type": "int"}}, "scheme of type='int'"),
+        (with_group_format("pack-quantized"), "format='pack-quantized' is not supported: only 'float-quantized'"),
+        (compressed(None, strategy="channel") | {"ignore": "lm_head"}, "ignore='lm_head' must be a list of names"),
+        (FP8 | {"modules_to_not_convert": ["re:("]}, r"modules_to_not_convert has 're:\(', which is no pattern"),
+        (compressed(None, strategy="channel") | {"config_groups": [{}]}, r"config_groups=\[{}\] must be one"),
         (compressed(None, strategy="channel", type="int", num_bits=4), "weights of type='int', num_bits=4"),
         (compressed(weights_of(type="int"), strategy="channel"), "input_activations of type='int'"),
         (compressed(None, strategy="group"), "weights of strategy='group' are not supported"),

@@ -332,6 +332,9 @@ def test_an_engine_clips_only_what_scales_do_not_fit(make_checkpoint: MakeCheckp
     assert stats["num_clipped_kv"] == 0
     assert 3 * (scaled[0] - exact[0]).abs().mean() < (clipped[0] - exact[0]).abs().mean()
     with LLM(plain, **SETTINGS, kv_cache_dtype="fp8") as llm:
+        runner: Any = llm.llm_engine._runner
+        scales = runner.model.model.layers[1].self_attn.attn.pages.scales
+        assert scales.keys.tolist() == [1.0] * 5 and scales.values.tolist() == [0.5] * 5
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
         once = llm.stats()["num_clipped_kv"]
         # It counts on with the cache after a sleep.

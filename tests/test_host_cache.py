@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.block import ROOT_IDENTITY, Block
 from nanovllm.engine.block_table import BlockTable
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.runner import host_blocks
-from nanovllm.runner.messages import HostMemory
+from nanovllm.runner.block_copies import BlockCopies
+from nanovllm.runner.host_blocks import HostBlocks
+from nanovllm.runner.messages import BlockTransfer, HostMemory
+from nanovllm.utils.host_memory import available_memory
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence
 from tests.rank_processes import rank_pids
@@ -361,9 +365,23 @@ def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothi
     assert not pinning_threads()
 
 
+def test_a_slot_is_loaded_before_another_block_is_saved_there() -> None:
+    stack = torch.arange(24.0).view(1, 3, 8)
+    copies = BlockCopies([stack.view(1, 3, 8, 1)], HostBlocks(1, 32, stack.device))
+    copies.queue([BlockTransfer("save", 0, 0)])
+    copies.queue([BlockTransfer("save", 1, 0), BlockTransfer("load", 0, 2)])
+    copies.queue([BlockTransfer("load", 0, 0)])
+    copies.close()
+    assert stack[0, :, 0].tolist() == [8, 8, 0]
+
+
 def test_mistakes_are_named(model: Path, make_checkpoint: MakeCheckpoint) -> None:
     with pytest.raises(ValueError, match=r"swap_space=1000000.0 GiB is more than the \d+\.\d\d GiB of memory that are"):
         LLM(model, swap_space=1e6, **SETTINGS)
+    # Enough for one.
+    most = available_memory() / 2**30 * 0.7
+    with pytest.raises(ValueError, match=rf"swap_space={most} GiB for each of 2 engines is more than the \d+\.\d\d "):
+        LLM(model, swap_space=most, data_parallel_size=2, **SETTINGS)
     with pytest.raises(ValueError, match="swap_space must be a finite number >= 0, not -1"):
         LLM(model, swap_space=-1, **SETTINGS)
     with pytest.raises(ValueError, match=r"swap_space=1.0 needs enable_prefix_caching=True"):

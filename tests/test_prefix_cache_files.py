@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.sequence import Sequence
@@ -176,6 +179,7 @@ def test_files_that_are_not_right_are_refused_by_name(
         "its checksum does not fit": bytes(flipped),
         "or another block's": files[3].read_bytes(),
         "foreign": next(model.glob("*.safetensors")).read_bytes(),
+        "foreign: it has a tensor of dtype 'F8_E8M0'": save({"00000": torch.ones(8).to(torch.float8_e8m0fnu)}),
     }
     # What a kill in mid-write leaves: one long ago, another just now.
     abandoned, recent = (tmp_path / f".block-{number}" for number in (1, 2))
@@ -200,15 +204,36 @@ def test_files_that_are_not_right_are_refused_by_name(
         assert answer(llm) == (expected, 96)
 
 
+def test_a_kill_in_mid_write_leaves_no_file_of_a_block(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def killed(path: Path, data: bytes) -> None:
+        write(path, data[: len(data) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", killed)
+    with LLM(model, **SETTINGS) as llm, pytest.raises(KeyboardInterrupt):
+        llm.save_prefix_cache(tmp_path, [PROMPT], use_tqdm=False)
+    assert [file.name[:7] for file in tmp_path.iterdir()] == [".block-"]
+
+
 def test_another_models_blocks_are_not_taken(make_checkpoint: MakeCheckpoint, model: Path, saved: Path) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    last_token = make_checkpoint(**heads)
+    tensors = load_file(last_token / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1] += 1
+    save_file(tensors, last_token / "model.safetensors", metadata={"format": "pt"})
     others: list[tuple[Path, dict[str, Any]]] = [
         (make_checkpoint(seed=1, **heads), {}),
+        (last_token, {}),
         (make_checkpoint(rope_theta=20000.0, **heads), {}),
         (model, {"dtype": "bfloat16"}),
         (model, {"kvcache_block_size": 32}),
         (model, {"quantization": "fp8"}),
         (model, {"load_format": "dummy"}),
+        (model, {"revision": "another"}),
     ]
     for folder, changes in others:
         with LLM(folder, prefix_cache=str(saved), **SETTINGS | changes) as llm:
@@ -273,6 +298,10 @@ def test_mistakes_are_named(model: Path, make_checkpoint: MakeCheckpoint, tmp_pa
     with pytest.raises(ValueError, match=r"sliding windows \(of 24 tokens\)"):
         LLM(windows, prefix_cache=str(tmp_path), **SETTINGS)
     with LLM(model, **SETTINGS) as llm:
+        for folder in (5, next(model.iterdir())):
+            message = f"folder must be a path, of a folder if it exists, not {folder!r}"
+            with pytest.raises(ValueError, match=re.escape(message)):
+                llm.save_prefix_cache(folder, [PROMPT], use_tqdm=False)  # type: ignore[arg-type]
         llm.add_request([1, 2, 3], GREEDY)
         with pytest.raises(RuntimeError, match="unfinished requests"):
             llm.save_prefix_cache(tmp_path, [PROMPT], use_tqdm=False)

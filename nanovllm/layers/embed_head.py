@@ -8,8 +8,10 @@ from torch import nn
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.quantization.config import make_weight
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard
+from nanovllm.quantization_config import QuantizationConfig
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -46,11 +48,18 @@ class ParallelLMHead(ColumnParallelLinear):
     Args:
         vocab, hidden_size: see `VocabParallelEmbedding`.
         tied_to: the embedding whose weight is the head's, too; None if it has one of its own.
+        quant_config: of the model; only a checkpoint that says so has its head in e4m3.
     """
 
-    def __init__(self, vocab: Shard, hidden_size: int, tied_to: VocabParallelEmbedding | None) -> None:
-
+    def __init__(
+        self,
+        vocab: Shard,
+        hidden_size: int,
+        tied_to: VocabParallelEmbedding | None,
+        quant_config: QuantizationConfig | None = None,
+    ) -> None:
         if tied_to is not None:
             super().__init__(tied_to.weight)
-        else:
-            super().__init__(DenseWeight(MatrixShard({None: vocab}, Shard.whole(hidden_size))))
+            return
+        own_config = quant_config if quant_config is not None and quant_config.has_head else None
+        super().__init__(make_weight(own_config, "lm_head", MatrixShard({None: vocab}, Shard.whole(hidden_size))))

@@ -210,4 +210,4 @@ class DecoderForCausalLM(CausalLM):
         super().__init__(config, communicator)
         self.model = Decoder(config, self.shard, communicator)
         embedding = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(self.shard.vocab, config.hidden_size, tied_to=embedding)
+        self.lm_head = ParallelLMHead(self.shard.vocab, config.hidden_size, embedding, config.quantization)

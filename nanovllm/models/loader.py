@@ -43,7 +43,10 @@ def load_model(
         # What is drawn is quantised.
         model_config = replace(model_config, quantization=model_config.quantization.unstored())
     with torch.device("meta"):
+        # What is wrong with a config is said before a file of weights is looked at.
         model = make_model(model_config, communicator)
+        if config.load_format != "dummy" and (with_head := with_stored_head(model_config, folder)) is not model_config:
+            model = make_model(with_head, communicator)
     if isinstance(model, LoadableCausalLM):
         if config.load_format != "dummy":
             weight_files(folder)
@@ -58,6 +61,16 @@ def load_model(
         load_weights(model, folder, communicator.rank)
     model.tabulate_rope(max_model_len, device)
     return model
+
+
+def with_stored_head(model_config: ModelConfig, folder: str) -> ModelConfig:
+    """Return the config of a quantised checkpoint with what its files say of the LM head, since `ignore` need not."""
+    quantization = model_config.quantization
+    if quantization is None or not quantization.is_stored:
+        return model_config
+    if not any(name.startswith("lm_head.weight_scale") for _, name, _ in stored_tensors(folder)):
+        return model_config
+    return replace(model_config, quantization=replace(quantization, has_head=True))
 
 
 def load_weights(model: CausalLM, folder: str, rank: int = 0) -> None:

@@ -197,17 +197,18 @@ class ScaleSlice(WeightSlice):
         region = matrix.scales
         if config.granularity == "tensor":
             return cls((), (), region, ((), (1,)))
+        present = outputs.present
         if config.granularity == "channel":
             shapes = (outputs.total, 1), (outputs.total,)
-            return cls(shapes[0], (outputs.present,), region, shapes)
+            return cls(shapes[0], (present,), region[: outputs.num_present], shapes)
         blocks = -(-outputs.total // BLOCK), -(-inputs.total // BLOCK)
-        first, last = outputs.start // BLOCK, -(-outputs.stop // BLOCK)
+        first, last = present.start // BLOCK, -(-present.stop // BLOCK)
         index = slice(first, last), slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
-        rows = None
-        if matrix.block_outs == 1:
-            # The region may be on the meta device.
-            rows = torch.arange(outputs.start, outputs.stop, device="cpu") // BLOCK - first
-        return cls(blocks, index, region, (blocks,), rows)
+        if matrix.block_outs == BLOCK:
+            return cls(blocks, index, region[: last - first], (blocks,))
+        # The region may be on the meta device.
+        rows = torch.arange(present.start, present.stop, device="cpu") // BLOCK - first
+        return cls(blocks, index, region[: outputs.num_present], (blocks,), rows)
 
     @classmethod
     def unused(cls) -> ScaleSlice:

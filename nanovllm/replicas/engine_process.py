@@ -15,6 +15,7 @@ from multiprocessing.reduction import send_handle
 from nanovllm.config import Config
 from nanovllm.replicas.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
 from nanovllm.replicas.replica_devices import replica_devices
+from nanovllm.utils.host_memory import check_swap_space
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.python_process import describe_exit, start_python
 
@@ -125,13 +126,14 @@ class EngineProcesses:
         infos: of the engines, in order, once `load` has returned.
 
     Raises:
-        ValueError: there are too few GPUs.
+        ValueError: there are too few GPUs, or too little memory for the `swap_space` of all.
     """
 
     def __init__(self, config: Config) -> None:
         size = config.data_parallel_size
         self._config = config
         self._devices = replica_devices(config)
+        check_swap_space(config.swap_space, size)
         self.all: list[EngineProcess] = []
         self.infos: list[EngineInfo] = []
         with ExitStack() as stack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -15,6 +15,7 @@ from nanovllm.models.model_digest import model_digest
 from nanovllm.replicas.model_files import ModelFiles, read_model_files
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.host_memory import check_swap_space
 from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
 
 
@@ -40,9 +41,12 @@ class LocalEngine:
         """Return the files of a folder that are this model's; a RuntimeError if it has other weights by now."""
         if not self.engine.has_own_weights:
             raise RuntimeError("the model has other weights than its folder, which files of prefixes belong to")
+        return PrefixFiles(self.runner, folder, self._digest, self.engine.config.kvcache_block_size)
+
+    @cached_property
+    def _digest(self) -> bytes:
         config, files = self.engine.config, self.files
-        digest = model_digest(config, files.model_config, files.folder, str(self.dtype), files.max_model_len)
-        return PrefixFiles(self.runner, folder, digest, config.kvcache_block_size)
+        return model_digest(config, files.model_config, files.folder, str(self.dtype), files.max_model_len)
 
 
 def make_local_engine(config: Config, compilers: Compilers | None = None) -> LocalEngine:
@@ -52,6 +56,7 @@ def make_local_engine(config: Config, compilers: Compilers | None = None) -> Loc
         config: of one engine.
         compilers: that a process with threads has made before it had any.
     """
+    check_swap_space(config.swap_space)
     # The compilers come first: what follows begins CUDA, and threads.
     with compilers or Compilers(config.device) as opened, start_ranks(config) as ranks:
         files = read_model_files(config)

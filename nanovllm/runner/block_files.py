@@ -86,6 +86,9 @@ class BlockFiles:
             tensors = load(data)
         except SafetensorError as error:
             raise RefusedFileError(f"it is truncated or damaged ({error})") from error
+        except KeyError as error:
+            # Of dtypes that safetensors writes, and does not read from memory.
+            raise RefusedFileError(f"it is foreign: it has a tensor of dtype {error}") from error
         checksum = tensors.pop(_CHECKSUM, None)
         pages = [tensors[name] for name in sorted(tensors)]
         if checksum is None or [(page.shape, page.dtype) for page in pages] != self._layout:

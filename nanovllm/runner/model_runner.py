@@ -34,7 +34,7 @@ from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
 from nanovllm.runner.on_device import OnDevice
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
-from nanovllm.runner.swap_space import check_swap_space, keep_blocks, make_swap_space
+from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.runner.weights_loader import WeightsHolder
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
@@ -73,7 +73,6 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         self.communicator = communicator or Communicator()
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
-        check_swap_space(config.swap_space)
         if uses_triton(self.device):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)

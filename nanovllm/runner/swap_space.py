@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -24,35 +22,6 @@ _CUDA_TOKENS = 2304, 1
 """Prompt tokens of a large step, more than a captured one has, so that none is captured for this; of a small one."""
 _CPU_TOKENS = 8, 1
 """A CPU computes few tokens in the time that starting may take, and loads any number faster than it computes them."""
-
-
-def check_swap_space(swap_space: float) -> None:
-    """Check that so many GiB of the host's memory are free.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if swap_space and swap_space * _GIB > (free := available_memory()):
-        raise ValueError(f"swap_space={swap_space} GiB is more than the {free / _GIB:.2f} GiB of memory that are free")
-
-
-def available_memory() -> int:
-    """Return the bytes that this process can take without swapping: the system's, or its control group's if fewer."""
-    if not hasattr(os, "sysconf"):
-        raise ValueError("swap_space needs Linux or macOS, not Windows")
-    info = Path("/proc/meminfo")
-    if info.exists():
-        lines = (line.split() for line in info.read_text().splitlines())
-        free = next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup")
-    if (limit := group / "memory.max").exists() and (most := limit.read_text().strip()) != "max":
-        # Pages of files are given up when memory is needed.
-        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stats["inactive_file"])
-        free = min(free, int(most) - used)
-    return free
 
 
 def make_swap_space(

@@ -1,0 +1,40 @@
+"""How much of the host's memory is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_GIB = 2**30
+
+
+def check_swap_space(swap_space: float, num_engines: int = 1) -> None:
+    """Check that so many GiB of the host's memory are free for each of some engines.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if swap_space and num_engines * swap_space * _GIB > (free := available_memory()):
+        each = f" for each of {num_engines} engines" if num_engines > 1 else ""
+        raise ValueError(
+            f"swap_space={swap_space} GiB{each} is more than the {free / _GIB:.2f} GiB of memory that are free"
+        )
+
+
+def available_memory() -> int:
+    """Return the bytes that this process can take without swapping: the system's, or its control group's if fewer."""
+    if not hasattr(os, "sysconf"):
+        raise ValueError("swap_space needs Linux or macOS, not Windows")
+    info = Path("/proc/meminfo")
+    if info.exists():
+        lines = (line.split() for line in info.read_text().splitlines())
+        free = next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    if (limit := group / "memory.max").exists() and (most := limit.read_text().strip()) != "max":
+        # Pages of files are given up when memory is needed.
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stats["inactive_file"])
+        free = min(free, int(most) - used)
+    return free

@@ -291,10 +291,11 @@ def test_aborting_many_waiting_requests_takes_no_time_each() -> None:
     engine, _ = make_engine(pipeline_depth=0)
     ids = [engine.add_request([1], greedy(2)) for _ in range(20_000)]
     engine.step()
-    started = time.perf_counter()
+    # Of this thread, which other processes may keep from the cores.
+    started = time.thread_time()
     # In the reverse order of arrival, the worst for a list.
     engine.abort(reversed(ids))
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.5
     assert engine.is_finished()
 
 

@@ -284,6 +284,8 @@ def test_killed_during_exit(folder: Path, channel_pipes: set[str]) -> None:
     llm = make_llm(folder)
     # Otherwise the check after each test would find nothing.
     assert channel_pipes and channel_pipes <= open_pipes()
+    # It is told to end before, and must not have.
+    os.kill(rank_pids()[1], signal.SIGSTOP)
     kill_when(parallel(llm)._runner, "exit", rank=1, call=1)
     started = time.monotonic()
     llm.exit()

@@ -585,7 +585,7 @@ def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], d
     check_error(out, same, exact)
 
 
-SMALL, WIDE, LARGE = (48, 80, 2, 48), (192, 128, 8, 16), (512, 512, 2, 64)
+SMALL, WIDE, LARGE = (48, 80, 2, 48), (192, 128, 3, 16), (512, 512, 2, 64)
 """Elements of a key and of a value, query heads per KV head, block size."""
 UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, None, True), (WIDE, 129, False), (LARGE, 60, True)]
 """With windows, and whether there are a softcap and sinks."""

@@ -219,8 +219,8 @@ class TritonBackend(AttentionBackend):
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.
-        elements = max(2 * 128, padded_size(kind.key_size) + padded_size(kind.value_size))
-        return max(_LEAST_TILE, tile * 2 * 128 // elements), programs
+        largest = max(128, padded_size(max(kind.key_size, kind.value_size)))
+        return max(_LEAST_TILE, tile * 128 // largest), programs
 
     def forward(
         self,

@@ -38,7 +38,7 @@ _PROGRAMS_FOR_BANDWIDTH = 80
 _FREE_TOKENS = 190
 """Tokens that one program reads in the time that merging splits takes."""
 _MAX_WIDENED = 2
-"""Tokens of the chunks' contexts, for each of the chunks, up to which they are widened."""
+"""Up to so many tokens of the chunks' contexts, for each token of the chunks, these are widened."""
 _CASCADE_PROGRAMS = 2
 """Programs per multiprocessor for cascade attention."""
 

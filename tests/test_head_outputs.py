@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
+from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows_ref
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.runner import model_runner
+from tests.conftest import MakeCheckpoint
+from tests.test_fp8 import FORMATS, SETTINGS, quantizes, write
 from tests.test_kernels import DEVICE, DTYPES, GPU, paged, randn
 
 HEADS, KV_HEADS, SIZE = 6, 2, 128
@@ -84,3 +92,35 @@ def test_prompts(for_scaled_mm: bool, dtype: torch.dtype, by_hopper: bool) -> No
     else:
         attend = prefill_attention
     compare(lambda out: attend(query, pages, out, chunks, SIZE**-0.5), sum(query_lens), dtype, for_scaled_mm)
+
+
+@pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
+def test_a_model_says_what_it_says_with_rows_rounded_apart(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, decode rows, and in the last layer those to sample from."""
+    shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    stored, _ = write(make_checkpoint(head_dim=SIZE, **shape), FORMATS["fp8-block"], tmp_path)
+    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    monkeypatch.setattr(model_runner, "make_backend", lambda name, *args, **kwargs: TritonBackend(*args, **kwargs))
+    attend, made = TritonBackend.attend, list[bool]()
+
+    def watched(self: TritonBackend, query: Any, pages: Any, out: Any, *args: Any) -> None:
+        made.append(isinstance(out, Fp8Rows))
+        attend(self, query, pages, out, *args)
+
+    monkeypatch.setattr(TritonBackend, "attend", watched)
+    said = []
+    for rounds in (True, False):
+        if not rounds:
+            monkeypatch.setattr(TritonBackend, "can_round", lambda *args: False)
+        made.clear()
+        with LLM(stored, **SETTINGS | {"num_kvcache_blocks": 60}) as llm:
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+            outputs = llm.generate([list(range(i, i + 3)) for i in range(20)], params, use_tqdm=False)
+        assert any(made) == rounds and not all(made)
+        said.append([output.outputs[0] for output in outputs])
+    for mine, apart in zip(*said, strict=True):
+        assert mine.token_ids == apart.token_ids
+        assert mine.cumulative_logprob == pytest.approx(apart.cumulative_logprob, abs=1e-5)

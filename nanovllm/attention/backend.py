@@ -12,7 +12,7 @@ from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.head_outputs import HeadOutputs
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
+from nanovllm.kernels.linear.quantize_rows import Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 
@@ -57,6 +57,31 @@ class AttentionBackend(ABC):
         return
 
     @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: KVPages,
+        out: HeadOutputs,
+        metadata: AttentionMetadata,
+        scale: float,
+        options: AttentionOptions,
+    ) -> None:
+        """Compute the attention outputs of all query rows.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
+            pages: the layer's keys and values.
+            out: filled; in e4m3 only if `can_round`. Padding rows and chunk rows that are in none of
+                `metadata.query_tiles` are undefined.
+            metadata: describes the step.
+            scale: factor of the scores before the softmax.
+            options: of the layer.
+        """
+
+    def can_round(self, rounding: Rounding, value_size: int) -> bool:
+        """Return whether outputs of heads of this size may be in e4m3, rounded so."""
+        return False
+
     def forward(
         self,
         query: torch.Tensor,
@@ -65,31 +90,10 @@ class AttentionBackend(ABC):
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
-        """Return the attention outputs of all query rows.
-
-        Args:
-            query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
-            pages: the layer's keys and values.
-            metadata: describes the step.
-            scale: factor of the scores before the softmax.
-            options: of the layer.
-
-        Returns:
-            [num_tokens, num_heads, elements of a value], contiguous; padding rows and chunk rows that are in none of
-            `metadata.query_tiles` are undefined.
-        """
-
-    def forward_rounded(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions,
-        rounding: Rounding,
-    ) -> Fp8Rows | None:
-        """Return what `forward` does in e4m3, as the product that follows takes it; None if that is unsupported."""
-        return None
+        """Return the outputs of `attend`, [num_tokens, num_heads, elements of a value], contiguous."""
+        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
+        self.attend(query, pages, out, metadata, scale, options)
+        return out
 
     def forward_projected(
         self,

@@ -8,7 +8,8 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.head_outputs import HeadOutputs
+from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 
@@ -20,17 +21,18 @@ class FlashAttnBackend(AttentionBackend):
         if options.sinks is not None or spec.key_size != spec.value_size:
             raise ValueError("attention_backend='flash_attn' has neither sinks nor values of another size than keys")
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
         pages: KVPages,
+        out: HeadOutputs,
         metadata: AttentionMetadata,
         scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+        options: AttentionOptions,
+    ) -> None:
         """See the base class."""
+        assert isinstance(out, torch.Tensor)
         n = metadata.num_decodes
-        out = torch.empty_like(query)
         window = (-1 if options.window is None else options.window - 1, 0 if options.window else -1)
         if n:
             decoded = flash_attn_with_kvcache(
@@ -60,7 +62,6 @@ class FlashAttnBackend(AttentionBackend):
                 softcap=options.softcap or 0.0,
                 block_table=metadata.block_tables[n:],
             )
-        return out
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from torch.nn import functional
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.head_outputs import HeadOutputs
+from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
@@ -105,19 +106,19 @@ class SdpaBackend(AttentionBackend):
             mask &= position[:, None] > query_position[:, :, None] - window
         return Segment(row_index, len(seqs), key_slots.flatten(), mask.unsqueeze(1))
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
         pages: KVPages,
+        out: HeadOutputs,
         metadata: AttentionMetadata,
         scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+        options: AttentionOptions,
+    ) -> None:
         """See the base class."""
-        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
+        assert isinstance(out, torch.Tensor)
         for segment in metadata.plan[options.window]:
             out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale, options)
-        return out
 
 
 def _attend(

@@ -18,10 +18,10 @@ from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.attention.head_outputs import HeadOutputs, rows_of
-from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
+from nanovllm.kernels.linear.quantize_rows import Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 FEW_SEQS = 64
@@ -54,11 +54,6 @@ def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
         return False
     evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
     return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
-
-
-def _is_by_heads(rounding: Rounding, value_size: int) -> bool:
-    """Return whether a head is one of the groups that share a scale: a tile of attention has whole ones."""
-    return rounding.group == value_size == padded_size(value_size)
 
 
 class LayerKind(NamedTuple):
@@ -222,37 +217,11 @@ class TritonBackend(AttentionBackend):
         largest = max(128, padded_size(max(kind.key_size, kind.value_size)))
         return max(_LEAST_TILE, tile * 128 // largest), programs
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
-        """See the base class."""
-        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
-        self._attend(query, pages, out, metadata, scale, options)
-        return out
+    def can_round(self, rounding: Rounding, value_size: int) -> bool:
+        """See the base class: where a head is a group of values with one scale. A tile of attention has whole heads."""
+        return rounding.group == value_size == padded_size(value_size)
 
-    def forward_rounded(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions,
-        rounding: Rounding,
-    ) -> Fp8Rows | None:
-        """See the base class; supported where a head is a group of values with one scale."""
-        size = pages.v_cache.shape[3]
-        if not _is_by_heads(rounding, size):
-            return None
-        out = rounding.empty_rows(len(query), query.shape[1] * size, query.device)
-        self._attend(query, pages, out, metadata, scale, options)
-        return out
-
-    def _attend(
+    def attend(
         self,
         query: torch.Tensor,
         pages: KVPages,
@@ -261,6 +230,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
         options: AttentionOptions,
     ) -> None:
+        """See the base class."""
         n = metadata.num_decodes
         tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
         plan: StepPlan = metadata.plan
@@ -301,7 +271,7 @@ class TritonBackend(AttentionBackend):
             return None
         size = qkv.shape[2]
         out: HeadOutputs = qkv.new_empty(len(qkv), self.num_heads, size)
-        if rounding is not None and _is_by_heads(rounding, size):
+        if rounding is not None and self.can_round(rounding, size):
             out = rounding.empty_rows(len(qkv), self.num_heads * size, qkv.device)
         plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
         self._hopper_decode.hopper_decode_attention(

@@ -134,10 +134,10 @@ class Attention(CachedAttention):
                 if out is not None:
                     return out if isinstance(out, Fp8Rows) else out.flatten(1)
             query = qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping)
-        if rounding is not None:
-            rounded = self.backend.forward_rounded(query, pages, metadata, self.scale, self.options, rounding)
-            if rounded is not None:
-                return rounded
+        if rounding is not None and self.backend.can_round(rounding, self.head_dim):
+            rounded = rounding.empty_rows(len(query), query.shape[1] * self.head_dim, query.device)
+            self.backend.attend(query, pages, rounded, metadata, self.scale, self.options)
+            return rounded
         if rows is None:
             return self.backend.forward(query, pages, metadata, self.scale, self.options).flatten(1)
         # Tiles without a sampled row are not computed, and their rows have anything in them.

@@ -1,11 +1,12 @@
 """How fast decode attention reads keys and values, by rows and tokens of metadata.
 
-Run with `python -m tests.benchmarks.decode_bandwidth` on a GPU. Not a test: nothing is asserted. A call is all that a
-layer does between its products: norm, RoPE, store, attention.
+Run with `python -m tests.benchmarks.decode_bandwidth` on a GPU, of a cache in e4m3 with the argument `fp8`. Not a test:
+nothing is asserted. A call is all that a layer does between its products: norm, RoPE, store, attention.
 """
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,7 @@ from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
 from nanovllm.attention.triton import TritonBackend, should_use_single_split
-from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -32,22 +33,35 @@ MOST_LAYERS, MOST_BYTES = 28, 2**34
 """Each call reads memory of its own, as a model's layers do, unless it is so much that no cache holds any of it."""
 
 
-def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> tuple[float, float]:
+def make_pages(cache: torch.Tensor, dtype: torch.dtype) -> KVPages:
+    """Return pages of any values; cache: of a layer, [2, num_blocks, block_size, num_kv_heads, HEAD_DIM], bytes."""
+    values = cache.view(dtype)
+    if dtype == DTYPE:
+        values.normal_()
+        return KVPages(values[0], values[1])
+    cache.random_(0, 64)
+    ones = torch.ones(cache.shape[3], device=DEVICE)
+    return KVPages(values[0], values[1], KVScales(ones, ones, torch.zeros(1, dtype=torch.int64, device=DEVICE)))
+
+
+def microseconds(
+    num_heads: int, num_kv_heads: int, rows: int, length: int, dtype: torch.dtype = DTYPE
+) -> tuple[float, float]:
     """Time of a call, and its bytes of keys and values."""
     torch.cuda.empty_cache()
-    num_bytes = 4 * rows * length * num_kv_heads * HEAD_DIM
+    num_bytes = 2 * dtype.itemsize * rows * length * num_kv_heads * HEAD_DIM
     num_layers = min(MOST_LAYERS, max(1, MOST_BYTES // num_bytes))
     max_blocks = -(-length // BLOCK_SIZE)
     num_blocks = rows * max_blocks
-    spec = KVCacheSpec(num_kv_heads, HEAD_DIM, HEAD_DIM, None, DTYPE)
+    spec = KVCacheSpec(num_kv_heads, HEAD_DIM, HEAD_DIM, None, dtype)
     backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512)
-    cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
-    cache = torch.empty(cache_shape, dtype=DTYPE, device=DEVICE).normal_()
+    cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM * dtype.itemsize)
+    cache = torch.empty(cache_shape, dtype=torch.uint8, device=DEVICE)
     rotary = RotaryEmbedding(HEAD_DIM, RopeConfig(1e6))
     rotary.tabulate(length, DEVICE)
     layers = [Attention(num_kv_heads, HEAD_DIM, 1e-6, rotary) for _ in range(num_layers)]
-    for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
-        layer.bind(KVPages(k_cache, v_cache), backend)
+    for layer, of_layer in zip(layers, cache, strict=True):
+        layer.bind(make_pages(of_layer, dtype), backend)
 
     tables = torch.randperm(num_blocks, device=DEVICE).int().view(rows, max_blocks)
     lens = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
@@ -80,6 +94,7 @@ def microseconds(num_heads: int, num_kv_heads: int, rows: int, length: int) -> t
 def main() -> None:
     """Print a table for each shape."""
     ceiling = measure_ceilings().read_bandwidth
+    dtype = torch.float8_e4m3fn if "fp8" in sys.argv[1:] else DTYPE
     print(f"{torch.cuda.get_device_name()}, reads {ceiling / 1e12:.2f} TB/s; us a call, TB/s, share of what it reads")
     for name, heads in HEADS.items():
         print(f"\n| {name}, rows | " + " | ".join(f"{length} tokens" for length in CONTEXTS) + " |")
@@ -87,7 +102,7 @@ def main() -> None:
         for rows in ROWS:
             cells = []
             for length in CONTEXTS:
-                us, num_bytes = microseconds(*heads, rows, length)
+                us, num_bytes = microseconds(*heads, rows, length, dtype)
                 rate = num_bytes / us * 1e6
                 cells.append(f"{us:.1f}, {rate / 1e12:.2f}, {rate / ceiling:.0%}")
             print(f"| {rows} | " + " | ".join(cells) + " |", flush=True)

@@ -31,7 +31,7 @@ from nanovllm.kernels.attention.warp_attention import (
     merge,
     merge_two,
     round_heads,
-    spread,
+    share_query,
     store_heads,
     value_order,
 )
@@ -43,6 +43,15 @@ from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 def _halves_layout(half):
     """Return the layout of one half of each of a group's heads, [ROWS, half]."""
     return gl.BlockedLayout([1, 4], [128 // half, half // 4], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _value_layout(E4M3, MMA):
+    """Return the layout of the new token's value, [head_dim].
+
+    What rounds it to e4m3 should do so once for each element, and not in all the threads that need it.
+    """
+    return gl.BlockedLayout([1], [32], [WARPS], [0]) if E4M3 else gl.SliceLayout(0, gl.SliceLayout(0, MMA))
 
 
 @gluon.jit
@@ -97,18 +106,19 @@ def _load_token(
 
 
 @gluon.jit
-def _scaled(x, scale_ptr, head):
-    """Return x times the KV head's scale, if there are any."""
+def _load_scale(scale_ptr, head):
+    """Load a KV head's scale; 1 if there are none."""
+    scale = 1.0
     if scale_ptr is not None:
-        x *= gl.load(scale_ptr + head)
-    return x
+        scale = gl.load(scale_ptr + head)
+    return scale
 
 
 @gluon.jit
-def _to_e4m3(x, scale_ptr, head, clipped_ptr, counts):
-    """Return the bytes of e4m3 that mean x if multiplied by the KV head's scale; counts what is clipped if `counts`."""
+def _to_e4m3(x, scale, clipped_ptr, counts):
+    """Return the bytes of e4m3 that mean x if multiplied by the scale; counts what is clipped if `counts`."""
     LAYOUT: gl.constexpr = x.type.layout
-    scaled = x.to(gl.float32) / gl.load(scale_ptr + head)
+    scaled = x.to(gl.float32) / scale
     gl.atomic_add(
         clipped_ptr + gl.zeros(x.shape, gl.int32, LAYOUT), gl.full(x.shape, 1, gl.int64, LAYOUT),
         mask=(gl.abs(scaled) > 448.0) & counts, sem="relaxed",
@@ -118,34 +128,36 @@ def _to_e4m3(x, scale_ptr, head, clipped_ptr, counts):
 
 
 @gluon.jit
-def _from_e4m3(token):
-    """Return a token whose key and value are bytes of e4m3 in float16, without their scales, and any other as it is."""
+def _from_e4m3(token, MMA: gl.constexpr):
+    """Return a token of e4m3 in float16, without scales, its value in `value_order`, and any other as it is."""
     query, key, value = token
     if value.dtype == gl.uint8:
         query = (to_float16(query[0].to(gl.float32)), to_float16(query[1].to(gl.float32)))
         key = (as_float16(key[0]), as_float16(key[1]))
-        value = as_float16(value)
+        value = gl.convert_layout(value_order(as_float16(value)), gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
     return query, key, value
 
 
 @gluon.jit
-def _finish_token(token, dims, value_dims, constants, eps, head, kv_slot, stored, scales, HAS_NORM: gl.constexpr):
+def _finish_token(
+    token, dims, value_dims, constants, eps, kv_slot, stored, scales, clipped_ptr, HAS_NORM: gl.constexpr
+):
     """Apply QK norm and RoPE to the new token's heads, and store its key and value unless kv_slot is -1.
 
-    scales: pointers to the scales of keys and values, and to the counter of clipped ones, or three times None. Returns
-    key and value as they are stored.
+    scales: of key and value; clipped_ptr: to the counter of clipped ones, or None if they are stored as they are.
+    Returns key and value as they are stored.
     """
     query, key, value = token
     q_weights, k_weights, angles = constants
     key_ptr, value_ptr = stored
-    k_scale_ptr, v_scale_ptr, clipped_ptr = scales
+    k_scale, v_scale = scales
     query = _norm_and_rotate(query[0], query[1], q_weights, angles, eps, HAS_NORM)
     key = _norm_and_rotate(key[0], key[1], k_weights, angles, eps, HAS_NORM)
-    if k_scale_ptr is not None:
-        first = _to_e4m3(key[0], k_scale_ptr, head, clipped_ptr, kv_slot >= 0)
-        second = _to_e4m3(key[1], k_scale_ptr, head, clipped_ptr, kv_slot >= 0)
+    if clipped_ptr is not None:
+        first = _to_e4m3(key[0], k_scale, clipped_ptr, kv_slot >= 0)
+        second = _to_e4m3(key[1], k_scale, clipped_ptr, kv_slot >= 0)
         key = (first, second)
-        value = _to_e4m3(value, v_scale_ptr, head, clipped_ptr, kv_slot >= 0)
+        value = _to_e4m3(value, v_scale, clipped_ptr, kv_slot >= 0)
     if kv_slot >= 0:
         gl.store(key_ptr + dims[None, :], key[0])
         gl.store(key_ptr + dims[None, :] + dims.shape[0], key[1])
@@ -208,8 +220,9 @@ def _hopper_decode_kernel(
     ring = begin_copies(copy_from, HEAD_DIM, STAGES, BLOCK_SIZE, BY_PARTS)
     dims = gl.arange(0, HALF, gl.SliceLayout(0, _halves_layout(HALF)))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, _halves_layout(HALF)))
-    value_dims = value_order(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, MMA))), E4M3)
-    scale = _scaled(scale, k_scale_ptr, head)
+    value_dims = gl.arange(0, HEAD_DIM, _value_layout(E4M3, MMA))
+    k_scale, v_scale = _load_scale(k_scale_ptr, head), _load_scale(v_scale_ptr, head)
+    scale *= k_scale
     if PROJECTED:
         constants = _load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
     gdc_wait()
@@ -221,20 +234,21 @@ def _hopper_decode_kernel(
     token = _load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
     if PROJECTED:
         kv_slot = gl.where(is_first, kv_slot, -1)
-        scales = (k_scale_ptr, v_scale_ptr, clipped_ptr)
-        token = _finish_token(token, dims, value_dims, constants, eps, head, kv_slot, stored, scales, HAS_NORM)
-    query, key, value = _from_e4m3(token)
+        token = _finish_token(
+            token, dims, value_dims, constants, eps, kv_slot, stored, (k_scale, v_scale), clipped_ptr, HAS_NORM
+        )
+    query, key, value = _from_e4m3(token, MMA)
     softmax = begin_softmax(query, key, value, is_first, scale, MMA)
-    operand = spread(query[0], query[1], gl.DotOperandLayout(0, MMA, 2), E4M3)
+    shared_query = share_query(query[0], query[1], E4M3)
     if PREFIX_STRIDE > 0:
         first_row, stride = (prefix_place * KV_HEADS + head) * GROUP, PREFIX_STRIDE * KV_HEADS * GROUP
         count = gl.where(is_first, prefix_parts, 0)
         prefix = load_parts(prefix_out_ptr, prefix_lse_ptr, first_row, stride, count, GROUP, HEAD_DIM)
-    softmax = attend_to_old(operand, scale, softmax, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
+    softmax = attend_to_old(shared_query, scale, softmax, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
     attended, lse = merge(softmax, E4M3)
     if PREFIX_STRIDE > 0:
         attended, lse = merge_two(attended, lse, prefix[0], prefix[1])
-    attended = _scaled(attended, v_scale_ptr, head)
+    attended *= v_scale
     if WHOLE or (is_first and num_tiles * TILE >= old_len):
         _store_outputs(
             attended, (out_ptr, out_scale_ptr, out_scale_row_stride, out_scale_head_stride), seq, head,
@@ -302,8 +316,9 @@ def hopper_decode_attention(
     k_keys, v_keys = k_cache.view(shape), v_cache.view(shape)
     splits, is_whole = plan.splits.splits, plan.partial is None
     partial, lse = plan.partial or (None, None)
-    # With more programs than multiprocessors, two share one, and copying only existing keys saves bandwidth. With
+    # With more programs than multiprocessors, some share one, and copying only existing keys saves bandwidth. With
     # fewer, each has room for a fourth stage, and the extra instructions for a partial copy cost more than they save.
+    # Stages of e4m3 are half as large, so that three programs share a multiprocessor, which gains more than six stages.
     many = num_seqs * num_kv_heads > device_limits(x.device)[0]
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, slot_mapping, splits, block_tables, block_tables.stride(0),
@@ -311,7 +326,7 @@ def hopper_decode_attention(
         k_cache, v_cache, pointer(out), partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        STAGES=(4 if is_whole and not many else 3) * (2 // k_cache.element_size()),
+        STAGES=4 if is_whole and not many and k_cache.element_size() == 2 else 3,
         BY_PARTS=is_whole and many, WHOLE=is_whole,
         PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,

@@ -64,20 +64,44 @@ def key_order(heads):
 
 
 @gluon.jit
-def value_order(dims, E4M3: gl.constexpr):
-    """Return which element of a value each column of products is of; dims: 0 ... HEAD_DIM - 1.
+def value_order(value):
+    """Bring the elements of a value, [HEAD_DIM], into the order of the columns of products with values of e4m3.
 
-    A thread has a column of each 8. With values of e4m3 these are an eighth of the value.
+    A thread of `mma_v2` has a column of each 8. Here these are an eighth of the value.
     """
-    if E4M3:
-        dims = dims % 8 * (dims.shape[0] // 8) + dims // 8
-    return dims
+    HEAD_DIM: gl.constexpr = value.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(value, [8, HEAD_DIM // 8]), (1, 0)), [HEAD_DIM])
 
 
 @gluon.jit
 def as_float16(bytes):
     """Return bytes of e4m3 as float16, exactly."""
     return bytes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+
+
+@gluon.jit
+def _as_float16_pairs(even, odd):
+    """Return bytes of e4m3 of two keys as float16, [..., 2]; `mma_v2` has both in one register.
+
+    The compiler would put the bytes together one by one.
+    """
+    both = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high;
+        .reg .b16 first, second, third, fourth;
+        prmt.b32 low, $4, $5, 0x5140;
+        prmt.b32 high, $4, $5, 0x7362;
+        mov.b32 {first, second}, low;
+        mov.b32 {third, fourth}, high;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+        cvt.rn.f16x2.e4m3x2 $2, third;
+        cvt.rn.f16x2.e4m3x2 $3, fourth;
+        }""",
+        "=r,=r,=r,=r,r,r", [even, odd], gl.int32, is_pure=True, pack=4,
+    )  # fmt: skip
+    low, high = both.to(gl.int16), (both >> 16).to(gl.int16)
+    return gl.join(low.to(gl.float16, bitcast=True), high.to(gl.float16, bitcast=True))
 
 
 @gluon.jit
@@ -99,25 +123,35 @@ def _load_values(values, OPERAND: gl.constexpr):
     """Load a tile of values as an operand, [WARPS, WARP_KEYS, HEAD_DIM]; those of e4m3 in `value_order`."""
     if values.dtype == gl.uint8:
         HEAD_DIM: gl.constexpr = values.shape[2]
-        parts = gl.reshape(values.load(_value_bytes_layout(HEAD_DIM)), [WARPS, WARP_KEYS, 8, HEAD_DIM // 8])
-        ordered = gl.reshape(gl.permute(parts, (0, 1, 3, 2)), [WARPS, WARP_KEYS, HEAD_DIM])
-        value = as_float16(gl.convert_layout(ordered, OPERAND))
+        bytes = values.load(_value_bytes_layout(HEAD_DIM))
+        pairs = gl.permute(gl.reshape(bytes, [WARPS, WARP_KEYS // 2, 2, HEAD_DIM]), (0, 1, 3, 2))
+        even, odd = gl.split(pairs)
+        parts = gl.reshape(_as_float16_pairs(even, odd), [WARPS, WARP_KEYS // 2, 8, HEAD_DIM // 8, 2])
+        ordered = gl.reshape(gl.permute(parts, (0, 1, 4, 3, 2)), [WARPS, WARP_KEYS, HEAD_DIM])
+        value = gl.convert_layout(ordered, OPERAND)
     else:
         value = values.load(OPERAND)
     return value
 
 
 @gluon.jit
-def spread(first, second, OPERAND: gl.constexpr, E4M3: gl.constexpr):
-    """Join halves of heads, [ROWS, HEAD_DIM / 2] each, into an operand that every warp has: [WARPS, ROWS, HEAD_DIM]."""
+def share_query(first, second, E4M3: gl.constexpr):
+    """Join halves of heads, [ROWS, HEAD_DIM / 2] each, in shared memory, [ROWS, HEAD_DIM]."""
     HEAD_DIM: gl.constexpr = 2 * first.shape[1]
     heads = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [ROWS, HEAD_DIM])
     if E4M3:
         heads = key_order(heads)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    shared = gl.allocate_shared_memory(heads.dtype, [ROWS, HEAD_DIM], SHARED, heads)
+    return gl.allocate_shared_memory(heads.dtype, [ROWS, HEAD_DIM], SHARED, heads)
+
+
+@gluon.jit
+def _load_query(shared, MMA: gl.constexpr):
+    """Load the heads as an operand that every warp has, [WARPS, ROWS, HEAD_DIM]."""
+    HEAD_DIM: gl.constexpr = shared.shape[1]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     one = gl.expand_dims(shared.load(gl.SliceLayout(0, OPERAND)), 0)
-    operand, _zeros = gl.broadcast(one, gl.zeros([WARPS, ROWS, HEAD_DIM], heads.dtype, OPERAND))
+    operand, _zeros = gl.broadcast(one, gl.zeros([WARPS, ROWS, HEAD_DIM], shared.dtype, OPERAND))
     return operand
 
 
@@ -197,13 +231,16 @@ def begin_copies(
 
 @gluon.jit
 def attend_to_old(
-    query, scale, softmax, copy_from, ring, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr
-):
+    shared_query, scale, softmax, copy_from, ring,
+    STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BY_PARTS: gl.constexpr,
+):  # fmt: skip
     """Fold all tiles of the split into the softmax; `begin_copies` has started the first copies."""
     _k_desc, _v_desc, _k_part_desc, _v_part_desc, _table_ptr, _column, tiles = copy_from
     first_tile, num_tiles, old_len = tiles
     keys, values, full = ring
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, softmax[0].type.layout, 2)
+    MMA: gl.constexpr = softmax[0].type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    query = _load_query(shared_query, MMA)
     for number in range(num_tiles):
         stage = number % STAGES
         mbarrier.wait(full.index(stage), number // STAGES & 1)
@@ -212,6 +249,9 @@ def attend_to_old(
         if number + STAGES < num_tiles:
             barrier()
             _copy_tile(number + STAGES, copy_from, ring, STAGES, BLOCK_SIZE, BY_PARTS)
+        if keys.dtype == gl.uint8:
+            # Conversions need its registers.
+            query = _load_query(shared_query, MMA)
         softmax = _attend_tile(query, key, value, first_tile + number, old_len, scale, softmax)
     return softmax
 

@@ -102,7 +102,10 @@ class Fp8Weight(Fp8Values, Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.MAX_OWN_FP8_ROWS + 1, choose.MAX_SPLITK_ROWS + 1
+    kernel_rows = (
+        1, 2, choose.MAX_SKINNY_ROWS // 2 + 1, choose.MAX_SKINNY_ROWS + 1, 33, choose.MAX_OWN_FP8_ROWS + 1,
+        choose.MAX_SPLIT_FP8_ROWS + 1, choose.MAX_SPLITK_ROWS + 1,
+    )  # fmt: skip
     kernel_tokens = (choose.MAX_OWN_FP8_ROWS + 1,)
 
     def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:

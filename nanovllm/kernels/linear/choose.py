@@ -21,6 +21,8 @@ With e4m3 weights (`choose_fp8`):
 | 65 and more | rows in e4m3, `torch._scaled_mm` | sm_89 and newer, bfloat16; blocks of scales: Hopper, CUDA 12.9 |
 | 17 and more | rows in e4m3, scaled_gemm | sm_89 and newer, 16-bit |
 | any | cuBLAS over weights that are dequantised before | otherwise |
+
+Where the next norm adds up parts of sums, scaled_gemm takes up to 128 rows (`fp8_parts`).
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ PERSISTENT_INS = 64
 
 MAX_OWN_FP8_ROWS = 64
 """Up to here `torch._scaled_mm` takes as long in e4m3 as cuBLAS in bf16 (H200, layers of 8B)."""
+MAX_SPLIT_FP8_ROWS = 128
+"""Up to here `scaled_gemm` is faster than `torch._scaled_mm` if it may leave its sums in parts to the next norm."""
 FP8_INS = 128
 """Inputs per step of `scaled_gemm`, which are in one block of scales."""
 
@@ -135,10 +139,15 @@ def should_quantize_rows(num_rows: int, dtype: torch.dtype, device: torch.device
     return num_rows > MAX_SKINNY_ROWS and dtype.itemsize == 2 and uses_triton(device) and converts_e4m3(device)
 
 
-def fp8_parts(num_rows: int, weight: Fp8Matrix) -> int:
-    """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm."""
+def fp8_parts(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> int:
+    """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm; 1 is none.
+
+    Then it is chosen for up to MAX_SPLIT_FP8_ROWS rows instead of `torch._scaled_mm`.
+    """
+    is_own = choose_fp8(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM
     num_steps = -(-weight.values.shape[1] // FP8_INS)
-    return SPLITK_PARTS if num_rows <= MAX_SPLITK_ROWS and num_steps % SPLITK_PARTS == 0 else 1
+    few = num_rows <= (MAX_SPLITK_ROWS if is_own else MAX_SPLIT_FP8_ROWS)
+    return SPLITK_PARTS if few and num_steps % SPLITK_PARTS == 0 else 1
 
 
 def resident_outs(out_features: int, num_programs: int) -> int:

@@ -120,9 +120,9 @@ def multiply_rounded_into(
     rows: Fp8Rows, weight: Fp8Matrix, num_rows: int, dtype: torch.dtype, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what `fp8_linear_into` does, with rows rounded as `row_rounding` says."""
-    parts = fp8_parts(num_rows, weight)
-    if choose_fp8(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM and parts > 1:
-        return scaled_gemm(rows, weight, dtype, parts=parts), residual
+    parts = fp8_parts(num_rows, dtype, weight)
+    if parts > 1:
+        return scaled_gemm(rows.part(slice(num_rows)), weight, dtype, parts=parts), residual
     return multiply_rounded(rows, weight, num_rows, dtype), residual
 
 

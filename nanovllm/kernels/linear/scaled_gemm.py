@@ -69,12 +69,13 @@ def _add_step(
 
 @jit
 def multiply_scaled(
-    x_ptrs, x_scale_ptrs, weight_ptrs, scale_ptrs, up_ptrs, up_scale_ptrs, first_step, num_steps, in_features,
-    EVEN: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, HAS_BLOCKS: tl.constexpr, GATED: tl.constexpr,
+    x_ptrs, x_scale_ptrs, x_scale_stride, weight_ptrs, scale_ptrs, up_ptrs, up_scale_ptrs, first_step, num_steps,
+    in_features, EVEN: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, HAS_BLOCKS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Return the product of some steps, scaled, and if gated that with up's weights, too.
 
-    x_ptrs: [INS, ROWS], of the first step of all; weight_ptrs, up_ptrs: [OUTS, INS]; the scales' of the first blocks.
+    x_ptrs: [INS, ROWS], of the first step of all; weight_ptrs, up_ptrs: [OUTS, INS]; the scales' of the first blocks,
+    those of a row `x_scale_stride` apart.
     The products are [OUTS, ROWS] float32 with `WEIGHTS_FIRST`, otherwise [ROWS, OUTS].
     """
     INS: tl.constexpr = x_ptrs.shape[0]
@@ -84,13 +85,13 @@ def multiply_scaled(
     all_steps = tl.cdiv(in_features, INS)
     acc = tl.zeros([OUTS, ROWS] if WEIGHTS_FIRST else [ROWS, OUTS], dtype=tl.float32)
     up = acc
-    x_scales = tl.load(x_scale_ptrs + (first_step if HAS_BLOCKS else 0))
+    x_scales = tl.load(x_scale_ptrs + (first_step * x_scale_stride if HAS_BLOCKS else 0))
     for step in range(first_step, first_step + num_steps):
         in_mask = step * INS + ins < in_features
         x = tl.load(x_ptrs + step * INS) if EVEN else tl.load(x_ptrs + step * INS, mask=in_mask[:, None], other=0.0)
         next_scales = x_scales
         if HAS_BLOCKS:
-            next_scales = tl.load(x_scale_ptrs + tl.minimum(step + 1, all_steps - 1))
+            next_scales = tl.load(x_scale_ptrs + tl.minimum(step + 1, all_steps - 1) * x_scale_stride)
         acc = _add_step(acc, weight_ptrs, x, scale_ptrs, x_scales, step, in_mask, EVEN, HAS_BLOCKS, WEIGHTS_FIRST)
         if GATED:
             up = _add_step(up, up_ptrs, x, up_scale_ptrs, x_scales, step, in_mask, EVEN, HAS_BLOCKS, WEIGHTS_FIRST)
@@ -102,9 +103,10 @@ def multiply_scaled(
     return acc, up
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows", "x_scale_row_stride", "x_scale_stride"])
 def _scaled_gemm_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features, num_steps,
+    x_scale_row_stride, x_scale_stride,
     EVEN: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, SCALE_OUTS: tl.constexpr, ONE_SCALE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -116,21 +118,22 @@ def _scaled_gemm_kernel(
     rows = (first_row_tile + index % group_tiles) * ROWS + tl.arange(0, ROWS)
     outs = index // group_tiles * OUTS + tl.arange(0, OUTS)
     ins = tl.arange(0, INS)
-    # What lies beyond the end is computed from what does not, and is not stored.
-    known_rows, known_outs = tl.minimum(rows, num_rows - 1).to(tl.int64), tl.minimum(outs, out_features - 1)
+    # What lies beyond the end is computed from what does not, and is not stored. Of rows, which may be half a tile too
+    # few, the first are taken again: read by all programs many times, the last one would bound them.
+    known_rows, known_outs = (rows % num_rows).to(tl.int64), tl.minimum(outs, out_features - 1)
     first_step, all_steps = tl.program_id(1) * num_steps, tl.cdiv(in_features, INS)
     x_ptrs = x_ptr + known_rows[None, :] * in_features + ins[:, None]
     weight_ptrs = weight_ptr + known_outs.to(tl.int64)[:, None] * in_features + ins[None, :]
     up_ptrs = weight_ptrs + tl.cast(out_features, tl.int64) * in_features
-    x_scale_ptrs = x_scale_ptr + known_rows * (all_steps if HAS_BLOCKS else 1)
+    x_scale_ptrs = x_scale_ptr + known_rows * x_scale_row_stride
     # All outputs of a tile may be in one block.
     scaled_outs = index // group_tiles * OUTS if ONE_SCALE else known_outs
     scale_ptrs = scale_ptr + scaled_outs // SCALE_OUTS * (all_steps if HAS_BLOCKS else 1)
     up_scale_ptrs = scale_ptr + (scaled_outs + out_features) // SCALE_OUTS * (all_steps if HAS_BLOCKS else 1)
     wait_for_previous(PDL)
     acc, up = multiply_scaled(
-        x_ptrs, x_scale_ptrs, weight_ptrs, scale_ptrs, up_ptrs, up_scale_ptrs, first_step, num_steps, in_features,
-        EVEN, WEIGHTS_FIRST, HAS_BLOCKS, GATED,
+        x_ptrs, x_scale_ptrs, x_scale_stride, weight_ptrs, scale_ptrs, up_ptrs, up_scale_ptrs, first_step, num_steps,
+        in_features, EVEN, WEIGHTS_FIRST, HAS_BLOCKS, GATED,
     )  # fmt: skip
     acc = acc if WEIGHTS_FIRST else tl.trans(acc)
     if HAS_BIAS:
@@ -141,7 +144,7 @@ def _scaled_gemm_kernel(
         gate = round_to(acc, dtype)
         acc = gate / (1 + tl.exp(-gate)) * round_to(up if WEIGHTS_FIRST else tl.trans(up), dtype)
     out_ptr += tl.program_id(1).to(tl.int64) * num_rows * out_features
-    out_ptrs = out_ptr + known_rows[None, :] * out_features + outs[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * out_features + outs[:, None]
     tl.store(out_ptrs, acc.to(dtype), mask=(outs < out_features)[:, None] & (rows < num_rows)[None, :])
 
 
@@ -207,7 +210,8 @@ def scaled_gemm_triton(
         num_stages = min(num_stages, shared_bytes // stage_bytes - 1)
     _scaled_gemm_kernel[(triton.cdiv(out_features, outs) * triton.cdiv(num_rows, rows), parts)](
         x.values, x.scales, weight.values, weight.scales, bias, out, num_rows, in_features, out_features,
-        num_steps // parts, EVEN=in_features % FP8_INS == 0, OUTS=outs, ROWS=rows, INS=FP8_INS, GROUP=_GROUP,
+        num_steps // parts, x.scales.stride(0), x.scales.stride(1),
+        EVEN=in_features % FP8_INS == 0, OUTS=outs, ROWS=rows, INS=FP8_INS, GROUP=_GROUP,
         WEIGHTS_FIRST=num_rows <= MAX_SPLITK_ROWS, SCALE_OUTS=weight.block_outs, ONE_SCALE=can_share,
         HAS_BLOCKS=has_blocks, HAS_BIAS=bias is not None, GATED=gated,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(x.values.device),

@@ -114,7 +114,7 @@ def _multiply_scaled_expert(
     )
     WEIGHTS_FIRST: tl.constexpr = x_rows.shape[0] <= 64
     out, up = multiply_scaled(
-        x_ptrs, x_scale_ptrs, weight_ptrs, scale_ptrs, weight_ptrs + size, up_scale_ptrs, 0, num_steps, in_features,
+        x_ptrs, x_scale_ptrs, 1, weight_ptrs, scale_ptrs, weight_ptrs + size, up_scale_ptrs, 0, num_steps, in_features,
         EVEN, WEIGHTS_FIRST, SCALE_INS > 0, GATED,
     )  # fmt: skip
     out = swiglu(out, up, dtype) if GATED else out

@@ -7,6 +7,8 @@ other's work. The kernel loops over the inputs in a pipeline; for few inputs the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
@@ -14,31 +16,38 @@ from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
 
-_WARP_INS = 64
-"""Inputs per warp and step."""
+
+class _Tile(NamedTuple):
+    """Outputs and rows per program, warps, inputs per warp and step, and pipeline stages."""
+
+    outs: int
+    rows: int
+    num_warps: int
+    warp_ins: int
+    num_stages: int
 
 
 @jit
-def _sum_of_warps(parts, WARPS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr):
-    """Sum [WARPS, ROWS, OUT] over the warps; `tl.sum` has 16-way bank conflicts there, at 1 to 2 us a sum."""
+def _sum_of_warps(parts, WARPS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr):
+    """Sum [WARPS, OUT, ROWS] over the warps; `tl.sum` has 16-way bank conflicts there, at 1 to 2 us a sum."""
     parts = tl.permute(parts, (1, 2, 0))
     for i in tl.static_range(4):
         if WARPS >> i > 1:
-            even, odd = tl.split(tl.reshape(parts, [ROWS, OUT, WARPS >> (i + 1), 2]))
+            even, odd = tl.split(tl.reshape(parts, [OUT, ROWS, WARPS >> (i + 1), 2]))
             parts = even + odd
-    return tl.reshape(parts, [ROWS, OUT])
+    return tl.reshape(parts, [OUT, ROWS])
 
 
 @jit
 def _scaled_dot(
-    x, weight, scale_ptr, outs, blocks, in_features, out_mask,
+    weight, x, scale_ptr, outs, blocks, in_features, out_mask,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product of x and e4m3 bytes of which each warp's have one block of inputs."""
-    offsets = (outs // SCALE_OUTS)[None, None, :] * tl.cdiv(in_features, SCALE_INS) + blocks
-    mask = out_mask[None, None, :] & (blocks * SCALE_INS < in_features)
+    """Return the product of e4m3 bytes and x, of which each warp's have one block of inputs."""
+    offsets = (outs // SCALE_OUTS)[None, :, None] * tl.cdiv(in_features, SCALE_INS) + blocks
+    mask = out_mask[None, :, None] & (blocks * SCALE_INS < in_features)
     scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
-    return tl.dot(x, from_e4m3(weight, x.dtype, NATIVE), input_precision="ieee") * scales
+    return tl.dot(from_e4m3(weight, x.dtype, NATIVE), x, input_precision="ieee") * scales
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -50,17 +59,17 @@ def _skinny_gemm_kernel(
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     out_mask = outs < out_features
-    rows = tl.arange(0, ROWS)[None, :, None]
+    rows = tl.arange(0, ROWS)[None, None, :]
     parts = tl.arange(0, WARPS)[:, None, None] * WARP_INS
-    ins = parts + tl.arange(0, WARP_INS)[None, None, :]
-    weight_ins = parts + tl.arange(0, WARP_INS)[None, :, None]
-    weight_ptrs = weight_ptr + outs.to(tl.int64)[None, None, :] * in_features + weight_ins
+    ins = parts + tl.arange(0, WARP_INS)[None, :, None]
+    weight_ins = parts + tl.arange(0, WARP_INS)[None, None, :]
+    weight_ptrs = weight_ptr + outs.to(tl.int64)[None, :, None] * in_features + weight_ins
     up_offset = tl.cast(out_features, tl.int64) * in_features
-    acc = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
-    up = tl.zeros([WARPS, ROWS, BLOCK_OUT], dtype=tl.float32)
+    acc = tl.zeros([WARPS, BLOCK_OUT, ROWS], dtype=tl.float32)
+    up = tl.zeros([WARPS, BLOCK_OUT, ROWS], dtype=tl.float32)
     wait_for_previous(PDL)
     for start in range(0, in_features, WARPS * WARP_INS):
-        mask = out_mask[None, None, :]
+        mask = out_mask[None, :, None]
         x_mask = rows < num_rows
         if not EVEN:
             mask = mask & (start + weight_ins < in_features)
@@ -70,55 +79,70 @@ def _skinny_gemm_kernel(
         if SCALE_INS:
             # What a warp multiplies in a step has one block of inputs.
             blocks = (start + parts) // SCALE_INS
-            acc += _scaled_dot(x, weight, scale_ptr, outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE)
+            acc += _scaled_dot(weight, x, scale_ptr, outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE)
         elif SCALE_OUTS:
-            acc = tl.dot(x, from_e4m3(weight, x.dtype, NATIVE), acc, input_precision="ieee")
+            acc = tl.dot(from_e4m3(weight, x.dtype, NATIVE), x, acc, input_precision="ieee")
         else:
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+            acc = tl.dot(weight, x, acc, input_precision="ieee")
         if GATED:
             up_weight = tl.load(weight_ptrs + up_offset + start, mask=mask, other=0.0)
             if SCALE_INS:
                 up_outs = outs + out_features
                 up += _scaled_dot(
-                    x, up_weight, scale_ptr, up_outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE
+                    up_weight, x, scale_ptr, up_outs, blocks, in_features, out_mask, SCALE_OUTS, SCALE_INS, NATIVE
                 )
             elif SCALE_OUTS:
-                up = tl.dot(x, from_e4m3(up_weight, x.dtype, NATIVE), up, input_precision="ieee")
+                up = tl.dot(from_e4m3(up_weight, x.dtype, NATIVE), x, up, input_precision="ieee")
             else:
-                up = tl.dot(x, up_weight, up, input_precision="ieee")
+                up = tl.dot(up_weight, x, up, input_precision="ieee")
     # From here on, values are rounded as by separate ops.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = _sum_of_warps(acc, WARPS, ROWS, BLOCK_OUT)
+    out = _sum_of_warps(acc, WARPS, BLOCK_OUT, ROWS)
     if SCALE_OUTS and not SCALE_INS:
-        out *= tl.load(scale_ptr + outs // SCALE_OUTS, mask=out_mask, other=0.0)[None, :]
+        out *= tl.load(scale_ptr + outs // SCALE_OUTS, mask=out_mask, other=0.0)[:, None]
     if HAS_BIAS:
-        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         out = round_to(out, dtype)
         activated = out / (1 + tl.exp(-out))
-        up_out = _sum_of_warps(up, WARPS, ROWS, BLOCK_OUT)
+        up_out = _sum_of_warps(up, WARPS, BLOCK_OUT, ROWS)
         if SCALE_OUTS and not SCALE_INS:
-            up_out *= tl.load(scale_ptr + (outs + out_features) // SCALE_OUTS, mask=out_mask, other=0.0)[None, :]
+            up_out *= tl.load(scale_ptr + (outs + out_features) // SCALE_OUTS, mask=out_mask, other=0.0)[:, None]
         out = activated * round_to(up_out, dtype)
     out_rows = tl.arange(0, ROWS)
-    mask = (out_rows < num_rows)[:, None] & out_mask[None, :]
-    tl.store(out_ptr + out_rows[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
+    mask = out_mask[:, None] & (out_rows < num_rows)[None, :]
+    tl.store(out_ptr + out_rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
 
 
-def _tile(in_features: int, out_features: int, gated: bool) -> tuple[int, int, int]:
-    """Return outputs per program, warps, and pipeline stages; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
+def _tile(in_features: int, out_features: int, gated: bool) -> _Tile:
+    """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
 
     Programs start while the previous kernel still occupies multiprocessors, and crowd on the free ones. After attention
     this is uneven, so more stages limit a multiprocessor to two or three programs: a step of Qwen3-8B takes 4.79 ms
     with four stages, and 4.36 with six.
     """
     if gated:
-        return 32, 2, 3
+        return _Tile(32, MAX_SKINNY_ROWS, 2, 64, 3)
     if out_features > 32768:
-        return 32, 2, 4
+        return _Tile(32, MAX_SKINNY_ROWS, 2, 64, 4)
     if out_features > in_features:
-        return 16, 4, 4
-    return 16, 4, 6 if out_features <= 4096 else 5
+        return _Tile(16, MAX_SKINNY_ROWS, 4, 64, 4)
+    return _Tile(16, MAX_SKINNY_ROWS, 4, 64, 6 if out_features <= 4096 else 5)
+
+
+def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -> _Tile:
+    """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows.
+
+    Half the rows leave shared memory to more programs. What a warp multiplies in a step has the inputs of a block of
+    scales, if there are blocks.
+    """
+    rows = MAX_SKINNY_ROWS // 2 if num_rows <= MAX_SKINNY_ROWS // 2 else MAX_SKINNY_ROWS
+    if gated:
+        return _Tile(16, rows, 2, 128, 4)
+    if out_features > in_features:
+        return _Tile(16, rows, 4, 128, 3)
+    # With all rows six stages would not fit into 99 KiB.
+    return _Tile(16, rows, 4, 128, 6 if in_features > out_features and rows < MAX_SKINNY_ROWS else 4)
 
 
 def skinny_gemm(
@@ -130,13 +154,13 @@ def skinny_gemm(
     if isinstance(weight, Fp8Matrix):
         scaling, weight = weight.scaling, weight.bytes
     out_features = len(weight) // 2 if gated else len(weight)
+    tile = _fp8_tile(num_rows, in_features, out_features, gated) if scaling else _tile(in_features, out_features, gated)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    block_out, num_warps, num_stages = _tile(in_features, out_features, gated)
-    _skinny_gemm_kernel[(triton.cdiv(out_features, block_out),)](
+    _skinny_gemm_kernel[(triton.cdiv(out_features, tile.outs),)](
         x, weight, bias, out, num_rows, in_features, out_features,
-        EVEN=in_features % (num_warps * _WARP_INS) == 0, WARP_INS=_WARP_INS, WARPS=num_warps, BLOCK_OUT=block_out,
-        ROWS=MAX_SKINNY_ROWS, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device), **scaling,
+        EVEN=in_features % (tile.num_warps * tile.warp_ins) == 0, WARP_INS=tile.warp_ins, WARPS=tile.num_warps,
+        BLOCK_OUT=tile.outs, ROWS=tile.rows, HAS_BIAS=bias is not None, GATED=gated,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out

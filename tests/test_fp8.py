@@ -271,13 +271,18 @@ def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], si
             assert torch.equal(region, wide[name][index]), name
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel", "compressed-tensor"])
-def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
-    """Ranks have whole blocks of it and parts of them, and some of them padding."""
+def write_with_head(make_checkpoint: MakeCheckpoint, name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a checkpoint of which the LM head is in e4m3, too."""
     kind = FORMATS[name]
     lists = {key: list[str]() for key in ("ignore", "modules_to_not_convert") if key in kind.config}
     kind = replace(kind, config=kind.config | lists, layers=r"(_proj|lm_head)\.weight$", ignored="nothing")
-    stored, meant = write(make_checkpoint("qwen2", **SHAPE, vocab_size=310), kind, tmp_path)
+    return write(make_checkpoint("qwen2", **SHAPE, vocab_size=310), kind, folder)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel", "compressed-tensor"])
+def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Ranks have whole blocks of it and parts of them, and some of them padding."""
+    stored, meant = write_with_head(make_checkpoint, name, tmp_path)
     tokens, _ = tokens_and_logits(stored)
     assert tokens == tokens_and_logits(meant)[0] == tokens_and_logits(stored, tensor_parallel_size=2)[0]
     config, wide = ModelConfig.from_folder(str(stored)), load_file(meant / "model.safetensors")["lm_head.weight"]
@@ -288,6 +293,21 @@ def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint,
             assert isinstance(weight, Fp8Weight)
             part = wide[weight.shard.outputs[None].present]
             assert torch.equal(dequantize_ref(weight.matrix, torch.float32)[: len(part)], part)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
+def test_a_head_in_e4m3_on_the_gpu(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    stored, meant = write_with_head(make_checkpoint, name, tmp_path)
+    wide = load_file(meant / "model.safetensors")["lm_head.weight"].to(DEVICE)
+    with LLM(stored, max_model_len=64, num_kvcache_blocks=20) as llm:
+        assert all(output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        runner: Any = llm.llm_engine._runner
+        # From 17 rows on these are rounded, too.
+        for rows, most in ((1, 0.01), (9, 0.01), (40, 0.06), (300, 0.06)):
+            x = randn(rows, wide.shape[1], dtype=torch.bfloat16)
+            want, got = x.float() @ wide.T, runner.model.project_logits(x)[:, : len(wide)].float()
+            assert (got - want).norm() < most * want.norm(), rows
 
 
 def test_stacked_projections_may_have_one_scale(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

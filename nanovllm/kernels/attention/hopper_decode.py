@@ -38,6 +38,9 @@ from nanovllm.kernels.attention.warp_attention import (
 from nanovllm.kernels.fast_math import rsqrt, to_float16
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
+_E4M3_REGISTERS = 168
+"""So few that three programs share a multiprocessor. Stages of e4m3 are half as large: with six, two would share it."""
+
 
 @gluon.constexpr_function
 def _halves_layout(half):
@@ -318,19 +321,19 @@ def hopper_decode_attention(
     partial, lse = plan.partial or (None, None)
     # With more programs than multiprocessors, some share one, and copying only existing keys saves bandwidth. With
     # fewer, each has room for a fourth stage, and the extra instructions for a partial copy cost more than they save.
-    # Stages of e4m3 are half as large, so that three programs share a multiprocessor, which gains more than six stages.
     many = num_seqs * num_kv_heads > device_limits(x.device)[0]
+    is_e4m3 = pages.scales is not None
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, slot_mapping, splits, block_tables, block_tables.stride(0),
         descriptor(k_keys, tile), descriptor(v_keys, tile), descriptor(k_keys, part), descriptor(v_keys, part),
         k_cache, v_cache, pointer(out), partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        STAGES=4 if is_whole and not many and k_cache.element_size() == 2 else 3,
+        STAGES=4 if is_whole and not many and not is_e4m3 else 3,
         BY_PARTS=is_whole and many, WHOLE=is_whole,
         PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
-        **pages.store_scaling, **scaling(out),
+        maxnreg=_E4M3_REGISTERS if is_e4m3 else None, **pages.store_scaling, **scaling(out),
     )  # fmt: skip
     if plan.partial is not None:
         merge_splits(out, plan.partial, plan.splits.of_seqs, x.dtype)

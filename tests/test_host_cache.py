@@ -231,7 +231,18 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
     return blocks
 
 
-def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_time(clock: Clock) -> None:
+def test_saves_have_half_of_the_link(clock: Clock) -> None:
+    cache = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4)
+    cache.begin_step()
+    # A step of six prompt tokens takes three seconds, and a save two.
+    assert len(cache.plan_saves(cached_blocks(list(range(20))), set(), 6)) == 1
+    assert not cache.plan_saves(cached_blocks(list(range(20))), set(), 6)
+
+
+def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.engine.host_cache._SAVES_SHARE", 1.0)
     # A block takes a second on the link, and two to compute; a step half a second.
     cache = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4)
     seq, tokens = make_sequence(0, list(range(20))), list(range(20))

@@ -20,6 +20,9 @@ from nanovllm.engine.evicted_prefixes import BlockKey
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
+_SAVES_SHARE = 0.5
+"""Of the link's rate, for saves: each takes multiprocessors from the step, which waits where they lag behind."""
+
 
 @dataclass(frozen=True)
 class HostBlock:
@@ -136,7 +139,7 @@ class HostCache:
             if len(saves) == most:
                 break
         self.num_saved += len(saves)
-        seconds = len(saves) * self._memory.block_bytes / self._memory.bytes_per_second
+        seconds = len(saves) * self._memory.block_bytes / (_SAVES_SHARE * self._memory.bytes_per_second)
         self._link_free_at = max(time.monotonic(), self._link_free_at) + seconds
         return saves
 
@@ -144,7 +147,7 @@ class HostCache:
         """Return how many blocks the link can copy in a step with so many prompt tokens, besides what it was given."""
         now, memory = time.monotonic(), self._memory
         seconds = max(num_prompt_tokens / memory.tokens_per_second, memory.step_seconds)
-        num_bytes = max(0.0, seconds - max(0.0, self._link_free_at - now)) * memory.bytes_per_second
+        num_bytes = max(0.0, seconds - max(0.0, self._link_free_at - now)) * _SAVES_SHARE * memory.bytes_per_second
         return int(min(memory.num_slots, num_bytes / memory.block_bytes))
 
     def _take_slot(self) -> int | None:

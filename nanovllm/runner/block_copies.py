@@ -1,9 +1,10 @@
 """Copies blocks of the KV cache to the host's memory and back while steps run.
 
 On CUDA the copy engines do it, on a stream of their own. A block lies in two pieces a layer, of some 512 KiB, which the
-link moves at two thirds of its rate, so a kernel gathers a block before it is copied in one piece, or scatters it
-afterwards. Copies are made in the order in which they are queued, so that they need not be told apart: what a slot
-holds is there before it is loaded. Steps and copies wait for each other on the device:
+link moves at two thirds of its rate, so a kernel on another stream gathers a block before it is copied in one piece, or
+scatters it afterwards. One block is gathered while another is copied, since kernels wait for multiprocessors. Copies
+are made in the order in which they are queued, so that they need not be told apart: what a slot holds is there before
+it is loaded. Steps and copies wait for each other on the device:
 
 - copies for the steps before them, which may still use the blocks;
 - a step for what earlier ones load, and, if it is asked for, what it loads itself;
@@ -13,12 +14,14 @@ holds is there before it is loaded. Steps and copies wait for each other on the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 
 from nanovllm.runner.host_blocks import HostBlocks
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 
+_NUM_BUFFERS = 2
 _HIGH_PRIORITY = -1
 """Of a stream: a small kernel gets the next multiprocessor that is free, before the rest of a large product does."""
 
@@ -79,14 +82,24 @@ class BlockCopies:
             yield stack[:, block], part.view(shape)
 
 
+class _Buffer:
+    """A block in one piece on the device, and when it was last filled and emptied."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.content = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.filled, self.emptied = torch.cuda.Event(), torch.cuda.Event()
+
+
 class CudaBlockCopies(BlockCopies):
     """Copies blocks by the copy engines of a GPU, between pages and pinned slots; see `BlockCopies`."""
 
     def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:
         super().__init__(stacks, host)
         self._device = stacks[0].device
+        # Of gathers and scatters, and of copies between buffers and slots.
         self._stream = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
-        self._content = torch.empty(host.block_bytes, dtype=torch.uint8, device=self._device)
+        self._link = torch.cuda.Stream(self._device)
+        self._buffers = cycle([_Buffer(host.block_bytes, self._device) for _ in range(_NUM_BUFFERS)])
         self._loaded: torch.cuda.Event | None = None
         # Saves that may be under way: when they have ended, and the blocks.
         self._saving: list[tuple[torch.cuda.Event, set[int]]] = []
@@ -118,6 +131,7 @@ class CudaBlockCopies(BlockCopies):
         """See `BlockCopies`."""
         try:
             self._stream.synchronize()
+            self._link.synchronize()
         finally:
             super().close()
 
@@ -132,9 +146,21 @@ class CudaBlockCopies(BlockCopies):
             self._saving.append((self._stream.record_event(), {save.source for save in saves}))
 
     def _gather(self, block: int, content: torch.Tensor) -> None:
-        super()._gather(block, self._content)
-        content.copy_(self._content, non_blocking=True)
+        buffer = next(self._buffers)
+        buffer.emptied.wait(self._stream)
+        super()._gather(block, buffer.content)
+        buffer.filled.record(self._stream)
+        with torch.cuda.stream(self._link):
+            buffer.filled.wait(self._link)
+            content.copy_(buffer.content, non_blocking=True)
+            buffer.emptied.record(self._link)
 
     def _scatter(self, content: torch.Tensor, block: int) -> None:
-        self._content.copy_(content, non_blocking=True)
-        super()._scatter(self._content, block)
+        buffer = next(self._buffers)
+        with torch.cuda.stream(self._link):
+            buffer.emptied.wait(self._link)
+            buffer.content.copy_(content, non_blocking=True)
+            buffer.filled.record(self._link)
+        buffer.filled.wait(self._stream)
+        super()._scatter(buffer.content, block)
+        buffer.emptied.record(self._stream)

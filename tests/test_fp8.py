@@ -29,7 +29,9 @@ from nanovllm.kernels.linear import choose, fp8_linear
 from nanovllm.kernels.linear.choose import FP8_INS, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref, quantize_rows_triton
+from nanovllm.kernels.linear.scaled_gemm import _tile as scaled_tile
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
+from nanovllm.kernels.linear.skinny_gemm import _fp8_tile as skinny_tile
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ResidualStream
@@ -510,7 +512,7 @@ def test_gemv(block: tuple[int, int], dtype: torch.dtype, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("rows", [8, 9, 16])
 @pytest.mark.parametrize("gated", [False, True])
 def test_skinny_gemm(block: tuple[int, int], rows: int, gated: bool) -> None:
     torch.manual_seed(0)
@@ -698,6 +700,40 @@ def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) ->
     assert [fp8_parts(rows, dtype, weight) for rows, dtype in cases] == [4, 1, 4, 1]
     monkeypatch.setattr(choose, "_scales_blocks", lambda device: False)
     assert kernel(65, (256, 1024), (128, 128)) == "SCALED_GEMM"
+
+
+@pytest.mark.parametrize("block", [(1, 0), (128, 128)])
+def test_parts_take_rows_that_were_rounded_for_torchs_product(
+    block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
+        monkeypatch.setattr(choose, name, lambda device: True)
+    # 66 rows become 68 for torch's product.
+    made = make_product(66, (512, 144), block, torch.bfloat16, gated=False, positive=True)
+    assert choose.choose_fp8(66, torch.bfloat16, made.weight) is choose.LinearKernel.SCALED_MM
+    parts, _ = fp8_linear.fp8_linear_into(made.x, made.weight, torch.zeros(66, 144, dtype=torch.bfloat16))
+    rows = quantize_rows_ref(made.x, Rounding(made.weight.block_ins))[0]
+    want = scaled_gemm_ref(rows, made.weight, torch.float32)
+    assert parts.shape == (4, 66, 144)
+    torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, 129), (torch.float16, 257)])
+def test_choices_change_at_the_numbers_of_rows_that_captures_know(
+    dtype: torch.dtype, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
+        monkeypatch.setattr(choose, name, lambda device: True)
+    weight = quantize(torch.ones(256, 512), 1, 512)
+
+    def choice(rows: int) -> tuple[Any, ...]:
+        kernel, parts = choose.choose_fp8(rows, dtype, weight), fp8_parts(rows, dtype, weight)
+        if kernel is choose.LinearKernel.SKINNY_GEMM:
+            return kernel, skinny_tile(rows, 512, 256, False)
+        return kernel, parts, scaled_tile(rows) if kernel is choose.LinearKernel.SCALED_GEMM or parts > 1 else None
+
+    changes = {rows for rows in range(2, 300) if choice(rows) != choice(rows - 1)}
+    assert changes == {2, 9, 17, 33, 65, last} and changes < set(Fp8Weight.kernel_rows)
 
 
 @pytest.mark.parametrize("rows", [65, 68])

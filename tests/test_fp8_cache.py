@@ -256,6 +256,8 @@ def test_hopper_decode(
     if projected:
         bytes_differ = (pages.k_cache.view(torch.uint8) != other.k_cache.view(torch.uint8)).float().mean()
         assert bytes_differ < 1e-3 and other.scales is not None
+        new = [part.view(torch.uint8).flatten(0, 1)[slots.long()] for part in (pages.v_cache, other.v_cache)]
+        assert (new[0] != new[1]).float().mean() < 0.01
         counts = pages.scales.num_clipped.item(), other.scales.num_clipped.item()
         assert abs(counts[0] - counts[1]) <= 0.01 * counts[1] and counts[1] > 0
     scales = pages.scales.keys, pages.scales.values

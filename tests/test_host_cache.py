@@ -232,11 +232,23 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
 
 
 def test_saves_have_half_of_the_link(clock: Clock) -> None:
-    cache = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4)
+    # A block takes a second on the link, and two to compute; a step half a second.
+    cache, tokens = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(20))
+    seq, blocks = make_sequence(0, tokens), cached_blocks(tokens)
+    seq.block_tables = [BlockTable([], 0, 0)]
     cache.begin_step()
-    # A step of six prompt tokens takes three seconds, and a save two.
-    assert len(cache.plan_saves(cached_blocks(list(range(20))), set(), 6)) == 1
-    assert not cache.plan_saves(cached_blocks(list(range(20))), set(), 6)
+    # Six prompt tokens take three seconds, in which half of the link copies one block, and begins another.
+    assert len(cache.plan_saves(blocks, set(), 6)) == 2
+    assert not cache.plan_saves(blocks, set(), 6)
+    # Loads come after what is saved in two seconds.
+    assert not cache.fetch(seq, 0, 1) and len(cache.fetch(seq, 0, 2)) == 2
+    # Steps that are shorter than a copy save, too.
+    clock.now += 4
+    assert len(cache.plan_saves(blocks, set(), 0)) == 1
+    clock.now += 1.5
+    assert not cache.plan_saves(blocks, set(), 0)
+    clock.now += 0.5
+    assert len(cache.plan_saves(blocks, set(), 0)) == 1
 
 
 def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_time(
@@ -248,8 +260,7 @@ def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_tim
     seq, tokens = make_sequence(0, list(range(20))), list(range(20))
     seq.block_tables = [BlockTable([], 0, 0)]
     cache.begin_step()
-    # A step with six prompt tokens takes three seconds, in one of which the link is busy from now on.
-    assert len(cache.plan_saves(cached_blocks(tokens)[:1], set(), 0)) == 0
+    # A step with six prompt tokens takes three seconds, and one with eight four, in three of which the link is busy.
     assert len(cache.plan_saves(cached_blocks(tokens), {0}, 6)) == 3
     assert len(cache.plan_saves(cached_blocks(tokens), set(), 8)) == 1
     cache.confirm_step()

@@ -9,6 +9,7 @@ Knows nothing of the device: slots and keys are all that it deals in.
 
 from __future__ import annotations
 
+import math
 import time
 import typing
 from collections import OrderedDict, deque
@@ -52,8 +53,9 @@ class HostCache:
         self._free_slots: list[int] = []
         # Keys saved by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
-        # When the link will have copied what it was given, and the device computed what was not loaded.
-        self._link_free_at = self._computed_at = 0.0
+        # When the link will have copied what it was given, its share for saves what they were, and the device computed
+        # what was not loaded.
+        self._link_free_at = self._share_free_at = self._computed_at = 0.0
         self.num_saved = self.num_loaded = self.num_lost = 0
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -139,16 +141,18 @@ class HostCache:
             if len(saves) == most:
                 break
         self.num_saved += len(saves)
-        seconds = len(saves) * self._memory.block_bytes / (_SAVES_SHARE * self._memory.bytes_per_second)
-        self._link_free_at = max(time.monotonic(), self._link_free_at) + seconds
+        now, seconds = time.monotonic(), len(saves) * self._memory.block_bytes / self._memory.bytes_per_second
+        self._link_free_at = max(now, self._link_free_at) + seconds
+        self._share_free_at = max(now, self._share_free_at) + seconds / _SAVES_SHARE
         return saves
 
     def _most_saves(self, num_prompt_tokens: int) -> int:
-        """Return how many blocks the link can copy in a step with so many prompt tokens, besides what it was given."""
+        """Return how many blocks the link's share for saves begins to copy in a step with so many prompt tokens."""
         now, memory = time.monotonic(), self._memory
         seconds = max(num_prompt_tokens / memory.tokens_per_second, memory.step_seconds)
-        num_bytes = max(0.0, seconds - max(0.0, self._link_free_at - now)) * _SAVES_SHARE * memory.bytes_per_second
-        return int(min(memory.num_slots, num_bytes / memory.block_bytes))
+        left = now + seconds - max(now, self._link_free_at, self._share_free_at)
+        most = math.ceil(left * _SAVES_SHARE * memory.bytes_per_second / memory.block_bytes)
+        return min(memory.num_slots, max(0, most))
 
     def _take_slot(self) -> int | None:
         """Return a slot, that of the least recently used copy if all are taken; None if one must be waited for."""

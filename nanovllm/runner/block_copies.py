@@ -118,8 +118,13 @@ class CudaBlockCopies(BlockCopies):
     def queue(self, transfers: Sequence[BlockTransfer]) -> None:
         """See `BlockCopies`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            super().queue(transfers)
+        try:
+            with torch.cuda.stream(self._stream):
+                super().queue(transfers)
+        except BaseException:
+            # Of a copy that was queued, nobody may have been told when it ends.
+            self._synchronize()
+            raise
 
     def wait_for_loads(self) -> None:
         """See `BlockCopies`."""
@@ -130,10 +135,13 @@ class CudaBlockCopies(BlockCopies):
     def close(self) -> None:
         """See `BlockCopies`."""
         try:
-            self._stream.synchronize()
-            self._link.synchronize()
+            self._synchronize()
         finally:
             super().close()
+
+    def _synchronize(self) -> None:
+        self._stream.synchronize()
+        self._link.synchronize()
 
     def _load(self, loads: list[BlockTransfer]) -> None:
         super()._load(loads)

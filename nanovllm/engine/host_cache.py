@@ -22,7 +22,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
 _SAVES_SHARE = 0.5
-"""Of the link's rate, for saves: each takes multiprocessors from the step, which waits where they lag behind."""
+"""The part of the link's rate that saves may use. A save takes multiprocessors from the step that runs, and a step that
+gets a block whose save has not ended waits for it."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class HostCache:
         self._free_slots: list[int] = []
         # Keys saved by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
-        # When the link will have copied what it was given, its share for saves what they were, and the device computed
-        # what was not loaded.
+        # When the link will have copied all that was planned, saves will have used up their share of it, and the device
+        # will have computed the blocks that were not worth loading.
         self._link_free_at = self._share_free_at = self._computed_at = 0.0
         self.num_saved = self.num_loaded = self.num_lost = 0
 
@@ -147,7 +148,7 @@ class HostCache:
         return saves
 
     def _most_saves(self, num_prompt_tokens: int) -> int:
-        """Return how many blocks the link's share for saves begins to copy in a step with so many prompt tokens."""
+        """Return how many saves the link's share can begin during a step with so many prompt tokens."""
         now, memory = time.monotonic(), self._memory
         seconds = max(num_prompt_tokens / memory.tokens_per_second, memory.step_seconds)
         left = now + seconds - max(now, self._link_free_at, self._share_free_at)

@@ -122,7 +122,7 @@ class CudaBlockCopies(BlockCopies):
             with torch.cuda.stream(self._stream):
                 super().queue(transfers)
         except BaseException:
-            # Of a copy that was queued, nobody may have been told when it ends.
+            # An event may not have been recorded, and a later copy would not wait for one that runs.
             self._synchronize()
             raise
 

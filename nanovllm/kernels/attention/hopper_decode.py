@@ -39,7 +39,8 @@ from nanovllm.kernels.fast_math import rsqrt, to_float16
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 _E4M3_REGISTERS = 168
-"""So few that three programs share a multiprocessor. Stages of e4m3 are half as large: with six, two would share it."""
+"""Most registers of a thread with a cache in e4m3: three programs then share a multiprocessor, whose stages are half as
+large. That is faster than two programs with twice the stages."""
 
 
 @gluon.constexpr_function
@@ -52,7 +53,7 @@ def _halves_layout(half):
 def _value_layout(E4M3, MMA):
     """Return the layout of the new token's value, [head_dim].
 
-    What rounds it to e4m3 should do so once for each element, and not in all the threads that need it.
+    With a cache in e4m3 each element is in one thread, which rounds it; otherwise it is where the products need it.
     """
     return gl.BlockedLayout([1], [32], [WARPS], [0]) if E4M3 else gl.SliceLayout(0, gl.SliceLayout(0, MMA))
 
@@ -132,7 +133,7 @@ def _to_e4m3(x, scale, clipped_ptr, counts):
 
 @gluon.jit
 def _from_e4m3(token, MMA: gl.constexpr):
-    """Return a token of e4m3 in float16, without scales, its value in `value_order`, and any other as it is."""
+    """Convert a token in e4m3 to float16, unscaled, its value in `value_order`; return any other unchanged."""
     query, key, value = token
     if value.dtype == gl.uint8:
         query = (to_float16(query[0].to(gl.float32)), to_float16(query[1].to(gl.float32)))

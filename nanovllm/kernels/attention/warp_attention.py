@@ -81,9 +81,9 @@ def as_float16(bytes):
 
 @gluon.jit
 def _as_float16_pairs(even, odd):
-    """Return bytes of e4m3 of two keys as float16, [..., 2]; `mma_v2` has both in one register.
+    """Convert the values of an even and an odd key from bytes of e4m3 to float16, [..., 2].
 
-    The compiler would put the bytes together one by one.
+    `mma_v2` takes both in one register. The compiler would combine their bytes one at a time.
     """
     both = gl.inline_asm_elementwise(
         """{

@@ -118,8 +118,8 @@ def _scaled_gemm_kernel(
     rows = (first_row_tile + index % group_tiles) * ROWS + tl.arange(0, ROWS)
     outs = index // group_tiles * OUTS + tl.arange(0, OUTS)
     ins = tl.arange(0, INS)
-    # What lies beyond the end is computed from what does not, and is not stored. Of rows, which may be half a tile too
-    # few, the first are taken again: read by all programs many times, the last one would bound them.
+    # What lies beyond the end is computed from what does not, and is not stored. Rows begin again with the first one:
+    # all programs would wait for the last one's part of the L2 cache if tiles repeated it.
     known_rows, known_outs = (rows % num_rows).to(tl.int64), tl.minimum(outs, out_features - 1)
     first_step, all_steps = tl.program_id(1) * num_steps, tl.cdiv(in_features, INS)
     x_ptrs = x_ptr + known_rows[None, :] * in_features + ins[:, None]

@@ -1,8 +1,9 @@
 """Linear layers of few rows on the tensor cores, which should be bound by reading the weights.
 
 Each warp of a program multiplies its own part of the inputs, and the parts are summed at the end. This keeps many warps
-busy on tiles of 8 to 32 outputs, which are needed to fill the device; warps that divided the outputs would repeat each
-other's work. The kernel loops over the inputs in a pipeline; for few inputs there is `resident_gemm`.
+busy on tiles of 16 or 32 outputs, which are needed to fill the device; warps that divided the outputs would repeat each
+other's work. The weights are the first operand, since only the second may have 8 rows instead of 16. The kernel loops
+over the inputs in a pipeline; for few inputs there is `resident_gemm`.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def _tile(in_features: int, out_features: int, gated: bool) -> _Tile:
 def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -> _Tile:
     """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows.
 
-    Half the rows leave shared memory to more programs. What a warp multiplies in a step has the inputs of a block of
-    scales, if there are blocks.
+    Inputs of up to 8 rows are not padded to 16, which leaves shared memory for more stages and programs. The inputs of
+    one warp and step lie in one block of scales, if there are blocks.
     """
     rows = MAX_SKINNY_ROWS // 2 if num_rows <= MAX_SKINNY_ROWS // 2 else MAX_SKINNY_ROWS
     if gated:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from nanovllm.runner import block_copies
 from nanovllm.runner.block_copies import BlockCopies, CudaBlockCopies
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 
@@ -87,14 +88,15 @@ def run_some(most: int) -> None:
 
 @dataclass
 class Memory:
-    """A block, slot or buffer: one number. Copies read first, and write later."""
+    """A block or slot: one number. Copies read first, and write later."""
 
     value: int = -1
     read: deque[int] = field(default_factory=deque)
 
-    def copy_(self, other: Memory, non_blocking: bool = False) -> None:
-        Stream.current.queue.append(Work(lambda: self.read.append(other.value)))
-        Stream.current.queue.append(Work(lambda: setattr(self, "value", self.read.popleft())))
+
+def copy(destination: Memory, source: Memory) -> None:
+    Stream.current.queue.append(Work(lambda: destination.read.append(source.value)))
+    Stream.current.queue.append(Work(lambda: setattr(destination, "value", destination.read.popleft())))
 
 
 @pytest.fixture
@@ -103,10 +105,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaBlockCopies, list[Memor
     for name, replaced in {"Stream": Stream, "Event": Event, "stream": use}.items():
         monkeypatch.setattr(torch.cuda, name, replaced)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.streams[0])
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: Memory())
     blocks, slots = [Memory() for _ in range(NUM_BLOCKS)], [Memory() for _ in range(NUM_SLOTS)]
-    monkeypatch.setattr(BlockCopies, "_gather", lambda self, block, content: content.copy_(blocks[block]))
-    monkeypatch.setattr(BlockCopies, "_scatter", lambda self, content, block: blocks[block].copy_(content))
+    monkeypatch.setattr(BlockCopies, "_pages", lambda self, block, content: [(blocks[block], content)])
+    monkeypatch.setattr(block_copies, "copy_rows", copy)
     Stream.streams = []
     Stream.current = Stream()
     host: Any = SimpleNamespace(block_bytes=1, slot=slots.__getitem__, close=lambda: None)

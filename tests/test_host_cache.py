@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.block import ROOT_IDENTITY, Block
 from nanovllm.engine.block_table import BlockTable
 from nanovllm.engine.host_cache import HostCache
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.runner import host_blocks
 from nanovllm.runner.block_copies import BlockCopies
 from nanovllm.runner.host_blocks import HostBlocks
-from nanovllm.runner.messages import BlockTransfer, HostMemory
+from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host_memory import available_memory
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence
@@ -179,30 +183,70 @@ def test_nothing_is_saved_that_nobody_finds_after_a_reset(depth: int) -> None:
     assert engine.stats()["num_saved_blocks"] - saved <= 4 * 2
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (8.0, 1)])
-def test_what_is_loaded_delays_running_sequences_by_one_at_a_time(seconds: float, most: int) -> None:
+PROMPTS = [[i, *range(10, 26)] for i in range(4)]
+
+
+@dataclass
+class Saved:
+    """An engine whose host has `PROMPTS`; a token takes a second.
+
+    The link copies anything at once, once it is free.
+    """
+
+    engine: LLMEngine
+    runner: MockRunner
+    host: HostCache
+
+    def run(self, *prompts: list[int]) -> None:
+        for prompt in prompts:
+            self.engine.add_request(prompt, greedy(1))
+        while not self.engine.is_finished():
+            self.engine.step()
+            check_engine(self.engine)
+
+    def run_with_busy_link(self, seconds: float, *prompts: list[int]) -> list[ScheduledBatch]:
+        """Run prompts beside one that decodes, and return the steps that load something."""
+        self.engine.add_request([8], greedy(12))
+        self.engine.step()
+        begun, self.host._link_free_at = len(self.runner.batches), time.monotonic() + seconds
+        self.run(*prompts)
+        return [batch for batch in self.runner.batches[begun:] if num_loads(batch)]
+
+
+def num_loads(batch: ScheduledBatch) -> int:
+    return sum(move.kind == "load" for move in batch.transfers)
+
+
+@pytest.fixture
+def saved() -> Saved:
     engine, runner = make_engine(
         pipeline_depth=1, block_size=4, num_blocks=30, max_num_seqs=8, num_host_slots=60, max_model_len=64
     )
     runner.num_ready_slots = 60
-    host = engine.block_manager.host
-    assert host is not None
-    documents = [[i] * 17 for i in range(4)]
+    assert engine.block_manager.host is not None
+    made = Saved(engine, runner, engine.block_manager.host)
     # The last one overwrites what the others have computed.
-    for prompt in (*documents, [9] * 60, [8] * 60):
-        engine.add_request(prompt, greedy(1))
-        while not engine.is_finished():
-            engine.step()
-    engine.add_request([8], greedy(12))
-    engine.step()
-    begun, host._link_free_at = len(runner.batches), time.monotonic() + seconds
-    for prompt in documents:
-        engine.add_request(prompt, greedy(1))
-    while not engine.is_finished():
-        engine.step()
-        check_engine(engine)
-    loaded = [sum(move.kind == "load" for move in batch.transfers) // 4 for batch in runner.batches[begun:]]
-    assert sum(loaded) == 4 and max(loaded) == most, loaded
+    for prompt in (*PROMPTS, [9] * 60, [8] * 60):
+        made.run(prompt)
+    return made
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (8.0, 1)])
+def test_what_is_loaded_delays_running_sequences_by_one_at_a_time(seconds: float, most: int, saved: Saved) -> None:
+    loads = [num_loads(batch) // 4 for batch in saved.run_with_busy_link(seconds, *PROMPTS)]
+    assert sum(loads) == 4 and max(loads) == most, loads
+
+
+def test_a_prompt_waits_to_load_what_follows_its_blocks_on_the_device(saved: Saved) -> None:
+    saved.run(PROMPTS[1][:9])
+    loads = saved.run_with_busy_link(8, *PROMPTS[:2])
+    assert [num_loads(batch) for batch in loads] == [4, 2]
+
+
+def test_a_prompt_that_loads_nothing_is_computed_beside_what_is_loaded(saved: Saved) -> None:
+    loading = saved.run_with_busy_link(15, PROMPTS[0], [5] * 16, PROMPTS[1])
+    assert [num_loads(batch) for batch in loading] == [4, 4]
+    assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [16]
 
 
 @dataclass
@@ -231,39 +275,18 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
     return blocks
 
 
-def test_saves_have_half_of_the_link(clock: Clock) -> None:
+def test_blocks_are_loaded_where_that_is_faster(clock: Clock) -> None:
     # A block takes a second on the link, and two to compute; a step half a second.
     cache, tokens = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(20))
-    seq, blocks = make_sequence(0, tokens), cached_blocks(tokens)
+    seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
     cache.begin_step()
-    # Six prompt tokens take three seconds, in which half of the link copies one block, and begins another.
-    assert len(cache.plan_saves(blocks, set(), 6)) == 2
-    assert not cache.plan_saves(blocks, set(), 6)
-    # Loads come after what is saved in two seconds.
-    assert not cache.fetch(seq, 0, 1) and len(cache.fetch(seq, 0, 2)) == 2
-    # Steps that are shorter than a copy save, too.
-    clock.now += 4
-    assert len(cache.plan_saves(blocks, set(), 0)) == 1
-    clock.now += 1.5
-    assert not cache.plan_saves(blocks, set(), 0)
-    clock.now += 0.5
-    assert len(cache.plan_saves(blocks, set(), 0)) == 1
-
-
-def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_time(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nanovllm.engine.host_cache._SAVES_SHARE", 1.0)
-    # A block takes a second on the link, and two to compute; a step half a second.
-    cache = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4)
-    seq, tokens = make_sequence(0, list(range(20))), list(range(20))
-    seq.block_tables = [BlockTable([], 0, 0)]
-    cache.begin_step()
-    # A step with six prompt tokens takes three seconds, and one with eight four, in three of which the link is busy.
-    assert len(cache.plan_saves(cached_blocks(tokens), {0}, 6)) == 3
-    assert len(cache.plan_saves(cached_blocks(tokens), set(), 8)) == 1
+    # A step with six prompt tokens takes three seconds.
+    assert len(cache.plan_saves(cached_blocks(tokens)[:4], {0}, 6)) == 3
+    clock.now += 3
+    assert len(cache.plan_saves(cached_blocks(tokens)[:4], set(), 8)) == 1
     cache.confirm_step()
+    clock.now -= 3
     # The link is busy for four seconds; four blocks take four more, and eight to compute.
     assert len(cache.fetch(seq, 0, 5)) == 4
     # Four more after eight; they would be computed in eight, and a step.
@@ -275,6 +298,33 @@ def test_blocks_are_loaded_where_that_is_faster_and_saved_while_the_link_has_tim
     # Half a step later than computed.
     clock.now += 0.75
     assert len(cache.fetch(seq, 0, 1)) == 1
+
+
+def test_a_step_saves_what_the_link_copies_while_it_runs(clock: Clock) -> None:
+    # A block takes a second on the link, and two to compute; a step half a second.
+    cache, tokens = HostCache(HostMemory(99, lambda: 99, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(80))
+    seq, blocks = make_sequence(0, tokens), cached_blocks(tokens)
+    seq.block_tables = [BlockTable([], 0, 0)]
+    cache.begin_step()
+    assert len(cache.plan_saves(blocks, set(), 10)) == 5
+    assert not cache.plan_saves(blocks, set(), 10)
+    # Prompts are computed faster than was measured: the step before has taken two seconds.
+    clock.now += 2
+    assert not cache.plan_saves(blocks, set(), 10)
+    clock.now += 3.5
+    assert len(cache.plan_saves(blocks, set(), 10)) == 4
+    # What is loaded meanwhile does not keep others from being saved, and comes after what is.
+    clock.now += 3.5
+    assert len(cache.fetch(seq, 0, 4)) == 4
+    assert len(cache.plan_saves(blocks, set(), 6)) == 3
+    assert not cache.fetch(seq, 0, 4)
+    # Steps that are shorter than a copy save, too, in turn.
+    clock.now += 3.25
+    assert len(cache.plan_saves(blocks, set(), 0)) == 1
+    clock.now += 0.5
+    assert not cache.plan_saves(blocks, set(), 0)
+    clock.now += 0.5
+    assert len(cache.plan_saves(blocks, set(), 0)) == 1
 
 
 def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Clock) -> None:
@@ -333,6 +383,45 @@ def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens: 1000)
     monkeypatch.setattr(manager.host, "_pays", lambda num_blocks: True)
     manager._num_clean_blocks = manager.num_blocks
+
+
+@pytest.mark.parametrize(("rate", "runs"), [(46_000, [2304, 4608]), (320_000, [2304, 4608, 9216, 16000])])
+def test_launches_do_not_count_for_what_prompts_take(rate: int, runs: list[int]) -> None:
+    lengths = list[int]()
+
+    def seconds(num_tokens: int) -> float:
+        lengths.append(num_tokens)
+        launches = 0.02
+        return max(launches, num_tokens / rate)
+
+    assert _prompt_rate(seconds, 2304, 16000) == pytest.approx(rate)
+    assert lengths == runs
+
+
+def test_inputs_do_not_wait_on_the_link_for_what_a_step_loads(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(make_checkpoint(), swap_space=SWAP, **SETTINGS) as llm:
+        saves_every_step(llm, monkeypatch)
+        runner = llm.llm_engine.require_open()
+        assert isinstance(runner, ModelRunner) and runner.kv_cache.copies is not None
+        done = list[str]()
+
+        def note(owner: object, name: str) -> None:
+            call = getattr(owner, name)
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                done.append(name)
+                return call(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, noted)
+
+        note(runner, "forward")
+        note(runner.batch_builder, "send")
+        note(runner.kv_cache.copies, "queue")
+        answers(llm)
+        assert llm.stats()["num_loaded_blocks"] and "queue" in done
+        assert all(before == "send" for before, after in pairwise(done) if after == "queue")
 
 
 @pytest.fixture(scope="module")

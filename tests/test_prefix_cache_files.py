@@ -24,6 +24,7 @@ from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.sequence import Sequence
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, complete, make_engine
+from tests.test_host_cache import saves_every_step
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
 PROMPT = [(7 * i) % 300 + 3 for i in range(100)]
@@ -91,6 +92,16 @@ def test_an_engine_loads_what_another_has_saved(model: Path, saved: Path, expect
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=50)
         fill(llm)
         assert llm.generate([PROMPT], params, use_tqdm=False)[0].num_cached_tokens == 48
+
+
+def test_files_have_what_the_hosts_memory_has_not(
+    model: Path, saved: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model, prefix_cache=str(saved), swap_space=2**-7, **SETTINGS) as llm:
+        assert answer(llm) == (expected, 96) and not llm.stats()["num_loaded_blocks"]
+        saves_every_step(llm, monkeypatch)
+        fill(llm)
+        assert answer(llm) == (expected, 96) and llm.stats()["num_loaded_blocks"] == 6
 
 
 def test_prompts_of_one_step_and_their_salts(model: Path, tmp_path: Path, expected: list[int]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from nanovllm.utils.cuda_driver import call_driver
+
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that the driver accepts."""
 
@@ -41,7 +43,6 @@ class PeerMemory:
     def __init__(self, num_bytes: int, rank: int, size: int, device: torch.device, store: Store) -> None:
         self._device = device
         self._num_bytes = num_bytes
-        self._driver = ctypes.CDLL("libcuda.so.1")
         self._mapped: list[ctypes.c_uint64] = []
         own, handle = ctypes.c_uint64(), _Handle()
         self._own: ctypes.c_uint64 | None = own
@@ -89,6 +90,4 @@ class PeerMemory:
         with torch.cuda.device(self._device):
             # A call of the runtime makes the device's context current in this thread, as the driver's calls need it.
             torch.cuda.mem_get_info()
-            error = getattr(self._driver, name)(*args)
-        if error:
-            raise RuntimeError(f"{name} failed with CUDA error {error} on {self._device}")
+            call_driver(name, *args)

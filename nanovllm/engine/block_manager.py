@@ -343,6 +343,14 @@ class BlockManager:
         if slots:
             self._load(seq, slots)
 
+    def must_wait_to_load(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence would load blocks, and the step being planned loads as much as the link can."""
+        if self.host is None or not self.loads or not self.host.is_link_busy():
+            return False
+        matched = [block for block in self._match_prefix(seq)[0] if block is not None]
+        parent = matched[-1].identity if matched else self._root(seq, 0)
+        return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)
+
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
         """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned.
 

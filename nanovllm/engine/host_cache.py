@@ -17,13 +17,9 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from nanovllm.engine.block import Block
-from nanovllm.engine.evicted_prefixes import BlockKey
+from nanovllm.engine.evicted_prefixes import BlockKey, Identity
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
-
-_SAVES_SHARE = 0.5
-"""The part of the link's rate that saves may use. A save takes multiprocessors from the step that runs, and a step that
-gets a block whose save has not ended waits for it."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +50,11 @@ class HostCache:
         self._free_slots: list[int] = []
         # Keys saved by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
-        # When the link will have copied all that was planned, saves will have used up their share of it, and the device
-        # will have computed the blocks that were not worth loading.
-        self._link_free_at = self._share_free_at = self._computed_at = 0.0
+        # When the link will have copied all that was planned, when it would have saved what was if nothing was loaded,
+        # and when the device will have computed the blocks that were not worth loading.
+        self._link_free_at = self._saved_at = self._computed_at = 0.0
+        # When the step before was planned.
+        self._planned_at = 0.0
         self.num_saved = self.num_loaded = self.num_lost = 0
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -75,37 +73,46 @@ class HostCache:
 
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
         """Return the slots of a sequence's blocks if loading them pays; see `BlockSource`."""
-        parent, keys, copies = seq.block_tables[0].registered_identity, list[BlockKey](), list[HostBlock]()
+        copies = self._copies_of(seq, seq.block_tables[0].registered_identity, first, end)
+        if not self._pays(len(copies)):
+            _, self._computed_at = self._done_at(len(copies))
+            return ()
+        self._link_free_at, _ = self._done_at(len(copies))
+        # The tail of a prefix is dropped before its head, without which it cannot be found.
+        for key in reversed(copies):
+            self.touch(key)
+        self.num_loaded += len(copies)
+        return [copy.slot for copy in copies.values()]
+
+    def would_load(self, seq: Sequence, parent: Identity, first: int, end: int) -> bool:
+        """Whether `fetch` would load something; `parent` is the block before `first`."""
+        copies = self._copies_of(seq, parent, first, end)
+        return bool(copies) and self._pays(len(copies))
+
+    def _copies_of(self, seq: Sequence, parent: Identity, first: int, end: int) -> dict[BlockKey, HostBlock]:
+        copies: dict[BlockKey, HostBlock] = {}
         for i in range(first, end):
             key = parent, seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
             copy = self._copies.get(key)
             if copy is None:
                 break
-            keys.append(key)
-            copies.append(copy)
+            copies[key] = copy
             parent = copy.identity
-        if not copies or not self._pays(len(copies)):
-            return ()
-        # The tail of a prefix is dropped before its head, without which it cannot be found.
-        for key in reversed(keys):
-            self.touch(key)
-        self.num_loaded += len(copies)
-        return [copy.slot for copy in copies]
+        return copies
 
     def _pays(self, num_blocks: int) -> bool:
         """Decide whether to load blocks: the link has them no later than the device would have computed them."""
+        loaded_at, computed_at = self._done_at(num_blocks)
+        return loaded_at <= computed_at + self._memory.step_seconds
+
+    def _done_at(self, num_blocks: int) -> tuple[float, float]:
+        """Return when the link will have loaded blocks, or the device will have computed them, after all before."""
         now, memory = time.monotonic(), self._memory
         loaded_at = max(now, self._link_free_at) + num_blocks * memory.block_bytes / memory.bytes_per_second
-        computed_at = max(now, self._computed_at) + num_blocks * self._block_size / memory.tokens_per_second
-        pays = loaded_at <= computed_at + memory.step_seconds
-        if pays:
-            self._link_free_at = loaded_at
-        else:
-            self._computed_at = computed_at
-        return pays
+        return loaded_at, max(now, self._computed_at) + num_blocks * self._block_size / memory.tokens_per_second
 
     def is_link_busy(self) -> bool:
-        """Whether the link has more to copy than it can in a step."""
+        """Whether the link has more to copy than it can in a small step."""
         return self._link_free_at > time.monotonic() + self._memory.step_seconds
 
     def identity(self, key: BlockKey) -> int | None:
@@ -143,16 +150,21 @@ class HostCache:
                 break
         self.num_saved += len(saves)
         now, seconds = time.monotonic(), len(saves) * self._memory.block_bytes / self._memory.bytes_per_second
+        self._planned_at = now
         self._link_free_at = max(now, self._link_free_at) + seconds
-        self._share_free_at = max(now, self._share_free_at) + seconds / _SAVES_SHARE
+        self._saved_at = max(now, self._saved_at) + seconds
         return saves
 
     def _most_saves(self, num_prompt_tokens: int) -> int:
-        """Return how many saves the link's share can begin during a step with so many prompt tokens."""
+        """Return how many saves the link can begin during a step with so many prompt tokens.
+
+        While prompts are computed, one step is as long as another, and what was measured may be wrong for their length.
+        Loads have no say: what is lost takes longer to compute than to save.
+        """
         now, memory = time.monotonic(), self._memory
-        seconds = max(num_prompt_tokens / memory.tokens_per_second, memory.step_seconds)
-        left = now + seconds - max(now, self._link_free_at, self._share_free_at)
-        most = math.ceil(left * _SAVES_SHARE * memory.bytes_per_second / memory.block_bytes)
+        seconds = min(num_prompt_tokens / memory.tokens_per_second, now - self._planned_at)
+        left = now + max(seconds, memory.step_seconds) - max(now, self._saved_at)
+        most = math.ceil(left * memory.bytes_per_second / memory.block_bytes)
         return min(memory.num_slots, max(0, most))
 
     def _take_slot(self) -> int | None:

@@ -193,8 +193,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Plan chunks of admitted prompts, then of waiting ones, while there is budget; see `_schedule_chunks`.
 
-        What loads more than the link copies in a step is the last: the next step, in which others have their next
-        tokens, waits for it.
+        The next step, in which others have their next tokens, waits for what this one loads. Once that is more than the
+        link copies in a step, whoever would load more is admitted in the next one.
 
         Args:
             prefilling: the admitted ones; what is left of them is in `_prefilling` afterwards.
@@ -205,8 +205,6 @@ class Scheduler:
         while self._budget and (seq := prefilling.pop(0) if prefilling else self._admit(batch)) is not None:
             if self.block_manager.loads.has_blocks_of(seq):
                 loading.append(seq)
-                if (host := self.block_manager.host) is not None and host.is_link_busy():
-                    break
                 continue
             self._schedule_chunk(seq, batch)
             if seq.is_prefill:
@@ -217,10 +215,12 @@ class Scheduler:
         return planned
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
-        """Move the head of the queue to the running, if budget, slots and blocks allow."""
-        seq = self.waiting.first() if self._free_slots and self._budget else None
+        """Move the head of the queue to the running, if budget, slots, blocks and what is to be loaded allow."""
+        seq, manager = self.waiting.first() if self._free_slots and self._budget else None, self.block_manager
         # A preempted sequence waits for its token in flight, which it will need as input.
-        if seq is None or seq.num_in_flight or not self.block_manager.allocate(seq):
+        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
+            return None
+        if not manager.allocate(seq):
             return None
         self.waiting.remove(seq)
         insort(self.running, seq, key=_sort_key)

@@ -136,27 +136,31 @@ class KVCache:
             layer.unbind()
 
     def begin_step(self, batch: ScheduledBatch) -> None:
-        """Copy, load and save the blocks of a step before it runs; see `ScheduledBatch.transfers`."""
-        copies = self.copies
-        if copies is not None:
-            copies.begin_step(batch)
-        if batch.transfers:
-            self._transfer(batch.transfers)
-        if copies is not None and batch.waits_for_loads:
-            copies.wait_for_loads()
-
-    def _transfer(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Copy blocks, of which one may be the source of a copy and the destination of another, then load and save."""
-        copies = [(transfer.source, transfer.destination) for transfer in transfers if transfer.kind == "copy"]
+        """Copy a step's blocks within the device, and load those from files, before the step's inputs are sent."""
+        if self.copies is not None:
+            self.copies.begin_step(batch)
+        # A block may be the source of one copy and the destination of another.
+        copies = [(transfer.source, transfer.destination) for transfer in batch.transfers if transfer.kind == "copy"]
         if copies:
             self._copy(copies)
-        moves = [transfer for transfer in transfers if transfer.kind != "copy"]
-        if moves and self.copies is not None:
-            num_slots = self.copies.host.num_slots
-            self.copies.queue([move for move in moves if move.kind == "save" or move.source < num_slots])
-            moves = [move for move in moves if move.kind == "load" and move.source >= num_slots]
+        loads = [transfer for transfer in batch.transfers if self._is_file(transfer)]
+        if loads:
+            self._load_files(loads)
+
+    def copy_blocks(self, batch: ScheduledBatch) -> None:
+        """Load and save a step's blocks once its inputs are sent, which would wait on the link for all of them."""
+        if self.copies is None:
+            return
+        moves = [transfer for transfer in batch.transfers if transfer.kind != "copy" and not self._is_file(transfer)]
         if moves:
-            self._load_files(moves)
+            self.copies.queue(moves)
+        if batch.waits_for_loads:
+            self.copies.wait_for_loads()
+
+    def _is_file(self, transfer: BlockTransfer) -> bool:
+        """Whether a block is loaded from a file: those slots follow the ones in the host's memory."""
+        num_slots = 0 if self.copies is None else self.copies.host.num_slots
+        return transfer.kind == "load" and transfer.source >= num_slots
 
     def block(self, block_id: int) -> list[torch.Tensor]:
         """Return a block's pages, views of [block_size, num_kv_heads, head size]: keys of each layer, and values."""

@@ -18,10 +18,11 @@ from nanovllm.runner.messages import HostMemory, NewRequest, PromptChunk, Schedu
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
 """How much is copied to measure the link."""
-_CUDA_TOKENS = 2304, 1
-"""Prompt tokens of a large step, more than a captured one has, so that none is captured for this; of a small one."""
-_CPU_TOKENS = 8, 1
-"""A CPU computes few tokens in the time that starting may take, and loads any number faster than it computes them."""
+_CUDA_TOKENS, _CPU_TOKENS = 2304, 8
+"""Tokens of the prompt that is measured, on CUDA at least: more than a captured step has, so that none is captured for
+this. A CPU computes few in the time that starting may take, and loads any number faster."""
+_MORE = 1.25
+"""By how much the rate of twice the tokens must be higher if launches, and not the device, bound that of the half."""
 
 
 def make_swap_space(
@@ -56,17 +57,21 @@ def make_swap_space(
             f"swap_space={config.swap_space} GiB holds no block: one has {block_bytes / _GIB:.4f} GiB on each of "
             f"{communicator.size} ranks"
         )
-    page, most_tokens = next(kv_cache.pages()), min(config.max_num_batched_tokens, config.max_model_len)
-    is_cuda = page.is_cuda
+    page = next(kv_cache.pages())
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    num_tokens = min(_CUDA_TOKENS if page.is_cuda else _CPU_TOKENS, longest)
 
-    def run_prompt(num_tokens: int) -> None:
-        run_step(_prompt_batch(num_tokens, -(-num_tokens // config.kvcache_block_size)))
+    def seconds(num_tokens: int, num_runs: int = 1) -> float:
+        batch = _prompt_batch(num_tokens, -(-num_tokens // config.kvcache_block_size))
+        fastest = _fastest(num_runs, lambda: run_step(batch))
+        # All ranks are to run the same steps.
+        return communicator.all_reduce_min(int(fastest * 1e9)) / 1e9
 
-    prompt, small = _CUDA_TOKENS if is_cuda else _CPU_TOKENS
-    num_tokens = min(prompt, most_tokens)
     # The first runs of a GPU load modules, and capture.
-    step_seconds = _fastest(3 if is_cuda else 1, lambda: run_prompt(min(small, most_tokens)))
-    prompt_seconds = _fastest(2 if is_cuda else 1, lambda: run_prompt(num_tokens))
+    step_seconds = seconds(1, num_runs=3 if page.is_cuda else 1)
+    if page.is_cuda:
+        seconds(num_tokens)
+    tokens_per_second = _prompt_rate(seconds, num_tokens, longest if page.is_cuda else num_tokens)
     bytes_per_second = _link_rate(page)
     keep_blocks(kv_cache, num_slots)
     return HostMemory(
@@ -75,7 +80,7 @@ def make_swap_space(
         lambda: current_cache().has_all_slots,
         block_bytes,
         bytes_per_second=bytes_per_second,
-        tokens_per_second=num_tokens / prompt_seconds,
+        tokens_per_second=tokens_per_second,
         step_seconds=step_seconds,
     )
 
@@ -85,6 +90,17 @@ def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
     stacks = list(kv_cache.stacks())
     blocks = HostBlocks(num_slots, kv_cache.block_bytes, stacks[0].device)
     kv_cache.copies = (CudaBlockCopies if stacks[0].is_cuda else BlockCopies)(stacks, blocks)
+
+
+def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: int) -> float:
+    """Return the tokens a second of a prompt of so many tokens, or of more if launches bound it."""
+    rate = num_tokens / seconds(num_tokens)
+    while num_tokens < most_tokens:
+        num_tokens = min(2 * num_tokens, most_tokens)
+        before, rate = rate, num_tokens / seconds(num_tokens)
+        if rate <= _MORE * before:
+            return max(before, rate)
+    return rate
 
 
 def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:

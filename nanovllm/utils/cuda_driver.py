@@ -1,0 +1,81 @@
+"""Calls of the CUDA driver that torch does not offer (CUDA Driver API)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call_driver(name: str, *args: Any) -> None:
+    """Call a function of the driver's; something has used the current device in this thread before.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    error = getattr(_driver(), name)(*args)
+    if error:
+        raise RuntimeError(f"{name} failed with CUDA error {error} on cuda:{torch.cuda.current_device()}")
+
+
+class _Place(ctypes.Structure):
+    """The source or the destination of CUDA_MEMCPY3D."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("z", ctypes.c_size_t),
+        ("level", ctypes.c_size_t),
+        ("memory_type", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _Copy3D(ctypes.Structure):
+    """CUDA_MEMCPY3D."""
+
+    _fields_ = (
+        ("source", _Place),
+        ("destination", _Place),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+    )
+
+
+_ANY_MEMORY = 4
+"""CU_MEMORYTYPE_UNIFIED: the driver finds out by the address where it is."""
+
+
+def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy on the current stream, in one call, that copy engines make: it takes no multiprocessor.
+
+    Args:
+        destination, source: [rows, numbers] of one dtype, on the GPU or in pinned memory. The numbers of a row lie side
+            by side, and the distance of two rows is a multiple of their size.
+    """
+    rows, numbers = source.shape
+    row_bytes = numbers * source.itemsize
+    # A plane for each row, as high as two are apart: with a pitch of more than 2 GiB, as the rows of a 2D copy would
+    # have, the driver copies each on its own.
+    ends = [
+        _Place(
+            memory_type=_ANY_MEMORY, address=rows_at.data_ptr(), pitch=row_bytes, height=rows_at.stride(0) // numbers
+        )
+        for rows_at in (source, destination)
+    ]
+    copy = _Copy3D(*ends, width=row_bytes, height=1, depth=rows)
+    stream = torch.cuda.current_stream().cuda_stream
+    call_driver("cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))

@@ -313,13 +313,13 @@ def test_a_step_saves_what_the_link_copies_while_it_runs(clock: Clock) -> None:
     assert not cache.plan_saves(blocks, set(), 10)
     clock.now += 3.5
     assert len(cache.plan_saves(blocks, set(), 10)) == 4
-    # What is loaded meanwhile does not keep others from being saved, and comes after what is.
+    # A step that waits for loads has as much time, and what is loaded next comes after its saves.
     clock.now += 3.5
     assert len(cache.fetch(seq, 0, 4)) == 4
-    assert len(cache.plan_saves(blocks, set(), 6)) == 3
+    assert len(cache.plan_saves(blocks, set(), 0)) == 3
     assert not cache.fetch(seq, 0, 4)
     # Steps that are shorter than a copy save, too, in turn.
-    clock.now += 3.25
+    clock.now += 8
     assert len(cache.plan_saves(blocks, set(), 0)) == 1
     clock.now += 0.5
     assert not cache.plan_saves(blocks, set(), 0)

@@ -158,11 +158,13 @@ class HostCache:
     def _most_saves(self, num_prompt_tokens: int) -> int:
         """Return how many saves the link can begin during a step with so many prompt tokens.
 
-        While prompts are computed, one step is as long as another, and what was measured may be wrong for their length.
-        Loads have no say: what is lost takes longer to compute than to save.
+        A step takes as long as it computes prompts or waits for loads, but no longer than the one before, since the
+        rate of prompts depends on their length. Loads take no saves away: a lost block is computed again, which takes
+        longer than to save it.
         """
         now, memory = time.monotonic(), self._memory
-        seconds = min(num_prompt_tokens / memory.tokens_per_second, now - self._planned_at)
+        expected = max(num_prompt_tokens / memory.tokens_per_second, self._link_free_at - now)
+        seconds = min(expected, now - self._planned_at)
         left = now + max(seconds, memory.step_seconds) - max(now, self._saved_at)
         most = math.ceil(left * memory.bytes_per_second / memory.block_bytes)
         return min(memory.num_slots, max(0, most))

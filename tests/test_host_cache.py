@@ -226,6 +226,7 @@ def saved() -> Saved:
     assert engine.block_manager.host is not None
     made = Saved(engine, runner, engine.block_manager.host)
     # The last one overwrites what the others have computed.
+    assert engine.block_manager.reset()
     for prompt in (*PROMPTS, [9] * 60, [8] * 60):
         made.run(prompt)
     return made
@@ -237,10 +238,29 @@ def test_what_is_loaded_delays_running_sequences_by_one_at_a_time(seconds: float
     assert sum(loads) == 4 and max(loads) == most, loads
 
 
+def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None:
+    begun, saved.host._link_free_at = len(saved.runner.batches), time.monotonic() + 8
+    saved.run(*PROMPTS[:2])
+    first, second = saved.runner.batches[begun : begun + 2]
+    assert first.waits_for_loads and (num_loads(first), num_loads(second)) == (4, 4)
+
+
 def test_a_prompt_waits_to_load_what_follows_its_blocks_on_the_device(saved: Saved) -> None:
     saved.run(PROMPTS[1][:9])
     loads = saved.run_with_busy_link(8, *PROMPTS[:2])
     assert [num_loads(batch) for batch in loads] == [4, 2]
+
+
+def test_a_prompt_that_loads_is_computed_before_those_that_came_later(saved: Saved) -> None:
+    engine, runner = saved.engine, saved.runner
+    saved.host._link_free_at = time.monotonic() + 8
+    engine.add_request([8], greedy(12))
+    engine.step()
+    engine.scheduler.max_num_batched_tokens, begun = 8, len(runner.batches)
+    saved.run(PROMPTS[0], [5] * 60)
+    later = [len(chunk.token_ids) for batch in runner.batches[begun + 1 :] for chunk in batch.chunks]
+    # One token decodes, one of the first prompt is not loaded.
+    assert later[:3] == [1, 6, 7]
 
 
 def test_a_prompt_that_loads_nothing_is_computed_beside_what_is_loaded(saved: Saved) -> None:

@@ -343,10 +343,14 @@ class BlockManager:
         if slots:
             self._load(seq, slots)
 
-    def must_wait_to_load(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence would load blocks, and the step being planned loads as much as the link can."""
-        if self.host is None or not self.loads or not self.host.is_link_busy():
+    def must_wait_to_load(self, seq: Sequence, is_loading: bool) -> bool:
+        """Whether a waiting sequence would load blocks, and the step being planned loads as much as the link can.
+
+        `is_loading` says that it loads what `loads` does not have any more.
+        """
+        if self.host is None or not (is_loading or self.loads) or not self.host.is_link_busy():
             return False
+        seq.num_resets = self._cache.num_resets
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
         parent = matched[-1].identity if matched else self._root(seq, 0)
         return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)

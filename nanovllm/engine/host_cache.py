@@ -50,9 +50,9 @@ class HostCache:
         self._free_slots: list[int] = []
         # Keys saved by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
-        # When the link will have copied all that was planned, when it would have saved what was if nothing was loaded,
-        # and when the device will have computed the blocks that were not worth loading.
-        self._link_free_at = self._saved_at = self._computed_at = 0.0
+        # When the link will have copied all that was planned, and the last of the loads; when it would have saved what
+        # was if nothing was loaded; and when the device will have computed the blocks that were not worth loading.
+        self._link_free_at = self._loaded_at = self._saved_at = self._computed_at = 0.0
         # When the step before was planned.
         self._planned_at = 0.0
         self.num_saved = self.num_loaded = self.num_lost = 0
@@ -77,7 +77,8 @@ class HostCache:
         if not self._pays(len(copies)):
             _, self._computed_at = self._done_at(len(copies))
             return ()
-        self._link_free_at, _ = self._done_at(len(copies))
+        self._loaded_at, _ = self._done_at(len(copies))
+        self._link_free_at = self._loaded_at
         # The tail of a prefix is dropped before its head, without which it cannot be found.
         for key in reversed(copies):
             self.touch(key)
@@ -163,7 +164,7 @@ class HostCache:
         longer than to save it.
         """
         now, memory = time.monotonic(), self._memory
-        expected = max(num_prompt_tokens / memory.tokens_per_second, self._link_free_at - now)
+        expected = max(num_prompt_tokens / memory.tokens_per_second, self._loaded_at - now)
         seconds = min(expected, now - self._planned_at)
         left = now + max(seconds, memory.step_seconds) - max(now, self._saved_at)
         most = math.ceil(left * memory.bytes_per_second / memory.block_bytes)

@@ -97,8 +97,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         # Tokens that the step being planned has room for.
         self._budget = 0
-        # Admitted sequences whose prompts are not all planned, the first one maybe in part, the others because they
-        # load blocks; no other is admitted before the rest is.
+        # Admitted sequences whose prompts are not all planned: those that load blocks, then one of which a part is. No
+        # other is admitted before the rest is.
         self._prefilling: list[Sequence] = []
         # Unfinished sequences that are sampled by more than a temperature.
         self._num_extra = 0
@@ -185,7 +185,7 @@ class Scheduler:
             batch.transfers += self.block_manager.loads.take()
             first, loading = loading, []
             planned = self._schedule_prompts(first, loading, batch)
-        self._prefilling += loading
+        self._prefilling = loading + self._prefilling
         return planned
 
     def _schedule_prompts(
@@ -194,7 +194,7 @@ class Scheduler:
         """Plan chunks of admitted prompts, then of waiting ones, while there is budget; see `_schedule_chunks`.
 
         The next step, in which others have their next tokens, waits for what this one loads. Once that is more than the
-        link copies in a step, whoever would load more is admitted in the next one.
+        link copies in a small step, whoever would load more is admitted in the next one.
 
         Args:
             prefilling: the admitted ones; what is left of them is in `_prefilling` afterwards.
@@ -218,7 +218,7 @@ class Scheduler:
         """Move the head of the queue to the running, if budget, slots, blocks and what is to be loaded allow."""
         seq, manager = self.waiting.first() if self._free_slots and self._budget else None, self.block_manager
         # A preempted sequence waits for its token in flight, which it will need as input.
-        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
+        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq, batch.waits_for_loads):
             return None
         if not manager.allocate(seq):
             return None

@@ -139,6 +139,8 @@ class KVCache:
         """Copy a step's blocks within the device, and load those from files, before the step's inputs are sent."""
         if self.copies is not None:
             self.copies.begin_step(batch)
+        if not batch.transfers:
+            return
         # A block may be the source of one copy and the destination of another.
         copies = [(transfer.source, transfer.destination) for transfer in batch.transfers if transfer.kind == "copy"]
         if copies:

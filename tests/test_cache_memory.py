@@ -116,11 +116,11 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", cache.block_bytes)
     cache.copies = BlockCopies(list(cache.stacks()), host_blocks.HostBlocks(3, cache.block_bytes, CPU))
     out, back = BlockTransfer("save", 1, 2), BlockTransfer("load", 2, 0)
-    cache.copy_blocks(ScheduledBatch(transfers=[out]))
+    cache.load_and_save(ScheduledBatch(transfers=[out]))
     for page in cache.pages():
         page[1] = 0
-    cache.copy_blocks(ScheduledBatch(transfers=[back, out]))
-    cache.copy_blocks(ScheduledBatch(transfers=[BlockTransfer("load", 2, 2)]))
+    cache.load_and_save(ScheduledBatch(transfers=[back, out]))
+    cache.load_and_save(ScheduledBatch(transfers=[BlockTransfer("load", 2, 2)]))
     for i, layer in enumerate(layers):
         assert (layer.pages.k_cache[0] == 2 * i + 1).all() and (layer.pages.v_cache[0] == 2 * i + 2).all()
         assert not layer.pages.k_cache[2].any() and not layer.pages.v_cache[2].any()

@@ -439,9 +439,13 @@ def test_inputs_do_not_wait_on_the_link_for_what_a_step_loads(
         note(runner, "forward")
         note(runner.batch_builder, "send")
         note(runner.kv_cache.copies, "queue")
-        answers(llm)
-        assert llm.stats()["num_loaded_blocks"] and "queue" in done
+        note(runner.kv_cache.copies, "wait_for_loads")
+        for prompt in documents():
+            llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert llm.stats()["num_loaded_blocks"] and {"queue", "wait_for_loads"} <= {*done}
         assert all(before == "send" for before, after in pairwise(done) if after == "queue")
+        # Alone, a prompt is computed in the step that loads its blocks.
+        assert all(before == "queue" for before, after in pairwise(done) if after == "wait_for_loads")
 
 
 @pytest.fixture(scope="module")

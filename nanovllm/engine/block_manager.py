@@ -105,7 +105,6 @@ class BlockManager:
             return True
         if self._num_gained < seq.fits_from:
             return False
-        seq.num_resets = self._cache.num_resets
         matched = self._match_prefix(seq)
         num_matched = len(matched[0])
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
@@ -130,6 +129,8 @@ class BlockManager:
 
     def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
         """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""
+        # A waiting sequence finds what was cached since the last reset.
+        seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[Block | None]] = []
         if not most:
@@ -346,11 +347,12 @@ class BlockManager:
     def must_wait_to_load(self, seq: Sequence, is_loading: bool) -> bool:
         """Whether a waiting sequence would load blocks, and the step being planned loads as much as the link can.
 
-        `is_loading` says that it loads what `loads` does not have any more.
+        Args:
+            seq: the sequence.
+            is_loading: whether the step loads blocks that were taken from `loads` already.
         """
         if self.host is None or not (is_loading or self.loads) or not self.host.is_link_busy():
             return False
-        seq.num_resets = self._cache.num_resets
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
         parent = matched[-1].identity if matched else self._root(seq, 0)
         return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)

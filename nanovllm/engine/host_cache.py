@@ -86,7 +86,7 @@ class HostCache:
         return [copy.slot for copy in copies.values()]
 
     def would_load(self, seq: Sequence, parent: Identity, first: int, end: int) -> bool:
-        """Whether `fetch` would load something; `parent` is the block before `first`."""
+        """Whether `fetch` would load something; `parent` is the identity of the block before `first`."""
         copies = self._copies_of(seq, parent, first, end)
         return bool(copies) and self._pays(len(copies))
 

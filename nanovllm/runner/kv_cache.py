@@ -149,8 +149,11 @@ class KVCache:
         if loads:
             self._load_files(loads)
 
-    def copy_blocks(self, batch: ScheduledBatch) -> None:
-        """Load and save a step's blocks once its inputs are sent, which would wait on the link for all of them."""
+    def load_and_save(self, batch: ScheduledBatch) -> None:
+        """Queue what a step loads from the host's memory and saves there, once its inputs are sent.
+
+        The inputs take the same link, and would wait there for all blocks.
+        """
         if self.copies is None:
             return
         moves = [transfer for transfer in batch.transfers if transfer.kind != "copy" and not self._is_file(transfer)]

@@ -226,7 +226,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         with torch.inference_mode(), self._device_guard():
             self.communicator.prepare_step()
             step = ForwardStep(batch, self.prepare(batch))
-            self.kv_cache.copy_blocks(batch)
+            self.kv_cache.load_and_save(batch)
             if batch.has_extra:
                 step.extra = self._extra_rows(step)
             if batch.scored_seq_ids:

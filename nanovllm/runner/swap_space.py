@@ -21,8 +21,8 @@ _LINK_BYTES = 32 * 2**20
 _CUDA_TOKENS, _CPU_TOKENS = 2304, 8
 """Tokens of the prompt that is measured, on CUDA at least: more than a captured step has, so that none is captured for
 this. A CPU computes few in the time that starting may take, and loads any number faster."""
-_MORE = 1.25
-"""By how much the rate of twice the tokens must be higher if launches, and not the device, bound that of the half."""
+_LAUNCH_BOUND_GAIN = 1.25
+"""If twice the tokens are computed at more than so many times the rate, launches bound the step with half of them."""
 
 
 def make_swap_space(
@@ -98,7 +98,7 @@ def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: 
     while num_tokens < most_tokens:
         num_tokens = min(2 * num_tokens, most_tokens)
         before, rate = rate, num_tokens / seconds(num_tokens)
-        if rate <= _MORE * before:
+        if rate <= _LAUNCH_BOUND_GAIN * before:
             return max(before, rate)
     return rate
 

@@ -70,12 +70,10 @@ def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
     row_bytes = numbers * source.itemsize
     # A plane for each row, as high as two are apart: with a pitch of more than 2 GiB, as the rows of a 2D copy would
     # have, the driver copies each on its own.
-    ends = [
-        _Place(
-            memory_type=_ANY_MEMORY, address=rows_at.data_ptr(), pitch=row_bytes, height=rows_at.stride(0) // numbers
-        )
-        for rows_at in (source, destination)
-    ]
-    copy = _Copy3D(*ends, width=row_bytes, height=1, depth=rows)
+    from_place, to_place = (
+        _Place(memory_type=_ANY_MEMORY, address=side.data_ptr(), pitch=row_bytes, height=side.stride(0) // numbers)
+        for side in (source, destination)
+    )
+    copy = _Copy3D(source=from_place, destination=to_place, width=row_bytes, height=1, depth=rows)
     stream = torch.cuda.current_stream().cuda_stream
     call_driver("cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))

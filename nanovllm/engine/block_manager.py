@@ -241,8 +241,14 @@ class BlockManager:
             table.num_released = max(table.num_released, first)
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first."""
+        """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first.
+
+        What the host has goes before what it has not, so that there is time to save that, too.
+        """
         held = [table.held[::-1] for table in seq.block_tables]
+        if (host := self.host) is not None:
+            for table in held:
+                table.sort(key=lambda block_id: host.lacks(self.blocks[block_id]))
         for block_ids in zip_longest(*held) if len(held) > 1 else held:
             for block_id in block_ids:
                 if block_id is not None:
@@ -270,7 +276,7 @@ class BlockManager:
     def _take_free_block(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
-        if self.host is not None and block.key is not None and block.key not in self.host:
+        if self.host is not None and self.host.lacks(block):
             self.host.num_lost += 1
         self._cache.remove(block)
         block.ref_count = 1
@@ -390,7 +396,7 @@ class BlockManager:
         for seq in filterfalse(self._precedes_reset, reversed(running)):
             block_ids = seq.block_tables[0][: seq.num_registered_blocks]
             registered = [self.blocks[block_id] for block_id in block_ids]
-            if registered and (key := registered[-1].key) is not None and key not in host:
+            if registered and host.lacks(registered[-1]):
                 yield from registered
 
     def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:

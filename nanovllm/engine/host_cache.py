@@ -21,6 +21,9 @@ from nanovllm.engine.evicted_prefixes import BlockKey, Identity
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
+_SAVES_SHARE = 0.9
+"""How much of a step its saves may take. Its results wait on the link for them, and the next step for the results."""
+
 
 @dataclass(frozen=True)
 class HostBlock:
@@ -57,8 +60,9 @@ class HostCache:
         self._planned_at = 0.0
         self.num_saved = self.num_loaded = self.num_lost = 0
 
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._copies
+    def lacks(self, block: Block) -> bool:
+        """Whether a block that others can find has no copy."""
+        return block.key is not None and block.key not in self._copies
 
     def counters(self) -> dict[str, int]:
         """Return counts so far, the blocks held now, and the rates that were measured."""
@@ -165,7 +169,7 @@ class HostCache:
         """
         now, memory = time.monotonic(), self._memory
         expected = max(num_prompt_tokens / memory.tokens_per_second, self._loaded_at - now)
-        seconds = min(expected, now - self._planned_at)
+        seconds = _SAVES_SHARE * min(expected, now - self._planned_at)
         left = now + max(seconds, memory.step_seconds) - max(now, self._saved_at)
         most = math.ceil(left * memory.bytes_per_second / memory.block_bytes)
         return min(memory.num_slots, max(0, most))

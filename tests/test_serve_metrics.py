@@ -32,6 +32,7 @@ STATS = {
     "num_used_blocks": 30,
     "num_free_blocks": 10,
 }
+HOST_STATS = {"num_host_blocks": 5, "num_saved_blocks": 9, "num_loaded_blocks": 4, "num_lost_blocks": 1}
 DASHBOARD = json.loads((resources.files("nanovllm.serve") / "dashboard.json").read_text())
 
 
@@ -69,6 +70,15 @@ def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
     stats.update(num_running=0, num_used_blocks=0, num_free_blocks=0, num_output_tokens=501)
     changed = {"requests_running": 0, "cache_usage_ratio": 0, "output_tokens_total": 501}
     assert {name: value(metrics, name) for name in expected} == expected | changed
+
+
+def test_a_host_cache_has_counters_where_there_is_one() -> None:
+    stats = dict(STATS)
+    metrics = Metrics(lambda: stats, "m", {})
+    assert not any("host_cache" in name for name, _ in samples(metrics))
+    stats |= HOST_STATS
+    names = ("blocks", "saved_blocks_total", "loaded_blocks_total", "lost_blocks_total")
+    assert [value(metrics, f"host_cache_{name}") for name in names] == [5, 9, 4, 1]
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
@@ -176,7 +186,7 @@ def test_vllms_names_have_the_same_values() -> None:
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
-    metrics = Metrics(lambda: STATS, "m", {})
+    metrics = Metrics(lambda: STATS | HOST_STATS, "m", {})
     metrics.observe(output(2, times=RequestMetrics(0.0, 0.1, 0.2, 0.3)))
     metrics.count_error("timeout_error")
     rendered = {name for name, _ in samples(metrics) if not name.endswith("_created")}

@@ -29,6 +29,13 @@ _COUNTERS = {
     "nanovllm_preemptions": ("num_preemptions", "Sequences that lost their blocks because the cache was full."),
 }
 """Names in Prometheus, where counters end in `_total`; names in `LLM.stats`; and what they are."""
+_HOST_GAUGES = {"nanovllm_host_cache_blocks": ("num_host_blocks", "Blocks that the host's memory has.")}
+_HOST_COUNTERS = {
+    "nanovllm_host_cache_saved_blocks": ("num_saved_blocks", "Blocks that were copied to the host's memory."),
+    "nanovllm_host_cache_loaded_blocks": ("num_loaded_blocks", "Blocks that were copied back."),
+    "nanovllm_host_cache_lost_blocks": ("num_lost_blocks", "Blocks that were evicted before they were saved."),
+}
+"""Further ones, with `swap_space`."""
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 _TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -187,14 +194,15 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's gauges and counters, all of one moment."""
         stats = self._get_stats()
-        for name, (key, text) in _GAUGES.items():
+        has_host_cache = "num_host_blocks" in stats
+        for name, (key, text) in (_GAUGES | _HOST_GAUGES if has_host_cache else _GAUGES).items():
             yield GaugeMetricFamily(name, text, stats[key])
         num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
         use = num_used / max(1, num_used + num_free)
         yield GaugeMetricFamily("nanovllm_cache_usage_ratio", "Fraction of the cache's blocks that are in use.", use)
-        for name, (key, text) in _COUNTERS.items():
+        for name, (key, text) in (_COUNTERS | _HOST_COUNTERS if has_host_cache else _COUNTERS).items():
             yield CounterMetricFamily(name, text, stats[key])
-        # Nothing else keeps a sequence waiting, and no other place has keys and values.
+        # Nothing else keeps a sequence waiting, and keys and values come from no other server.
         name, text = "nanovllm_requests_waiting_by_reason", "Sequences that wait, by cause."
         waiting = GaugeMetricFamily(name, text, labels=["reason"])
         waiting.add_metric(["capacity"], stats["num_waiting"])

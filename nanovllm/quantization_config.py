@@ -198,7 +198,9 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(strategy, True, has_input_scale, _module_names(values, "ignore"), kv_scales)
 
 
-def _check_e4m3(what: str, args: Mapping[str, Any]) -> None:
+def _check_e4m3(what: str, args: Any) -> None:
+    if not isinstance(args, Mapping):
+        raise ValueError(f"quantization_config: {what}={args!r:.400} must be an object with type and num_bits")
     kind, num_bits, symmetric = args.get("type"), args.get("num_bits"), args.get("symmetric", True)
     if (kind, num_bits, symmetric) != ("float", 8, True):
         found = f"type={kind!r}, num_bits={num_bits!r}, symmetric={symmetric!r}"

@@ -14,13 +14,13 @@ from nanovllm.utils import cuda_driver
 
 def place(end: Any, plane: int) -> int:
     """Return the address of a plane's first row, by the rules of CUDA_MEMCPY3D."""
-    return int(end.address + ((end.z + plane) * end.height + end.y) * end.pitch + end.x)
+    return int(end.host + ((end.z + plane) * end.height + end.y) * end.pitch + end.x)
 
 
 def copy_3d(pointer: Any, stream: ctypes.c_void_p) -> int:
     copy = pointer._obj
     assert ctypes.sizeof(copy) == 200 and stream.value == 7 and copy.height == 1
-    assert all(end.memory_type == 4 for end in (copy.source, copy.destination))
+    assert all(end.memory_type == 1 for end in (copy.source, copy.destination))
     for plane in range(copy.depth):
         ctypes.memmove(place(copy.destination, plane), place(copy.source, plane), copy.width)
     return 0

@@ -6,6 +6,7 @@ The checkpoints are written here, by a quantiser of their own, beside one of wha
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -18,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.communicator import Communicator
@@ -62,7 +63,7 @@ def weights_of(**args: Any) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False} | args
 
 
-def compressed(inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+def compressed(inputs: object, **weights: Any) -> dict[str, Any]:
     """What compressed-tensors writes."""
     group = {"targets": ["Linear"], "weights": weights_of(**weights), "input_activations": inputs}
     return {
@@ -206,6 +207,26 @@ def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -
     assert tokens == tokens_and_logits(meant)[0]
     for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
         theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
+        assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+# Under this name transformers has no scales of matrices. Scales in bfloat16 make its values bfloat16.
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-tensor"])
+def test_transformers_reads_the_same_from_the_format(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    # It has whole blocks.
+    base = make_checkpoint("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    stored, _ = write(base, replace(FORMATS[name], dtype=torch.float32), tmp_path)
+    kind: Any = FineGrainedFP8Config if name.startswith("fp8") else CompressedTensorsConfig
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        stored, dtype=torch.float32, quantization_config=kind(dequantize=True)
+    )
+    tokens, logits = tokens_and_logits(stored)
+    for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
+        with torch.inference_mode():
+            theirs = model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
         assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
@@ -391,6 +412,7 @@ def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Pat
         (compressed(None, strategy="channel") | {"config_groups": [{}]}, r"config_groups=\[{}\] must be one"),
         (compressed(None, strategy="channel", type="int", num_bits=4), "weights of type='int', num_bits=4"),
         (compressed(weights_of(type="int"), strategy="channel"), "input_activations of type='int'"),
+        (compressed(["dynamic"], strategy="channel"), r"input_activations=\['dynamic'\] must be an object"),
         (compressed(None, strategy="group"), "weights of strategy='group' are not supported"),
         (compressed(None, strategy="block", block_structure=[64, 64]), r"blocks of \[64, 64\]"),
     ],
@@ -403,6 +425,21 @@ def test_what_is_not_supported_is_refused_by_name(
     # Before weights are read: there are none. Models cannot be made without them.
     with pytest.raises(ValueError, match=message):
         LLM(tmp_path, **SETTINGS)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_has_no_scale_is_refused_by_name(base: Path, tmp_path: Path, value: float) -> None:
+    folder, name = shutil.copytree(base, tmp_path / "model"), "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"'{name}' has values that are not finite, and cannot be quantised"):
+        LLM(folder, quantization="fp8", **SETTINGS)
+
+
+def test_values_too_small_for_a_scale_become_0() -> None:
+    matrix = quantize(torch.tensor([[1e-44, -1e-44], [2.0, 0.0], [0.0, 0.0]]), 1, 2)
+    assert dequantize_ref(matrix, torch.float32).tolist() == [[0, 0], [2, 0], [0, 0]]
 
 
 def test_checkpoints_that_do_not_fit_are_refused_by_name(base: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from nanovllm.runner.host_blocks import HostBlocks
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE
-from tests.test_host_cache import saves_every_step
+from tests.test_host_cache import pins_at_most, saves_every_step
 
 pytestmark = pytest.mark.gpu
 
@@ -77,8 +77,11 @@ class Steps:
         assert not [block for wrong, block in self.read if wrong.item()]
 
 
-def test_copies_are_right_while_steps_write_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:swap_space ends at 16 blocks:UserWarning")
+@pytest.mark.parametrize("most_pinned", [NUM_SLOTS, 16])
+def test_copies_are_right_while_steps_write_and_read(most_pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 16 * 2**20)
+    pins_at_most(most_pinned * 8 * PAGE, monkeypatch)
     device, rng = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
     shapes = (2, 1), (1, 2), (1, 4)
     stacks = [torch.zeros(n, NUM_BLOCKS, PAGE * size, dtype=torch.uint8, device=device) for n, size in shapes]

@@ -481,7 +481,7 @@ def pinning_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pinning"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothing(
     model: Path, expected: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,12 +495,41 @@ def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothi
         num_loaded = llm.stats()["num_loaded_blocks"]
         while llm.stats()["num_loaded_blocks"] == num_loaded:
             llm.step()
-        if size == 2:
+        if size > 1:
             os.kill(rank_pids()[1], signal.SIGKILL)
             with pytest.raises(StepError, match="rank 1"):
                 for _ in range(1000):
                     llm.step()
     assert not pinning_threads()
+
+
+def pins_at_most(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let hosts have no more memory than this, together."""
+    allocate, left = host_blocks._allocate, num_bytes
+
+    def limited(num_bytes: int, device: torch.device) -> torch.Tensor:
+        nonlocal left
+        left -= num_bytes
+        if left < 0:
+            raise RuntimeError("no more may be pinned")
+        return allocate(num_bytes, device)
+
+    monkeypatch.setattr(host_blocks, "_allocate", limited)
+
+
+@pytest.mark.filterwarnings("ignore:swap_space ends at 2 blocks:UserWarning")
+def test_a_rank_that_can_pin_less_than_the_first_has_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 64)
+    pins_at_most(100, monkeypatch)
+    stack = torch.arange(40.0).view(1, 5, 8)
+    host = HostBlocks(5, 32, stack.device)
+    copies, before = BlockCopies([stack.view(1, 5, 8, 1)], host), stack.clone()
+    copies.queue([BlockTransfer("save", block, block) for block in (4, 1)])
+    assert host.has_all_slots
+    copies.queue([BlockTransfer("load", slot, block) for slot, block in ((4, 1), (1, 4))])
+    assert torch.equal(stack, before[:, [0, 4, 2, 3, 1]])
+    copies.close()
+    assert not host.num_ready_slots
 
 
 def test_a_slot_is_loaded_before_another_block_is_saved_there() -> None:

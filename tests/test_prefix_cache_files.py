@@ -216,7 +216,7 @@ def test_files_that_are_not_right_are_refused_by_name(
 
 
 def test_a_kill_in_mid_write_leaves_no_file_of_a_block(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Path.write_bytes
 
@@ -224,21 +224,26 @@ def test_a_kill_in_mid_write_leaves_no_file_of_a_block(
         write(path, data[: len(data) // 2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_bytes", killed)
-    with LLM(model, **SETTINGS) as llm, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, LLM(model, **SETTINGS) as llm, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_bytes", killed)
         llm.save_prefix_cache(tmp_path, [PROMPT], use_tqdm=False)
     assert [file.name[:7] for file in tmp_path.iterdir()] == [".block-"]
+    with LLM(model, prefix_cache=str(tmp_path), **SETTINGS) as llm:
+        assert answer(llm) == (expected, 0)
 
 
 def test_another_models_blocks_are_not_taken(make_checkpoint: MakeCheckpoint, model: Path, saved: Path) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
     last_token = make_checkpoint(**heads)
-    tensors = load_file(last_token / "model.safetensors")
-    tensors["model.embed_tokens.weight"][-1] += 1
-    save_file(tensors, last_token / "model.safetensors", metadata={"format": "pt"})
+    last_value = make_checkpoint(**heads)
+    for changed, name in ((last_token, "embed_tokens.weight"), (last_value, "layers.1.self_attn.v_proj.weight")):
+        tensors = load_file(changed / "model.safetensors")
+        tensors[f"model.{name}"][-1] += 1
+        save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     others: list[tuple[Path, dict[str, Any]]] = [
         (make_checkpoint(seed=1, **heads), {}),
         (last_token, {}),
+        (last_value, {}),
         (make_checkpoint(rope_theta=20000.0, **heads), {}),
         (model, {"dtype": "bfloat16"}),
         (model, {"kvcache_block_size": 32}),
@@ -276,13 +281,20 @@ def test_a_full_disk_is_an_error_and_leaves_no_half_file(model: Path, tmp_path: 
             assert answer(llm)[0] == expected
         files = list(tmp_path.iterdir())
         assert files and {file.suffix for file in files} == {".safetensors"}
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
         with LLM(model, prefix_cache=str(tmp_path), **SETTINGS) as llm:
             assert answer(llm) == (expected, 16 * len(files))
+            with pytest.raises(OSError, match=f"not saved: Read-only file system: '{tmp_path}.*safetensors'"):
+                llm.save_prefix_cache(tmp_path, [PROMPT], use_tqdm=False)
 
 
 def test_a_folder_that_cannot_be_written_to_can_be_read(model: Path, saved: Path, expected: list[int]) -> None:
     with tempfile.TemporaryDirectory() as top:
         folder = shutil.copytree(saved, Path(top, "saved"))
+        # Of a writer that was killed, and that was another user's.
+        abandoned = folder / ".block-abandoned"
+        abandoned.touch()
+        os.utime(abandoned, (0, 0))
         with LLM(shutil.copytree(model, Path(top, "model")), prefix_cache=str(folder), **SETTINGS) as llm:
             for path in (Path(top), *Path(top).rglob("*")):
                 path.chmod(0o555)

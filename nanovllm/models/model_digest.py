@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from xxhash import xxh3_128
@@ -12,17 +14,15 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.models.stored_tensors import weight_files
 
-_SAMPLED_BYTES = 4096
-"""Read of most tensors, since files of gigabytes take long: two checkpoints of one shape differ in most elements."""
-_READ_BYTES = 2**26
-"""At a time, of tensors that have a row for each token: training tokens that were added changes no others."""
+_READ_BYTES, _NUM_READERS = 2**26, 8
+"""At a time, and how many threads read and hash: files have gigabytes."""
 
 
 def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: str, max_model_len: int) -> bytes:
     """Return 128 bits that follow from a model's config, its weights, and how it is run.
 
-    Of the weights it reads the files' headers, embedding and head in whole, and the first 4 KiB of each other tensor.
-    Where the model's folder is does not matter.
+    It reads all weights: models that were tuned or pruned differ in some elements. Where the model's folder is does not
+    matter.
 
     Args:
         config, model_config: the engine's settings, and the model's shape.
@@ -36,12 +36,14 @@ def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: 
     others = None if is_native else max_model_len, config.seed or 0 if is_dummy else None
     digest.update(json.dumps([*settings, *others]).encode())
     for file in [] if is_dummy else weight_files(folder):
-        stored = SafetensorsFile(file)
-        digest.update(b"%d " % stored.size + stored.header[8:])
-        for sample in stored.samples(_SAMPLED_BYTES):
-            digest.update(sample)
-        for entry in stored.entries:
-            if entry.shape[:1] == [model_config.vocab_size]:
-                for start in range(entry.start, entry.stop, _READ_BYTES):
-                    digest.update(stored.read(start, min(entry.stop, start + _READ_BYTES)))
+        digest.update(_file_digest(SafetensorsFile(file)))
     return digest.digest()
+
+
+def _file_digest(stored: SafetensorsFile) -> bytes:
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        return b"".join(readers.map(partial(_part_digest, stored), range(0, stored.size, _READ_BYTES)))
+
+
+def _part_digest(stored: SafetensorsFile, start: int) -> bytes:
+    return xxh3_128(stored.read(start, min(stored.size, start + _READ_BYTES))).digest()

@@ -79,15 +79,6 @@ class SafetensorsFile:
             raise ValueError(f"{self.url!r} is damaged: it ends after {self.size} bytes, {stop} are needed")
         return data
 
-    def samples(self, num_bytes: int) -> list[bytes]:
-        """Return the first bytes of each tensor; the file system may fetch them side by side."""
-        starts = [entry.start for entry in self.entries]
-        stops = [min(entry.stop, entry.start + num_bytes) for entry in self.entries]
-        paths = [self._path] * len(starts)
-        with storage_errors(self.url, ValueError):
-            found: list[bytes] = self._filesystem.cat_ranges(paths, starts, stops, on_error="raise")
-        return found
-
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
         """Yield the tensors in the file's order; none is read before it is indexed."""
         for number, entry in enumerate(self.entries):

@@ -263,7 +263,13 @@ class QuantizingSlice(WeightSlice):
         return cls((outputs.total, inputs.total), index, matrix.values.data, matrix, inputs.present)
 
     def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class; a scale is that of all inputs, whichever this rank has."""
+        """See the base class; a scale is that of all inputs, whichever this rank has.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
         quantized = quantize(values.to(self.region.device), 1, values.shape[1])
+        if not quantized.scales.isfinite().all():
+            raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
         self.region.copy_(quantized.values[:, self.inputs])
         self.matrix.scales.copy_(quantized.scales)

@@ -106,7 +106,9 @@ class BlockFiles:
             temporary.write_bytes(data)
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            # A file system that cannot be written to cannot be asked to remove it, either.
+            with suppress(OSError):
+                temporary.unlink()
             cause = f"a block of the prefix cache was not saved: {error.strerror}"
             raise OSError(error.errno, cause, str(path)) from error
 
@@ -119,10 +121,10 @@ def _checksum(path: Path, pages: Sequence[torch.Tensor]) -> list[int]:
 
 
 def remove_abandoned(folder: str) -> None:
-    """Remove the temporary files of writers that have been killed."""
+    """Remove the temporary files of writers that have been killed, as far as this process may."""
     for temporary in Path(folder).glob(f"{_TEMPORARY}*"):
-        # Files' times are on the system's clock.
-        with suppress(FileNotFoundError):
+        # Another writer may have removed it, or it is another user's. Files' times are on the system's clock.
+        with suppress(FileNotFoundError, PermissionError):
             if time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS:
                 temporary.unlink()
 

@@ -19,6 +19,9 @@ _CHUNK_BYTES = 2**30
 class HostBlocks:
     """Memory for blocks, which is taken from the system while the engine runs.
 
+    Of several ranks the first one's says how many slots are used. Another that can pin less has further ones that are
+    not pinned, whose copies take longer.
+
     Args:
         num_slots: blocks.
         block_bytes: bytes of each.
@@ -31,6 +34,8 @@ class HostBlocks:
         self._device = device
         self._slots_per_chunk = min(num_slots, max(1, _CHUNK_BYTES // block_bytes))
         self._chunks: list[torch.Tensor] = []
+        # How many of them, the first ones, are pinned.
+        self._num_pinned = 0
         self._changed = threading.Condition()
         # Whether it grows no more, although it may be asked to.
         self._has_ended = False
@@ -48,16 +53,12 @@ class HostBlocks:
         return self._has_ended or self.num_ready_slots == self.num_slots
 
     def slot(self, slot: int) -> torch.Tensor:
-        """Return a slot's memory, [block_bytes] uint8; waits until it has some.
-
-        Raises:
-            RuntimeError: there is no more memory.
-        """
+        """Return a slot's memory, [block_bytes] uint8; waits until it has some."""
         if slot >= self.num_ready_slots:
             with self._changed:
                 self._changed.wait_for(lambda: slot < self.num_ready_slots or self._has_ended)
-            if slot >= self.num_ready_slots:
-                raise RuntimeError(f"slot {slot} of swap_space has no memory, the first {self.num_ready_slots} have")
+            while slot >= self.num_ready_slots:
+                self._chunks.append(torch.empty(self._slots_per_chunk * self.block_bytes, dtype=torch.uint8))
         chunk, index = divmod(slot, self._slots_per_chunk)
         return self._chunks[chunk][index * self.block_bytes : (index + 1) * self.block_bytes]
 
@@ -67,24 +68,28 @@ class HostBlocks:
             self._has_ended = True
             self._changed.notify_all()
         self._thread.join()
-        while self._chunks:
-            _release(self._chunks.pop(), self._device)
+        for chunk in self._chunks[: self._num_pinned]:
+            _release(chunk, self._device)
+        self._chunks.clear()
 
     def _grow(self) -> None:
         """Take memory for all slots, a chunk at a time."""
         while (num_left := self.num_slots - self.num_ready_slots) > 0 and not self._has_ended:
+            chunk, failure = None, ""
             try:
                 chunk = _allocate(min(num_left, self._slots_per_chunk) * self.block_bytes, self._device)
             except (RuntimeError, OSError) as error:
-                # What is evicted from now on may have to be computed again.
-                warnings.warn(f"swap_space ends at {self.num_ready_slots} blocks: {error}", stacklevel=1)
-                chunk = None
+                failure = str(error)
             with self._changed:
                 if chunk is None:
                     self._has_ended = True
                 else:
                     self._chunks.append(chunk)
+                    self._num_pinned += 1
                 self._changed.notify_all()
+            if failure:
+                # What is evicted from now on may have to be computed again.
+                warnings.warn(f"swap_space ends at {self.num_slots - num_left} blocks: {failure}", stacklevel=1)
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -55,25 +55,31 @@ class _Copy3D(ctypes.Structure):
     )
 
 
-_ANY_MEMORY = 4
-"""CU_MEMORYTYPE_UNIFIED: the driver finds out by the address where it is."""
+_HOST, _DEVICE = 1, 2
+"""CU_MEMORYTYPE_HOST, which need not be pinned, and CU_MEMORYTYPE_DEVICE."""
 
 
 def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Queue a copy on the current stream, in one call, that copy engines make: it takes no multiprocessor.
 
     Args:
-        destination, source: [rows, numbers] of one dtype, on the GPU or in pinned memory. The numbers of a row lie side
-            by side, and the distance of two rows is a multiple of their size.
+        destination, source: [rows, numbers] of one dtype, on the GPU or in the host's memory, where the CPU waits for
+            the copy if it is not pinned. The numbers of a row lie side by side, and the distance of two rows is a
+            multiple of their size.
     """
     rows, numbers = source.shape
     row_bytes = numbers * source.itemsize
     # A plane for each row, as high as two are apart: with a pitch of more than 2 GiB, as the rows of a 2D copy would
     # have, the driver copies each on its own.
     from_place, to_place = (
-        _Place(memory_type=_ANY_MEMORY, address=side.data_ptr(), pitch=row_bytes, height=side.stride(0) // numbers)
-        for side in (source, destination)
+        _Place(pitch=row_bytes, height=side.stride(0) // numbers, **_address(side)) for side in (source, destination)
     )
     copy = _Copy3D(source=from_place, destination=to_place, width=row_bytes, height=1, depth=rows)
     stream = torch.cuda.current_stream().cuda_stream
     call_driver("cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))
+
+
+def _address(side: torch.Tensor) -> dict[str, int]:
+    if side.is_cuda:
+        return {"memory_type": _DEVICE, "address": side.data_ptr()}
+    return {"memory_type": _HOST, "host": side.data_ptr()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shutil
 import warnings
@@ -316,6 +317,44 @@ def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint,
             assert isinstance(weight, Fp8Weight)
             part = wide[weight.shard.outputs[None].present]
             assert torch.equal(dequantize_ref(weight.matrix, torch.float32)[: len(part)], part)
+
+
+def log_probs(folder: Path, num_rows: int, **settings: Any) -> torch.Tensor:
+    """Log-probabilities of the first eight rows after a prompt and two given tokens, [rows, steps, vocabulary]."""
+    rng = random.Random(num_rows)
+    prompts = [[rng.randrange(1000) for _ in range(12)] for _ in range(num_rows)]
+    params = [SamplingParams(0, 3, allowed_token_ids=[7], logprobs=1000 if i < 8 else None) for i in range(num_rows)]
+    # Blocks for 1024 tokens of one sequence.
+    sizes: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 256,
+        "kvcache_block_size": 64,
+        "num_kvcache_blocks": 256,
+    }
+    with LLM(folder, kv_cache_dtype="fp8", max_logprobs=-1, **sizes, **settings) as llm:
+        outputs: Any = llm.generate(prompts, params, use_tqdm=False)
+    steps = [[[step[i].logprob for i in range(1000)] for step in output.outputs[0].logprobs] for output in outputs[:8]]
+    return torch.tensor(steps, dtype=torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
+@pytest.mark.parametrize("num_rows", [1, 8, 40, 200])
+def test_an_engine_on_the_gpu_rounds_what_the_rule_says(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_rows: int
+) -> None:
+    """Steps of prompts, and of rows that decode: as near to the rule in float32 as the rule in bfloat16 is."""
+    sizes = {"hidden_size": 512, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    base = make_checkpoint(vocab_size=1000, intermediate_size=1024, initializer_range=0.05, **sizes)
+    stored, _ = write(base, FORMATS[name], tmp_path)
+    found = log_probs(stored, num_rows, device="cuda", dtype="bfloat16")
+    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    exact, wide = (log_probs(stored, num_rows, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16"))
+    for step, kind in enumerate(("prompts", "first", "second")):
+        error, allowed = (
+            (exact[:, step].exp() * (exact[:, step] - other[:, step])).sum(-1).mean() for other in (found, wide)
+        )
+        assert error <= 2 * allowed, (kind, error, allowed)
 
 
 @pytest.mark.gpu

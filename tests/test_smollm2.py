@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
+from tests.benchmarks.fp8_divergence import VARIANTS, divergence, emulate, english, faults, run_engine, write_kinds
 
 QUESTIONS = [
     f"What is the capital of {place}?"
@@ -56,3 +57,25 @@ def test_answers_are_transformers(folder: Path, ranks: int, impl: Any) -> None:
         assert token_ids == choices(model, list(output.prompt_token_ids), token_ids)
     assert "Paris" in outputs[0].outputs[0].text
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 50
+
+
+def test_e4m3_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path, tmp_path: Path) -> None:
+    """The last bit of a sum may decide to which side a row is rounded: then logits are as far off as in bfloat16."""
+    prompts = [english(folder, 500)[0][:201]]
+    stored, meant = write_kinds(folder, tmp_path)
+    found = faults(stored, tmp_path)
+    rules, most = {}, {}
+    for name in {"one scale an output, one a row, and cache", *(fault.variant for fault in found)}:
+        variant = VARIANTS[name]
+        rules[name] = emulate(meant[variant.weights], variant, prompts, torch.float32)
+        most[name] = 1e-5
+        if variant.rounds_rows:
+            wide = emulate(meant[variant.weights], variant, prompts, torch.bfloat16)
+            most[name] = 2 * divergence(rules[name], wide)
+        logits, _ = run_engine(stored[variant.weights], variant, prompts)
+        assert divergence(rules[name], logits) <= most[name], name
+    for fault in found:
+        with fault.broken:
+            logits, _ = run_engine(fault.make_folder(), VARIANTS[fault.variant], prompts)
+        # That of NaN is none.
+        assert not divergence(rules[fault.variant], logits) <= 10 * most[fault.variant], fault.name

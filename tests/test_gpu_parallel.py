@@ -207,22 +207,30 @@ KILLER = """
         if sys.argv[2] == "construction":
             threading.Thread(target=kill).start()
         settings = dict(device="cuda", tensor_parallel_size=2, max_model_len=512, gpu_memory_utilization=0.3)
-        if sys.argv[4:]:
+        prompts, params = [[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True)
+        if sys.argv[4:] == ["nccl"]:
             torch.cuda.can_device_access_peer = lambda a, b: False
+        if sys.argv[4:] == ["copies"]:
+            # Blocks leave the GPU and come back all the time.
+            settings |= dict(swap_space=1.0, num_kvcache_blocks=60, kvcache_block_size=16)
+            prompts, params = [[i] * 300 for i in range(24)], SamplingParams(max_tokens=4, ignore_eos=True)
         try:
             llm = LLM(sys.argv[1], **settings)
+            for _ in range(3):
+                llm.generate(prompts, params, use_tqdm=False)
+            assert sys.argv[4:] != ["copies"] or llm.stats()["num_loaded_blocks"] > 100, llm.stats()
             threading.Timer(1.0, kill).start()
-            llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
             while True:
-                llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+                llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:
             print("raised", time.monotonic(), "SIGKILL" in str(error), str(error)[:300].replace("\\n", " "), flush=True)
         assert not rank_pids()
 """
 
 
-# In generate or so many seconds into construction; with our kernels for collectives, or with NCCL.
-MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 nccl"]
+# In generate, or so many seconds into construction; with our kernels for collectives, or with NCCL; or while blocks are
+# copied.
+MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 nccl", "generate 0 copies"]
 
 
 @needs_two

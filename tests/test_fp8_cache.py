@@ -23,7 +23,7 @@ from nanovllm.kernels.attention.decode_attention import decode_attention, plan_d
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import plan_wide_tables, widen_pages, widen_pages_ref
-from nanovllm.kernels.e4m3 import to_e4m3
+from nanovllm.kernels.e4m3 import from_e4m3, to_e4m3
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
 from tests.conftest import MakeCheckpoint
 from tests.test_fp8 import FORMATS, SETTINGS, SHAPE, change, compressed, weights_of, write
@@ -77,7 +77,27 @@ def _round_kernel(x_ptr, out_ptr, NATIVE: tl.constexpr, SIZE: tl.constexpr):  # 
     tl.store(out_ptr + offsets, to_e4m3(tl.load(x_ptr + offsets), NATIVE))
 
 
-@pytest.mark.parametrize("native", [False, *([True] if GPU and converts_e4m3(torch.device("cuda")) else [])])
+@jit
+def _widen_kernel(bytes_ptr, out_ptr, NATIVE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out_ptr + offsets, from_e4m3(tl.load(bytes_ptr + offsets), out_ptr.dtype.element_ty, NATIVE))
+
+
+BOTH_WAYS = pytest.mark.parametrize("native", [False, *([True] if GPU and converts_e4m3(torch.device("cuda")) else [])])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_value_is_widened_exactly(native: bool, dtype: torch.dtype) -> None:
+    values = torch.arange(1024, device=DEVICE).to(torch.uint8)
+    out = torch.empty(1024, dtype=dtype, device=DEVICE)
+    _widen_kernel[(4,)](values, out, native, 256)
+    # NaN need not stay one.
+    is_number = values % 128 != 127
+    assert torch.equal(out[is_number], values.view(E4M3).to(dtype)[is_number])
+
+
+@BOTH_WAYS
 def test_floats_are_rounded_to_the_nearest(native: bool) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     values = values[values.isfinite()].sort().values

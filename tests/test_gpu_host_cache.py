@@ -77,7 +77,7 @@ class Steps:
         assert not [block for wrong, block in self.read if wrong.item()]
 
 
-@pytest.mark.filterwarnings("ignore:swap_space ends at 16 blocks:UserWarning")
+@pytest.mark.filterwarnings("ignore:pinned memory of swap_space ends at 16 blocks:UserWarning")
 @pytest.mark.parametrize("most_pinned", [NUM_SLOTS, 16])
 def test_copies_are_right_while_steps_write_and_read(most_pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 16 * 2**20)

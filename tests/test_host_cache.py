@@ -112,7 +112,7 @@ def delayed(runner: MockRunner) -> list[bool]:
 def test_no_block_is_lost_and_none_read_early(depth: int) -> None:
     counts = dict.fromkeys(("saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late"), 0)
     rng = random.Random(depth)
-    for _ in range(40):
+    for _ in range(48):
         run_random(rng, depth, counts)
     assert min(counts.values()) > 20, counts
 
@@ -345,7 +345,7 @@ def test_a_step_saves_what_the_link_copies_while_it_runs(clock: Clock) -> None:
     assert not cache.plan_saves(blocks, set(), 0)
     clock.now += 0.5
     assert len(cache.plan_saves(blocks, set(), 0)) == 1
-    # Results come over the link, too: saves end before the step does.
+    # Results come over the link, too: a tenth of the step is left for them.
     clock.now += 10
     assert len(cache.plan_saves(blocks, set(), 20)) == 9
 
@@ -504,20 +504,20 @@ def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothi
 
 
 def pins_at_most(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let hosts have no more memory than this, together."""
+    """Let pinning fail after so many bytes in all."""
     allocate, left = host_blocks._allocate, num_bytes
 
-    def limited(num_bytes: int, device: torch.device) -> torch.Tensor:
+    def limited(size: int, device: torch.device) -> torch.Tensor:
         nonlocal left
-        left -= num_bytes
+        left -= size
         if left < 0:
             raise RuntimeError("no more may be pinned")
-        return allocate(num_bytes, device)
+        return allocate(size, device)
 
     monkeypatch.setattr(host_blocks, "_allocate", limited)
 
 
-@pytest.mark.filterwarnings("ignore:swap_space ends at 2 blocks:UserWarning")
+@pytest.mark.filterwarnings("ignore:pinned memory of swap_space ends at 2 blocks:UserWarning")
 def test_a_rank_that_can_pin_less_than_the_first_has_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 64)
     pins_at_most(100, monkeypatch)

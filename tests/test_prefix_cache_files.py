@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save, save_file
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models import model_digest
+from nanovllm.models.remote_tensors import SafetensorsFile
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, complete, make_engine
 from tests.test_host_cache import saves_every_step
@@ -261,6 +263,19 @@ def test_another_models_blocks_are_not_taken(make_checkpoint: MakeCheckpoint, mo
             assert answer(llm)[1] == 96
 
 
+def test_a_digest_is_of_all_parts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_digest, "_READ_BYTES", 1000)
+    file, values = tmp_path / "model.safetensors", torch.arange(1200.0)
+    digests = set()
+    for changed in (None, 0, 599, 1199):
+        tensor = values.clone()
+        if changed is not None:
+            tensor[changed] += 1
+        save_file({"weight": tensor}, file)
+        digests.add(model_digest._file_digest(SafetensorsFile(str(file))))
+    assert len(digests) == 4
+
+
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     """A file system with room for a few blocks."""
@@ -281,6 +296,10 @@ def test_a_full_disk_is_an_error_and_leaves_no_half_file(model: Path, tmp_path: 
             assert answer(llm)[0] == expected
         files = list(tmp_path.iterdir())
         assert files and {file.suffix for file in files} == {".safetensors"}
+        # Of a writer that was killed.
+        abandoned = tmp_path / ".block-abandoned"
+        abandoned.touch()
+        os.utime(abandoned, (0, 0))
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
         with LLM(model, prefix_cache=str(tmp_path), **SETTINGS) as llm:
             assert answer(llm) == (expected, 16 * len(files))

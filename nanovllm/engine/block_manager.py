@@ -3,7 +3,8 @@
 Promises: a block is free, or in the tables of as many sequences as its reference count says; only blocks of the
 prefix cache are in more than one table, and nobody writes to those; a freed block keeps its content, and can be found
 again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its
-head. All of it is O(1) a block. Outputs of one request also share the last block of its prompt, until they write to it.
+head, but for preempted sequences (see `free`). All of it is O(1) a block. Outputs of one request also share the last
+block of its prompt, until they write to it.
 
 Layers are in groups, each with its own blocks and block tables (`BlockTable`) out of one pool. Where the layers of a
 group have a sliding window, a sequence holds the blocks of the window and of what it computes next: what lies before is
@@ -240,15 +241,15 @@ class BlockManager:
                 self._release(seq, block_id)
             table.num_released = max(table.num_released, first)
 
-    def free(self, seq: Sequence) -> None:
+    def free(self, seq: Sequence, is_preempted: bool = False) -> None:
         """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first.
 
-        What the host has goes before what it has not, so that there is time to save that, too.
+        A preempted sequence soon needs them all again. Those that the host has are evicted before the others, which a
+        step can then save.
         """
         held = [table.held[::-1] for table in seq.block_tables]
-        if (host := self.host) is not None:
-            for table in held:
-                table.sort(key=lambda block_id: host.lacks(self.blocks[block_id]))
+        if is_preempted and (host := self.host) is not None:
+            held[0].sort(key=lambda block_id: host.lacks(self.blocks[block_id]))
         for block_ids in zip_longest(*held) if len(held) > 1 else held:
             for block_id in block_ids:
                 if block_id is not None:

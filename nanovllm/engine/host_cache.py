@@ -22,7 +22,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
 _SAVES_SHARE = 0.9
-"""How much of a step its saves may take. Its results wait on the link for them, and the next step for the results."""
+"""How much of a step with prompts its saves may take: its results wait on the link for them, and the next step for the
+results."""
 
 
 @dataclass(frozen=True)

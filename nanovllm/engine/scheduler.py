@@ -279,7 +279,7 @@ class Scheduler:
         seq.status = SequenceStatus.ENDING
 
     def _preempt(self, seq: Sequence) -> None:
-        self._free(seq)
+        self._free(seq, is_preempted=True)
         seq.status = SequenceStatus.WAITING
         self.waiting.add(seq)
         self.stats.num_preemptions += 1
@@ -412,10 +412,10 @@ class Scheduler:
         self._num_extra -= seq.has_extra
         del self._sequences[seq.seq_id]
 
-    def _free(self, seq: Sequence) -> None:
+    def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
         """Take a running sequence's blocks and its slot."""
         del self.running[bisect_left(self.running, seq.sort_key, key=_sort_key)]
         self.decoding.discard(seq)
-        self.block_manager.free(seq)
+        self.block_manager.free(seq, is_preempted)
         self._free_slots.append(seq.slot)
         seq.slot = -1

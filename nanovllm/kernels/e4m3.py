@@ -58,7 +58,7 @@ class Fp8Matrix(NamedTuple):
 def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:
     """Round a matrix to e4m3; the largest value of each block becomes 448.
 
-    A block of values that are not all finite has a scale that is not.
+    A block with a value that is not finite has a scale that is not finite.
 
     weight: [out_features, in_features], any float.
     """
@@ -66,7 +66,7 @@ def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix
     padded = functional.pad(weight.float(), (0, -num_ins % block_ins, 0, -num_outs % block_outs))
     blocks = padded.unflatten(1, (-1, block_ins)).unflatten(0, (-1, block_outs))
     scales = blocks.abs().amax((1, 3)) / E4M3_MAX
-    # That of the smallest values is none in float32.
+    # A 448th of the smallest subnormal numbers is 0 in float32.
     scales = torch.where(scales == 0, 1.0, scales)
     values = (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return Fp8Matrix(values.view(padded.shape)[:num_outs, :num_ins].contiguous(), scales, block_outs, block_ins)

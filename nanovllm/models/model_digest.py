@@ -14,15 +14,17 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.models.stored_tensors import weight_files
 
-_READ_BYTES, _NUM_READERS = 2**26, 8
-"""At a time, and how many threads read and hash: files have gigabytes."""
+_READ_BYTES = 2**26
+"""Read and hashed at a time."""
+_NUM_READERS = 8
+"""Threads that do it: files have gigabytes."""
 
 
 def model_digest(config: Config, model_config: ModelConfig, folder: str, dtype: str, max_model_len: int) -> bytes:
     """Return 128 bits that follow from a model's config, its weights, and how it is run.
 
-    It reads all weights: models that were tuned or pruned differ in some elements. Where the model's folder is does not
-    matter.
+    It reads all weights, since a model that was tuned or pruned may differ from the original in a few elements only.
+    Where the model's folder is does not matter.
 
     Args:
         config, model_config: the engine's settings, and the model's shape.

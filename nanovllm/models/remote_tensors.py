@@ -52,12 +52,12 @@ class SafetensorsFile:
         length = int.from_bytes(self.read(0, 8), "little")
         if length > _MOST_HEADER_BYTES:
             raise ValueError(f"{url!r} is damaged: its header cannot have {length} bytes")
-        self.header = self.read(0, 8 + length)
+        self._header = self.read(0, 8 + length)
         try:
-            self.entries = sorted(self._entries(json.loads(self.header[8:])), key=lambda entry: entry.start)
+            self.entries = sorted(self._entries(json.loads(self._header[8:])), key=lambda entry: entry.start)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{url!r} is damaged: its header is none of safetensors: {error!r}") from error
-        if (end := max((entry.stop for entry in self.entries), default=len(self.header))) > self.size:
+        if (end := max((entry.stop for entry in self.entries), default=len(self._header))) > self.size:
             raise ValueError(f"{url!r} is damaged: it ends after {self.size} of {end} bytes")
         self._range = (0, b"")
 
@@ -68,7 +68,7 @@ class SafetensorsFile:
             dtype, shape, (start, stop) = _DTYPES[about["dtype"]], about["shape"], about["data_offsets"]
             if start < 0 or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
                 raise ValueError(f"tensor {name!r} has shape {shape} in {stop - start} bytes")
-            yield _Entry(name, dtype, shape, len(self.header) + start, len(self.header) + stop)
+            yield _Entry(name, dtype, shape, len(self._header) + start, len(self._header) + stop)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes `start ... stop - 1`."""

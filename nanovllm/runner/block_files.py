@@ -123,8 +123,9 @@ def _checksum(path: Path, pages: Sequence[torch.Tensor]) -> list[int]:
 def remove_abandoned(folder: str) -> None:
     """Remove the temporary files of writers that have been killed, as far as this process may."""
     for temporary in Path(folder).glob(f"{_TEMPORARY}*"):
-        # Another writer may have removed it, or it is another user's. Files' times are on the system's clock.
-        with suppress(FileNotFoundError, PermissionError):
+        # Another writer may have removed it, it may be another user's, or the file system read-only. Times of files are
+        # on the system's clock.
+        with suppress(OSError):
             if time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS:
                 temporary.unlink()
 

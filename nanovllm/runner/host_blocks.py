@@ -19,8 +19,8 @@ _CHUNK_BYTES = 2**30
 class HostBlocks:
     """Memory for blocks, which is taken from the system while the engine runs.
 
-    Of several ranks the first one's says how many slots are used. Another that can pin less has further ones that are
-    not pinned, whose copies take longer.
+    The first rank decides how many slots are used. A rank that can pin fewer backs the rest with pageable memory, whose
+    copies the CPU waits for.
 
     Args:
         num_slots: blocks.
@@ -53,12 +53,16 @@ class HostBlocks:
         return self._has_ended or self.num_ready_slots == self.num_slots
 
     def slot(self, slot: int) -> torch.Tensor:
-        """Return a slot's memory, [block_bytes] uint8; waits until it has some."""
+        """Return a slot's memory, [block_bytes] uint8; waits until it has some.
+
+        Raises:
+            RuntimeError: the system has no more memory, pageable or not.
+        """
         if slot >= self.num_ready_slots:
             with self._changed:
                 self._changed.wait_for(lambda: slot < self.num_ready_slots or self._has_ended)
             while slot >= self.num_ready_slots:
-                self._chunks.append(torch.empty(self._slots_per_chunk * self.block_bytes, dtype=torch.uint8))
+                self._chunks.append(torch.empty(self._next_bytes(), dtype=torch.uint8))
         chunk, index = divmod(slot, self._slots_per_chunk)
         return self._chunks[chunk][index * self.block_bytes : (index + 1) * self.block_bytes]
 
@@ -68,18 +72,21 @@ class HostBlocks:
             self._has_ended = True
             self._changed.notify_all()
         self._thread.join()
-        for chunk in self._chunks[: self._num_pinned]:
-            _release(chunk, self._device)
-        self._chunks.clear()
+        del self._chunks[self._num_pinned :]
+        while self._chunks:
+            _release(self._chunks.pop(), self._device)
+
+    def _next_bytes(self) -> int:
+        return min(self.num_slots - self.num_ready_slots, self._slots_per_chunk) * self.block_bytes
 
     def _grow(self) -> None:
         """Take memory for all slots, a chunk at a time."""
-        while (num_left := self.num_slots - self.num_ready_slots) > 0 and not self._has_ended:
+        while not self.has_all_slots:
             chunk, failure = None, ""
             try:
-                chunk = _allocate(min(num_left, self._slots_per_chunk) * self.block_bytes, self._device)
-            except (RuntimeError, OSError) as error:
-                failure = str(error)
+                chunk = _allocate(self._next_bytes(), self._device)
+            except (RuntimeError, OSError, MemoryError) as error:
+                failure = f"pinned memory of swap_space ends at {self.num_ready_slots} blocks: {error}"
             with self._changed:
                 if chunk is None:
                     self._has_ended = True
@@ -88,8 +95,7 @@ class HostBlocks:
                     self._num_pinned += 1
                 self._changed.notify_all()
             if failure:
-                # What is evicted from now on may have to be computed again.
-                warnings.warn(f"swap_space ends at {self.num_slots - num_left} blocks: {failure}", stacklevel=1)
+                warnings.warn(failure, stacklevel=1)
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:

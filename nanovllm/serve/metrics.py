@@ -21,21 +21,20 @@ from nanovllm.sampling_params import SamplingParams
 _GAUGES = {
     "nanovllm_requests_running": ("num_running", "Sequences that are being computed."),
     "nanovllm_requests_waiting": ("num_waiting", "Sequences that wait to be scheduled."),
+    "nanovllm_host_cache_blocks": ("num_host_blocks", "Blocks that the host's memory has."),
 }
 _COUNTERS = {
     "nanovllm_prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests, with those in the cache."),
     "nanovllm_output_tokens": ("num_output_tokens", "Generated tokens."),
     "nanovllm_prefix_cache_hit_tokens": ("num_cached_tokens", "Prompt tokens that were found in the prefix cache."),
     "nanovllm_preemptions": ("num_preemptions", "Sequences that lost their blocks because the cache was full."),
-}
-"""Names in Prometheus, where counters end in `_total`; names in `LLM.stats`; and what they are."""
-_HOST_GAUGES = {"nanovllm_host_cache_blocks": ("num_host_blocks", "Blocks that the host's memory has.")}
-_HOST_COUNTERS = {
     "nanovllm_host_cache_saved_blocks": ("num_saved_blocks", "Blocks that were copied to the host's memory."),
     "nanovllm_host_cache_loaded_blocks": ("num_loaded_blocks", "Blocks that were copied back."),
     "nanovllm_host_cache_lost_blocks": ("num_lost_blocks", "Blocks that were evicted before they were saved."),
 }
-"""Further ones, with `swap_space`."""
+"""Names in Prometheus, where counters end in `_total`; names in `LLM.stats`; and what they are."""
+_OF_HOST_CACHE = frozenset({"num_host_blocks", "num_saved_blocks", "num_loaded_blocks", "num_lost_blocks"})
+"""What `LLM.stats` has with `swap_space` alone."""
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 _TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -194,15 +193,17 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's gauges and counters, all of one moment."""
         stats = self._get_stats()
-        has_host_cache = "num_host_blocks" in stats
-        for name, (key, text) in (_GAUGES | _HOST_GAUGES if has_host_cache else _GAUGES).items():
-            yield GaugeMetricFamily(name, text, stats[key])
+        absent = _OF_HOST_CACHE - stats.keys()
+        for name, (key, text) in _GAUGES.items():
+            if key not in absent:
+                yield GaugeMetricFamily(name, text, stats[key])
         num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
         use = num_used / max(1, num_used + num_free)
         yield GaugeMetricFamily("nanovllm_cache_usage_ratio", "Fraction of the cache's blocks that are in use.", use)
-        for name, (key, text) in (_COUNTERS | _HOST_COUNTERS if has_host_cache else _COUNTERS).items():
-            yield CounterMetricFamily(name, text, stats[key])
-        # Nothing else keeps a sequence waiting, and keys and values come from no other server.
+        for name, (key, text) in _COUNTERS.items():
+            if key not in absent:
+                yield CounterMetricFamily(name, text, stats[key])
+        # Waiting for the link to the host's memory counts as capacity, and what is loaded from there as the cache's.
         name, text = "nanovllm_requests_waiting_by_reason", "Sequences that wait, by cause."
         waiting = GaugeMetricFamily(name, text, labels=["reason"])
         waiting.add_metric(["capacity"], stats["num_waiting"])

@@ -56,15 +56,15 @@ class _Copy3D(ctypes.Structure):
 
 
 _HOST, _DEVICE = 1, 2
-"""CU_MEMORYTYPE_HOST, which need not be pinned, and CU_MEMORYTYPE_DEVICE."""
+"""CU_MEMORYTYPE_HOST, pinned or pageable, and CU_MEMORYTYPE_DEVICE."""
 
 
 def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Queue a copy on the current stream, in one call, that copy engines make: it takes no multiprocessor.
 
     Args:
-        destination, source: [rows, numbers] of one dtype, on the GPU or in the host's memory, where the CPU waits for
-            the copy if it is not pinned. The numbers of a row lie side by side, and the distance of two rows is a
+        destination, source: [rows, numbers] of one dtype, on the GPU or in host memory. With pageable memory the call
+            returns once the copy is done. The numbers of a row lie side by side, and the distance of two rows is a
             multiple of their size.
     """
     rows, numbers = source.shape

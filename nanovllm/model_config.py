@@ -139,10 +139,13 @@ class ModelConfig:
         Raises:
             ValueError: the config is missing, unreadable, or has a value that is not supported.
         """
-        if not os.path.isfile(os.path.join(path, "config.json")):
+        if not os.path.isfile(file := os.path.join(path, "config.json")):
             raise ValueError(f"no config.json in {path!r}")
         if not trust_remote_code:
             refuse_remote_code(path, "config.json", "AutoConfig")
+        # transformers refuses what is no object without its name.
+        if not isinstance(stored := read_json(file).get("quantization_config"), dict | None):
+            raise ValueError(f"quantization_config={stored!r:.400} in {file!r} must be an object")
         # Imported here because it takes seconds, and ranks other than 0 do not need it.
         from transformers import AutoConfig  # noqa: PLC0415
 

@@ -133,6 +133,26 @@ def test_the_next_to_be_preempted_is_saved_and_loaded_again() -> None:
     assert (stats["num_preemptions"], stats["num_loaded_blocks"]) == (1, 6), stats
 
 
+def test_a_prefix_that_many_share_stays_on_the_device() -> None:
+    engine, runner = make_engine(pipeline_depth=0, block_size=4, num_blocks=16, num_host_slots=60, max_model_len=64)
+    runner.num_ready_slots = 60
+    manager, head = engine.block_manager, [1] * 16
+
+    def run(prompt: list[int]) -> None:
+        engine.add_request(prompt, greedy(1))
+        while not engine.is_finished():
+            engine.step()
+
+    # The head has a copy when the last of these ends, and what follows it has none.
+    for tail in (2, 3, 4):
+        run(head + [tail] * 9)
+    assert engine.stats()["num_saved_blocks"] == 8 and engine.stats()["num_cached_tokens"] == 32
+    # All other blocks are taken.
+    run([5] * (4 * (manager.num_free_blocks - 4) - 1))
+    run([*head, 6])
+    assert engine.stats()["num_cached_tokens"] == 48 and not engine.stats()["num_loaded_blocks"]
+
+
 def test_the_least_recently_used_makes_room_if_the_host_has_no_more_memory() -> None:
     engine, runner = make_engine(pipeline_depth=0, block_size=4, num_blocks=12, num_host_slots=60, max_model_len=64)
     runner.num_ready_slots = runner.most_ready_slots = 10
@@ -348,6 +368,17 @@ def test_a_step_saves_what_the_link_copies_while_it_runs(clock: Clock) -> None:
     # Results come over the link, too: a tenth of the step is left for them.
     clock.now += 10
     assert len(cache.plan_saves(blocks, set(), 20)) == 9
+    # The link is busy for eight seconds, and nobody waits for more than the four of its loads.
+    clock.now += 100
+    assert len(cache.fetch(seq, 0, 4)) == 4
+    assert len(cache.plan_saves(blocks, set(), 0)) == 4
+    # The device computes for eight; then a prompt has no copies.
+    assert not cache.fetch(seq, 0, 4)
+    other = make_sequence(1, [5] * 20)
+    other.block_tables = [BlockTable([], 0, 0)]
+    assert not cache.fetch(other, 0, 4)
+    clock.now += 5
+    assert len(cache.plan_saves(blocks, set(), 0)) == 1
 
 
 def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Clock) -> None:
@@ -523,9 +554,10 @@ def test_a_rank_that_can_pin_less_than_the_first_has_all_slots(monkeypatch: pyte
     pins_at_most(100, monkeypatch)
     stack = torch.arange(40.0).view(1, 5, 8)
     host = HostBlocks(5, 32, stack.device)
+    host._thread.join(10)
+    assert host.has_all_slots and host.num_ready_slots == 2
     copies, before = BlockCopies([stack.view(1, 5, 8, 1)], host), stack.clone()
     copies.queue([BlockTransfer("save", block, block) for block in (4, 1)])
-    assert host.has_all_slots
     copies.queue([BlockTransfer("load", slot, block) for slot, block in ((4, 1), (1, 4))])
     assert torch.equal(stack, before[:, [0, 4, 2, 3, 1]])
     copies.close()

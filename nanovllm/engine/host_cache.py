@@ -93,7 +93,7 @@ class HostCache:
     def would_load(self, seq: Sequence, parent: Identity, first: int, end: int) -> bool:
         """Whether `fetch` would load something; `parent` is the identity of the block before `first`."""
         copies = self._copies_of(seq, parent, first, end)
-        return bool(copies) and self._pays(len(copies))
+        return self._pays(len(copies))
 
     def _copies_of(self, seq: Sequence, parent: Identity, first: int, end: int) -> dict[BlockKey, HostBlock]:
         copies: dict[BlockKey, HostBlock] = {}
@@ -107,9 +107,9 @@ class HostCache:
         return copies
 
     def _pays(self, num_blocks: int) -> bool:
-        """Decide whether to load blocks: the link has them no later than the device would have computed them."""
+        """Whether to load blocks, if any: the link has them no later than the device would have computed them."""
         loaded_at, computed_at = self._done_at(num_blocks)
-        return loaded_at <= computed_at + self._memory.step_seconds
+        return num_blocks > 0 and loaded_at <= computed_at + self._memory.step_seconds
 
     def _done_at(self, num_blocks: int) -> tuple[float, float]:
         """Return when the link will have loaded blocks, or the device will have computed them, after all before."""

@@ -54,9 +54,11 @@ class HostCache:
         self._free_slots: list[int] = []
         # Keys saved by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
-        # When the link will have copied all that was planned, and the last of the loads; when it would have saved what
-        # was if nothing was loaded; and when the device will have computed the blocks that were not worth loading.
-        self._link_free_at = self._loaded_at = self._saved_at = self._computed_at = 0.0
+        # When the link ends all copies planned so far, and the loads among them; when it would end the saves without
+        # the loads.
+        self._link_free_at = self._loaded_at = self._saved_at = 0.0
+        # When the device ends computing the blocks that were not worth loading.
+        self._computed_at = 0.0
         # When the step before was planned.
         self._planned_at = 0.0
         self.num_saved = self.num_loaded = self.num_lost = 0
@@ -164,9 +166,9 @@ class HostCache:
     def _most_saves(self, num_prompt_tokens: int) -> int:
         """Return how many saves the link can begin during a step with so many prompt tokens.
 
-        A step takes as long as it computes prompts or waits for loads, but no longer than the one before, since the
-        rate of prompts depends on their length. Loads take no saves away: a lost block is computed again, which takes
-        longer than to save it.
+        The step's time is estimated: its prompts by the measured rate, or its wait for loads, and at most the time of
+        the step before, since many prompts are computed faster than the one that was measured. Loads take no saves
+        away: a lost block is computed again, which takes longer than to save it.
         """
         now, memory = time.monotonic(), self._memory
         expected = max(num_prompt_tokens / memory.tokens_per_second, self._loaded_at - now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from nanovllm.replicas.loaded_model import LoadedModel, load_model
 from nanovllm.runner.block_files import remove_abandoned
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
 from nanovllm.text.chat_template import (
     ChatTemplateOptions,
@@ -52,7 +54,6 @@ from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, t
 from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
 from nanovllm.text.save_prefixes import save_prefixes
 from nanovllm.text.scoring import score_output, score_params, split_pairs
-from nanovllm.text.tool_calls import add_tool_calls
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.units import format_count
 from nanovllm.utils.unpicklable import Unpicklable
@@ -197,16 +198,20 @@ class LLM(EngineControl, Unpicklable):
             'Hello! How can I help you?'
         """
 
-        def finish(output: RequestOutput) -> None:
-            add_tool_calls([output], self.tokenizer)
+        options, answer = template_options(template), self.answer_options(template)
 
-        options = template_options(template)
+        def finish(place: int, output: RequestOutput) -> None:
+            if answer is not None:
+                given: Any = sampling_params[place] if isinstance(sampling_params, (list, tuple)) else sampling_params
+                answer.complete(output, given)
+
         return self._run(
             Job(
-                self.input_processor, conversation_source(messages), sampling_params, priority, schedule=schedule,
+                self.input_processor, conversation_source(messages), _kept_tags(answer, sampling_params), priority,
+                schedule=schedule,
                 template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
             ),
-            Outputs(on_output, keep, finish if template.get("tools") else None),
+            Outputs(on_output, keep, None if answer is None else finish),
             use_tqdm,
             on_error,
         )  # fmt: skip
@@ -251,7 +256,18 @@ class LLM(EngineControl, Unpicklable):
             ...     print(output.outputs[0].text, end="")
             1, 2, 3, 4, 5
         """
-        return self.stream(self._render(messages, template), sampling_params, priority=priority)
+        params = _kept_tags(self.answer_options(template), sampling_params)
+        return self.stream(self._render(messages, template), params, priority=priority)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes calls of tools and thoughts, as its chat template shows."""
+        return AnswerFormat(self.tokenizer)
+
+    def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
+        """Return how answers are taken apart; None if there are no tools, and answers are text."""
+        tools = template.get("tools")
+        return AnswerOptions.of(self.answer_format, tools) if tools else None
 
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
         found, _ = conversations(messages)
@@ -576,3 +592,12 @@ class LLM(EngineControl, Unpicklable):
 
     def __exit__(self, *exception: object) -> None:
         self.exit()
+
+
+def _kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
+    """Return sampling parameters, one or a list, for texts that have the tags of calls if there are tools."""
+    if answer is None:
+        return params
+    if isinstance(params, (list, tuple)):
+        return [_kept_tags(answer, item) for item in params]
+    return answer.kept_tags(params) if isinstance(params, SamplingParams | None) else params

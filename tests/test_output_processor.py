@@ -93,7 +93,7 @@ class WatchedLock:
 
 @pytest.mark.parametrize("stop", [None, "never"])
 def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str | None) -> None:
-    state = OutputState(tokenizer, SamplingParams(stop=stop, logprobs=0))
+    state = OutputState(tokenizer, SamplingParams(stop=stop, logprobs=0), [])
     (token_id,) = tokenizer.encode("a")
     taken: list[NewTokens] = []
     reached = Event()
@@ -145,9 +145,9 @@ class ByteTokenizer:
 
 def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() -> None:
     params = SamplingParams(stop="stop", max_tokens=2)
-    state = RequestState(0, make_request([7], params.checked()), OutputProcessor(ByteTokenizer()))
+    state = RequestState(0, make_request([1], params.checked()), OutputProcessor(ByteTokenizer()))
     for token_id in (1, 2):
         assert not state.outputs[0].append(token_id, False, b"")
     output = CompletionOutput(0, "", [1, 2], finish_reason="length")
-    state.finish(RequestOutput(0, None, [7], [output], True))
+    state.finish(RequestOutput(0, None, [1], [output], True))
     assert (output.text, output.finish_reason, output.stop_reason) == ("x", "stop", "stop")

@@ -13,7 +13,6 @@ from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
-from tokenizers import decoders
 
 pytest.importorskip("uvicorn")
 
@@ -35,8 +34,8 @@ from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.ranking import RankBy
-from nanovllm.text.token_bytes import token_bytes_function
 
 
 class PlayedStream:
@@ -64,6 +63,9 @@ class PlayedTokenizer:
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return "".join(map(chr, token_ids))
 
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [*map(ord, text)]
+
     def get_vocab(self) -> dict[str, int]:
         return {}
 
@@ -82,6 +84,7 @@ class PlayedLLM:
             recommended_values=lambda: recommended or {},
             stats=lambda: Counter(num_used_blocks=3, num_free_blocks=4),
             tokenizer=PlayedTokenizer(),
+            output_processor=OutputProcessor(PlayedTokenizer()),
             model_config=SimpleNamespace(hidden_size=8),
             limits=RequestLimits(1000, 512, 512, 512, 20),
             step_histograms=StepHistograms,
@@ -253,16 +256,6 @@ def test_log_probabilities_are_counted_without_being_made() -> None:
 
     own = threading.current_thread().name
     assert built_by(3000) == own != built_by(4000)
-
-
-def test_bytes_of_tokens_of_sentencepiece() -> None:
-    tokens = ["\u2581sea", "<0xE5>", "<0xAD>", "<0x97>"]
-    decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = SimpleNamespace(
-        backend_tokenizer=SimpleNamespace(decoder=decoder), convert_ids_to_tokens=tokens.__getitem__
-    )
-    get_bytes = token_bytes_function(tokenizer)
-    assert b"".join(get_bytes(i) or b"" for i in range(4)).decode() == " sea字"
 
 
 def test_ranks_are_those_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def texts_with_stops(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
 @given(texts_with_stops())
 def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[list[int], SamplingParams]) -> None:
     token_ids, params = case
-    state, shown = OutputState(TOKENIZER, params), ""
+    state, shown = OutputState(TOKENIZER, params, []), ""
     count, want, stop = first_stop(token_ids, params)
     taken, found = list[int](), False
     while len(taken) < len(token_ids) and not found:

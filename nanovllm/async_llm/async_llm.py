@@ -26,7 +26,6 @@ from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversati
 from nanovllm.text.input_processor import LONG_TEXT, takes_long
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
-from nanovllm.text.tool_calls import add_tool_calls
 from nanovllm.utils.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
@@ -210,10 +209,11 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         **template: Unpack[ChatTemplateOptions],
     ) -> RequestOutput:
         """Answer a conversation; see `generate` and, for `template`, `LLM.chat`."""
-        prompt = await self._render(messages, template)
-        output = await self.generate(prompt, sampling_params, priority=priority, request_id=request_id)
-        if template.get("tools"):
-            add_tool_calls([output], self.llm.tokenizer)
+        prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
+        output = await self.generate(prompt, params, priority=priority, request_id=request_id)
+        if answer is not None:
+            answer.complete(output, sampling_params)
         return output
 
     async def stream_chat(
@@ -226,8 +226,9 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         **template: Unpack[ChatTemplateOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation and yield what is new in the answer; see `chat` and `stream`."""
-        prompt = await self._render(messages, template)
-        async with aclosing(self.stream(prompt, sampling_params, priority=priority, request_id=request_id)) as outputs:
+        prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
+        async with aclosing(self.stream(prompt, params, priority=priority, request_id=request_id)) as outputs:
             async for output in outputs:
                 yield output
 

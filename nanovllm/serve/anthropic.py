@@ -17,7 +17,7 @@ from nanovllm.serve.anthropic_protocol import CountTokensBody, MessagesBody
 from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import event
 from nanovllm.serve.service import Service
-from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse
+from nanovllm.text.answers import AnswerDelta, AnswerOptions, AnswerSplitter
 
 Event = tuple[str, dict[str, Any]]
 
@@ -25,17 +25,17 @@ Event = tuple[str, dict[str, Any]]
 async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
     """Return how many tokens messages have with the chat template."""
     service.check_model(body.model)
-    return {"input_tokens": len(await _render(service, body, tool_use(body, service.tool_call_format)))}
+    return {"input_tokens": len(await _render(service, body, tool_use(body, service.answer_format)))}
 
 
 async def answer_messages(service: Service, body: MessagesBody) -> Response:
     """Answer messages, whole or as the answer comes."""
     service.check_model(body.model)
-    use = tool_use(body, service.tool_call_format)
-    params = use.constrain(service.sampling_params(sampling_body(body), ENDPOINTS["/v1/chat/completions"]))
-    prompt = await _render(service, body, use)
-    splitter = AnswerSplitter(use.make_parser(), separates=False, is_inside=False)
-    answer = _MessagesAnswer(service, splitter, len(prompt))
+    options = tool_use(body, service.answer_format)
+    plain = service.sampling_params(sampling_body(body), ENDPOINTS["/v1/chat/completions"])
+    params = options.constrain(plain)
+    prompt = await _render(service, body, options)
+    answer = _MessagesAnswer(service, options.make_splitter(prompt, plain)(), len(prompt))
     if not body.stream:
         (output,) = await service.complete([prompt], params, 0)
         return JsonResponse(answer.whole(output))
@@ -43,14 +43,14 @@ async def answer_messages(service: Service, body: MessagesBody) -> Response:
     return service.event_stream(answer.events(streams), streams)
 
 
-async def _render(service: Service, body: CountTokensBody, use: ToolUse) -> list[int]:
+async def _render(service: Service, body: CountTokensBody, options: AnswerOptions) -> list[int]:
     # The model continues a last message that is its own.
     continues = body.messages[-1].role == "assistant"
     variables = None if body.thinking is None else {"enable_thinking": False}
     return await service.render_chat(
         chat_messages(body),
         variables,
-        tools=use.template_tools(),
+        tools=options.template_tools(),
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )

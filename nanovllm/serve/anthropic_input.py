@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.serve.anthropic_protocol import CountTokensBody, MessagesBody, MessagesTool, Turn
-from nanovllm.serve.protocol import ChatMessage, NamedToolChoice, SamplingBody, Tool, ToolFunction, ToolName
-from nanovllm.serve.tools import ToolUse
+from nanovllm.serve.protocol import ChatMessage, SamplingBody
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import join_parts
-from nanovllm.text.tool_calls import ToolCallFormat
 
 Block = dict[str, Any]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -78,26 +77,26 @@ def sampling_body(body: MessagesBody) -> SamplingBody:
     return SamplingBody.model_validate({**given, "stop": body.stop_sequences or None})
 
 
-def tool_use(body: CountTokensBody, form: ToolCallFormat) -> ToolUse:
+def tool_use(body: CountTokensBody, form: AnswerFormat) -> AnswerOptions:
     """Return what a request says of tools.
 
     Raises:
         ValueError: a call is required of a tool that is not there.
     """
-    tools = [Tool(type="function", function=_function(tool)) for tool in body.tools or []]
+    tools = [{"type": "function", "function": _function(tool)} for tool in body.tools or []]
     given = body.tool_choice
     if given is None:
-        return ToolUse.of(tools, None, None, form)
-    choice: str | NamedToolChoice
+        return AnswerOptions.of(form, tools)
+    choice: str | dict[str, Any]
     if given.type == "tool":
         if given.name is None:
             raise ValueError("tool_choice of type tool needs a name")
-        choice = NamedToolChoice(type="function", function=ToolName(name=given.name))
+        choice = {"function": {"name": given.name}}
     else:
         choice = _CHOICES[given.type]
-    return ToolUse.of(tools, choice, not given.disable_parallel_tool_use, form)
+    return AnswerOptions.of(form, tools, choice, not given.disable_parallel_tool_use)
 
 
-def _function(tool: MessagesTool) -> ToolFunction:
+def _function(tool: MessagesTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return ToolFunction.model_validate({name: value for name, value in function.items() if value is not None})
+    return {name: value for name, value in function.items() if value is not None}

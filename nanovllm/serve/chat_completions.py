@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from uuid import uuid4
 
 from starlette.responses import Response
@@ -24,11 +23,13 @@ from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs, prompt
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import ChatBody
+from nanovllm.serve.reasoning import answer_options
 from nanovllm.serve.service import Service
-from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse, whole_calls
 from nanovllm.serve.usage import Usage
+from nanovllm.text.answers import AnswerDelta, AnswerSplitter
 from nanovllm.text.chat_template import plain_messages
-from nanovllm.text.tool_calls import ToolCallDelta
+from nanovllm.text.tool_call_reader import ToolCallDelta
+from nanovllm.text.tool_calls import whole_calls
 
 _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
 
@@ -36,15 +37,12 @@ _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
 async def answer_chat(service: Service, body: ChatBody) -> Response:
     """Answer messages, whole or as they come."""
     service.check_model(body.model)
-    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, service.tool_call_format)
-    separates = service.settings.separate_reasoning if body.separate_reasoning is None else body.separate_reasoning
-    params = use.constrain(service.sampling_params(body, _ENDPOINT))
-    if separates and params.structured_outputs is not None:
-        params.structured_outputs.after_thinking = True
+    options, given = answer_options(service, body), service.sampling_params(body, _ENDPOINT)
+    params = options.constrain(given)
     token_ids = await service.render_chat(
         body.messages,
         body.chat_template_kwargs,
-        tools=use.template_tools(),
+        tools=options.template_tools(),
         documents=body.documents,
         chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -54,9 +52,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     )
     prompts = [service.salted({"prompt_token_ids": token_ids}, body)]
     service.check_room(prompts, body.max_completion_tokens or body.max_tokens, "messages")
-    is_inside = separates and service.ends_with_think(token_ids)
-    make_splitter = partial(AnswerSplitter, use.make_parser(), separates, is_inside)
-    answer = _ChatAnswer(service, body, token_ids, make_splitter)
+    answer = _ChatAnswer(service, body, token_ids, options.make_splitter(token_ids, given))
     if not body.stream:
         (output,) = await service.complete(prompts, params, body.priority)
         return await service.json_answer(lambda: answer.whole(output), [output], params)

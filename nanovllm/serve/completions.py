@@ -20,6 +20,7 @@ from nanovllm.serve.protocol import CompletionBody, prompt_list
 from nanovllm.serve.service import Service
 from nanovllm.serve.text_offsets import TextOffsets
 from nanovllm.serve.usage import Usage
+from nanovllm.text.detokenizer import decode_options
 
 _ENDPOINT = ENDPOINTS["/v1/completions"]
 
@@ -141,7 +142,10 @@ class _CompletionAnswer:
         self._lengths[index] = self._lengths.get(index, 0) + len(text)
         item: TextChoice = {"index": index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
         if choice.logprobs is not None and self._body.logprobs is not None:
-            item["logprobs"] = self._logprobs(index, choice, start)
+            if index not in self._offsets:
+                options, prompt = decode_options(self._params), output.prompt_token_ids
+                self._offsets[index] = TextOffsets(self._service.tokenizer, start, prompt, **options)
+            item["logprobs"] = self._logprobs(index, choice)
         if choice.finish_reason is not None:
             item["stop_reason"] = choice.stop_reason
         if self._body.return_token_ids:
@@ -150,12 +154,10 @@ class _CompletionAnswer:
                 item["prompt_token_ids"] = output.prompt_token_ids
         return item
 
-    def _logprobs(self, index: int, choice: CompletionOutput, start: int) -> TextLogprobs:
-        """Return the log-probabilities of new tokens; `start`: characters before the choice's first token, if new."""
+    def _logprobs(self, index: int, choice: CompletionOutput) -> TextLogprobs:
+        """Return the log-probabilities of new tokens."""
         if not self._shows_output or choice.logprobs is None:
             return text_logprobs([], [], [])
-        if index not in self._offsets:
-            self._offsets[index] = TextOffsets.of_output(self._service.tokenizer, self._params, start)
         length = self._lengths[index]
         offsets = self._offsets[index].take(choice.token_ids)
         logprobs = text_logprobs(choice.logprobs, choice.token_ids, offsets, names=self._names)

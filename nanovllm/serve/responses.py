@@ -16,12 +16,12 @@ from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import RequestOutput, TokensPrompt
 from nanovllm.serve.errors import encode_json
 from nanovllm.serve.event_stream import event
-from nanovllm.serve.protocol import NamedToolChoice, SamplingBody, Tool, ToolFunction, ToolName
+from nanovllm.serve.protocol import SamplingBody
 from nanovllm.serve.response_input import response_messages
 from nanovllm.serve.response_protocol import ResponseBody, ResponseTool, ResponseToolChoice
 from nanovllm.serve.service import Service
-from nanovllm.serve.tools import AnswerDelta, AnswerSplitter, ToolUse
 from nanovllm.serve.usage import Usage
+from nanovllm.text.answers import AnswerDelta, AnswerOptions, AnswerSplitter
 
 
 async def answer_response(service: Service, body: ResponseBody) -> Response:
@@ -29,13 +29,14 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     service.check_model(body.model)
     given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
     sampling = SamplingBody.model_validate({**given, "response_format": _response_format(body)})
-    tools = [Tool(type="function", function=ToolFunction(**_function(tool))) for tool in body.tools or []]
-    use = ToolUse.of(tools, _tool_choice(body), body.parallel_tool_calls, service.tool_call_format)
-    params = use.constrain(service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"]))
-    token_ids = await service.render_chat(response_messages(body), tools=use.template_tools())
+    tools = [{"type": "function", "function": _function(tool)} for tool in body.tools or []]
+    options = AnswerOptions.of(service.answer_format, tools, _tool_choice(body), body.parallel_tool_calls)
+    plain = service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"])
+    params = options.constrain(plain)
+    token_ids = await service.render_chat(response_messages(body), tools=options.template_tools())
     prompts: list[TokensPrompt] = [{"prompt_token_ids": token_ids}]
     service.check_room(prompts, body.max_output_tokens, "input")
-    splitter = AnswerSplitter(use.make_parser(), separates=False, is_inside=False)
+    splitter = options.make_splitter(token_ids, plain)()
     answer = _ResponseAnswer(service, body, splitter, Usage(len(token_ids)))
     if not body.stream:
         (output,) = await service.complete(prompts, params, 0)
@@ -44,12 +45,10 @@ async def answer_response(service: Service, body: ResponseBody) -> Response:
     return service.event_stream(answer.events(streams), streams)
 
 
-def _tool_choice(body: ResponseBody) -> str | NamedToolChoice | None:
+def _tool_choice(body: ResponseBody) -> str | dict[str, Any] | None:
     """Return the choice as chats have it."""
     choice = body.tool_choice
-    if isinstance(choice, ResponseToolChoice):
-        return NamedToolChoice(type="function", function=ToolName(name=choice.name))
-    return choice
+    return {"function": {"name": choice.name}} if isinstance(choice, ResponseToolChoice) else choice
 
 
 def _function(tool: ResponseTool) -> dict[str, Any]:

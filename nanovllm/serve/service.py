@@ -29,11 +29,10 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
-from nanovllm.text.token_bytes import token_bytes_function
-from nanovllm.text.tool_calls import tool_call_format
 
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000
@@ -65,7 +64,7 @@ class Service:
         fingerprint: stands for the version and the engine's settings, by which equal seeds give equal answers.
         created: when the service began, in seconds since 1970.
         metrics: counts requests, times and errors.
-        tool_call_format: how the model writes calls of tools.
+        answer_format: how the model writes calls of tools and thoughts.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class Service:
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
-        self._get_bytes = token_bytes_function(self.tokenizer)
-        self.tool_call_format = tool_call_format(settings.tool_call_parser, self.tokenizer)
+        reasoning = settings.reasoning_parser or "auto"
+        self.answer_format = AnswerFormat(self.tokenizer, settings.tool_call_parser, reasoning)
         template = getattr(self.tokenizer, "apply_chat_template", None)
         self._reserved = {"self", *inspect.signature(template).parameters} - {"kwargs"} if template else set()
 
@@ -141,7 +140,7 @@ class Service:
 
     def token_names(self, body: SamplingBody) -> TokenNames:
         """Return how a request wants tokens to be shown."""
-        return TokenNames(self._get_bytes, bool(body.return_tokens_as_token_ids))
+        return TokenNames(self.llm.llm.output_processor.token_bytes, bool(body.return_tokens_as_token_ids))
 
     def limited(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters within the server's limits.
@@ -228,10 +227,6 @@ class Service:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
-
-    def ends_with_think(self, prompt: list[int]) -> bool:
-        """Whether a chat template has begun the model's thoughts."""
-        return self.decode(prompt[-8:]).rstrip().endswith("<think>")
 
     async def begin(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[RequestStream]:
         """Queue requests; all of them or none."""

@@ -37,8 +37,11 @@ class ServeSettings:
         chat_template: a Jinja template, or a file of one, instead of the tokenizer's.
         trust_request_chat_template: whether requests may have a `chat_template` of their own, which is a program.
         default_chat_template_kwargs: variables of the chat template for requests that do not set them.
-        separate_reasoning: whether text between <think> and </think> is split off the answers of chats that do not say.
-        tool_call_parser: how the model writes calls of tools: "hermes" (Qwen's), "llama3_json", or "auto".
+        separate_reasoning: whether thoughts are split off the answers of chats that do not say.
+        reasoning_parser: how the model marks its thoughts, which then are split off, by vLLM's names
+            (`REASONING_FORMATS` in `text/reasoning.py`); None: what its chat template shows.
+        tool_call_parser: how the model writes calls of tools, by vLLM's names (`TOOL_CALL_FORMATS` in
+            `text/tool_calls.py`); "auto": what its chat template shows.
         max_body_bytes: the largest request.
         batch_dir: folder for the files and states of the batch API; None: the server has none.
         control: whether there are endpoints for a training loop, which pause the engine, put it to sleep and change its
@@ -84,6 +87,7 @@ class ServeSettings:
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = False
+    reasoning_parser: str | None = None
     tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
     batch_dir: str | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 
 
@@ -16,20 +16,13 @@ class TextOffsets:
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
         start: characters before the first token.
+        prompt: token ids before the first one.
         options: of the tokenizer's `decode`.
     """
 
-    def __init__(self, tokenizer: Any, start: int = 0, **options: bool) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, **options)
+    def __init__(self, tokenizer: Any, start: int = 0, prompt: Sequence[int] = (), **options: bool) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, **options)
         self._end = start
-
-    @classmethod
-    def of_output(cls, tokenizer: Any, params: SamplingParams, start: int) -> TextOffsets:
-        """Return those of an output."""
-        options = {"skip_special_tokens": params.skip_special_tokens}
-        if not params.skip_special_tokens:
-            options["spaces_between_special_tokens"] = params.spaces_between_special_tokens
-        return cls(tokenizer, start, **options)
 
     def take(self, token_ids: list[int]) -> list[int]:
         """Return where further tokens begin, as if no stop string cut the text."""

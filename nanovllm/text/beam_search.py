@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm.engine.request import Request
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.run_requests import run_requests
 
@@ -115,7 +116,8 @@ def beam_search_output(search: BeamSearch, tokenizer: Any) -> BeamSearchOutput:
     sequences = []
     for score, beam in search.finished:
         is_eos = not search.params.ignore_eos and beam.token_ids[-1] in search.eos_token_ids
-        text = "" if tokenizer is None else tokenizer.decode(beam.token_ids, skip_special_tokens=True)
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, search.prompt_token_ids)
+        text = "" if detokenizer is None else detokenizer.append(beam.token_ids, final=True)
         reason = "stop" if is_eos else "length"
         sequences.append(BeamSearchSequence(beam.token_ids, text, beam.logprob, score, reason))
     return BeamSearchOutput(sequences)

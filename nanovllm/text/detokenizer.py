@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
@@ -13,48 +14,69 @@ _REPLACEMENT = "\ufffd"
 _MAX_START = 16
 """Tokens without text that are kept at the start of an output; to decode thousands anew for each token takes long."""
 
+_TAIL = 4
+"""Tokens of a prompt's end that are looked at first."""
+
 
 class Detokenizer:
     """Decodes one request's tokens as they come; the texts of all calls joined are the text of all tokens.
 
     A token's text may depend on the token before it, so the tokens of the last call are decoded again together with the
-    new ones, and what they gave before is cut off (as in Hugging Face's text-generation-inference and in vLLM).
+    new ones, and what they gave before is cut off (as in Hugging Face's text-generation-inference and in vLLM). The
+    first tokens of an output follow the prompt's last ones, so that prompt and output are one text: decoders of
+    SentencePiece drop the space at the start of a text, not at the start of an output.
 
     Args:
         tokenizer: a transformers tokenizer.
+        prompt: token ids before the first ones; empty at the start of a text.
         options: keywords of its `decode`.
     """
 
-    def __init__(self, tokenizer: Any, **options: bool) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), **options: bool) -> None:
         self._decode_tokens = decode_function(tokenizer)
         self._options = options or {"skip_special_tokens": True}
+        self._prompt: Sequence[int] = prompt
         # Tokens whose text has been returned, as far as the next ones may depend on them, and tokens that wait.
         self._context: list[int] = []
         self._waiting: list[int] = []
+        # The text of the context alone; None: not decoded yet.
+        self._before: str | None = None
 
     def append(self, token_ids: list[int], final: bool = False) -> str:
         """Return the text that these tokens add; a character that is not complete waits, unless these are the last."""
         self._waiting += token_ids
-        before = self._decode(self._context) if self._context else ""
-        text = self._decode(self._context + self._waiting)
+        if len(self._prompt):
+            self._begin_after_prompt()
+        if self._before is None:
+            self._before = self._decode(self._context) if self._context else ""
+        before, text = self._before, self._decode(self._context + self._waiting)
         if (text.endswith(_REPLACEMENT) or len(text) < len(before)) and not final:
             return ""
+        if before.endswith(_REPLACEMENT) and not text.startswith(before):
+            # The prompt ends within a character, which these tokens complete.
+            before = before.rstrip(_REPLACEMENT)
         if len(text) > len(before):
-            self._context = self._waiting
+            self._context, self._before = self._waiting, None
         elif not before:
             # Of the first tokens even those without text matter: a space that begins a text is left out.
-            self._context = (self._context + self._waiting)[:_MAX_START]
+            self._context, self._before = (self._context + self._waiting)[:_MAX_START], None
         # Within a text, tokens without any, such as skipped special ones, do not change the next one's.
         self._waiting = []
         return text[len(before) :]
 
+    def _begin_after_prompt(self) -> None:
+        """Take the prompt's last tokens as context, enough of them to have text."""
+        prompt, length = self._prompt, _TAIL
+        self._prompt = ()
+        while True:
+            self._context = list(prompt[-length:])
+            self._before = self._decode(self._context)
+            if length >= len(prompt) or self._before.strip(_REPLACEMENT):
+                return
+            length *= 4
+
     def _decode(self, token_ids: list[int]) -> str:
         return self._decode_tokens(token_ids, **self._options)
-
-
-def detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
-    """Return the detokenizer of an output with these parameters."""
-    return Detokenizer(tokenizer, **decode_options(params))
 
 
 def decode_options(params: SamplingParams) -> dict[str, bool]:
@@ -70,14 +92,15 @@ class OutputText:
     Args:
         tokenizer: a transformers tokenizer.
         params: the request's.
+        prompt: its token ids.
 
     Attributes:
         text: all text so far; without the stop string that ended it, unless `include_stop_str_in_output`.
         stop_string: what ended it; None while it goes on.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self._detokenizer = detokenizer(tokenizer, params)
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, **decode_options(params))
         self._stop = list(params.stop or [])
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

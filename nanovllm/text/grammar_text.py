@@ -30,6 +30,8 @@ _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "defin
 _COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Fields of a schema that are no schemas."""
+_COMPOSING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas"})
+"""Fields that add to the properties of an object."""
 
 
 def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
@@ -85,17 +87,45 @@ def _json_schema(params: StructuredOutputsParams) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no other properties than those that it names."""
+    """Return a schema whose objects have no other properties than those that it names.
+
+    A schema that puts objects together from parts is left as it is: a part that is closed excludes the other parts.
+    """
+    return schema if _is_composed(schema) else _closed_objects(schema)
+
+
+def _is_composed(schema: Any) -> bool:
+    """Whether an object of a schema may get properties from several places, or must have some that it does not name."""
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return any(map(_is_composed, schema))
+    if not isinstance(schema, dict):
+        return False
+    parts = _COMPOSING & set(schema)
+    named, required = schema.get("properties"), schema.get("required")
+    if "allOf" in parts or (parts and named) or len(parts) > 1:
+        return True
+    if isinstance(required, list) and any(name not in (named or {}) for name in required):
+        return True
+    inner = [item for name, value in schema.items() if name not in _VALUES for item in _schemas_in(name, value)]
+    return any(map(_is_composed, inner))
+
+
+def _schemas_in(name: str, value: Any) -> list[Any]:
+    """Return the schemas that are a field of one."""
+    return list(value.values()) if name in _SCHEMAS_BY_NAME and isinstance(value, dict) else [value]
+
+
+def _closed_objects(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed_objects(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     closed = dict(schema)
     for name, value in schema.items():
         if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[name] = {key: _closed(item) for key, item in value.items()}
+            closed[name] = {key: _closed_objects(item) for key, item in value.items()}
         elif name not in _VALUES:
-            closed[name] = _closed(value)
+            closed[name] = _closed_objects(value)
     if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(schema):
         closed["additionalProperties"] = False
     return closed

@@ -221,14 +221,14 @@ class Outputs:
     Args:
         on_output: gets each as it finishes.
         keep: whether they are returned.
-        finish: completes each of them first.
+        finish: completes each of them first, given its place.
     """
 
     def __init__(
         self,
         on_output: Callable[[RequestOutput], None] | None = None,
         keep: bool = True,
-        finish: Callable[[RequestOutput], None] | None = None,
+        finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> None:
         check_bool("keep", keep)
         if not keep and on_output is None:
@@ -240,7 +240,7 @@ class Outputs:
         """Take what has finished."""
         for item, output in done:
             if self._finish is not None:
-                self._finish(output)
+                self._finish(item.place, output)
             if self._keep:
                 self._by_place[item.place] = output
         if self._on_output is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import OutputText, decode_options
-from nanovllm.text.tokenizer import decode_function
+from nanovllm.text.detokenizer import Detokenizer, OutputText, decode_options
+from nanovllm.text.token_bytes import token_bytes_function
 
 
 class NewTokens(NamedTuple):
@@ -27,15 +28,16 @@ class OutputState:
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
         params: the request's.
+        prompt: its token ids.
 
     Attributes:
         num_tokens: how many have come; none is taken after a stop string.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt: Sequence[int]) -> None:
         makes_text = tokenizer is not None and params.detokenize
         self.num_tokens = 0
-        self._text = OutputText(tokenizer, params) if makes_text else None
+        self._text = OutputText(tokenizer, params, prompt) if makes_text else None
         self._finds_stops = makes_text and bool(params.stop)
         self._include_stop = params.include_stop_str_in_output
         self._has_stopped = False
@@ -99,12 +101,13 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._tokens: dict[int, str] = {}
+        self.token_bytes = token_bytes_function(tokenizer)
 
-    def decode(self, token_ids: list[int], params: SamplingParams, ends: bool) -> str:
+    def decode(self, prompt: Sequence[int], token_ids: list[int], params: SamplingParams, ends: bool) -> str:
         """Return the text of a whole output without stop strings.
 
         Args:
+            prompt: token ids before it.
             token_ids: of the output.
             params: of its request.
             ends: whether the last of them is EOS or a stop token, whose text is left out.
@@ -112,12 +115,11 @@ class OutputProcessor:
         if self.tokenizer is None or not params.detokenize:
             return ""
         whole = token_ids[:-1] if ends and not params.include_stop_str_in_output else token_ids
-        return decode_function(self.tokenizer)(whole, **decode_options(params))
+        return Detokenizer(self.tokenizer, prompt, **decode_options(params)).append(whole, final=True)
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return the text of one token."""
+        """Return the text of one token within a text."""
         if self.tokenizer is None:
             return None
-        if token_id not in self._tokens:
-            self._tokens[token_id] = self.tokenizer.decode([token_id])
-        return self._tokens[token_id]
+        found = self.token_bytes(token_id)
+        return str(self.tokenizer.decode([token_id])) if found is None else found.decode(errors="replace")

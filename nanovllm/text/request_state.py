@@ -35,7 +35,8 @@ class RequestState:
         self.outputs: Sequence[OutputState] = ()
         self._cumulative: list[float] | None = None
         if request.reports_tokens:
-            self.outputs = [OutputState(processor.tokenizer, request.params) for _ in range(request.params.n)]
+            prompt, params = request.token_ids, request.params
+            self.outputs = [OutputState(processor.tokenizer, params, prompt) for _ in range(params.n)]
             self._cumulative = [0.0] * request.params.n
 
     def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
@@ -67,7 +68,8 @@ class RequestState:
                 item.text = self.outputs[i].take(final=True).text
                 _end(self.outputs[i], item)
             else:
-                item.text = self._processor.decode(item.token_ids, params, item.finish_reason == "stop")
+                ends = item.finish_reason == "stop"
+                item.text = self._processor.decode(self.request.token_ids, item.token_ids, params, ends)
             if params.detokenize and isinstance(item.logprobs, Logprobs):
                 item.logprobs = item.logprobs.with_texts(self._processor.decode_token)
         self._complete(output)

@@ -1,4 +1,4 @@
-"""Grammars that bind after a model's thoughts, which stand between <think> and </think>."""
+"""Grammars that bind after a model's thoughts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from nanovllm.engine.request import TokenConstraint
 from nanovllm.engine.token_masks import fill_rows
+from nanovllm.text.reasoning import prompt_end, reasoning_format
 
-BEGIN, END = "<think>", "</think>"
 _TAIL = 16
-"""Tokens at the end of a text that hold a whole tag, and what may stand after it."""
+"""Tokens that hold a whole tag."""
 
 
 class AfterThinkingConstraint:
@@ -28,33 +28,37 @@ class AfterThinkingConstraint:
         self._tokenizer = tokenizer
         self._inner = inner
         self._tail: list[int] = []
-        before = str(tokenizer.decode(list(prompt_token_ids[-_TAIL:]))).rstrip()
-        self._is_inside = before.endswith(BEGIN)
-        # The token with which the model may begin to think now.
-        self._begin = None if self._is_inside or before.endswith(END) else _single_token(tokenizer, BEGIN)
+        before = prompt_end(tokenizer, prompt_token_ids).rstrip()
+        tags = reasoning_format("auto", tokenizer).tags
+        # What ends the thoughts; None where the answer has begun.
+        self._end = next((end for begin, end in tags if before.endswith(begin.rstrip())), None)
+        has_ended = self._end is not None or any(before.endswith(end) for _, end in tags)
+        # The tokens with which the model may begin to think now.
+        self._begins = {} if has_ended else _single_tokens(tokenizer, tags)
 
     def accept(self, token_id: int) -> None:
         """Take a token of the output; raises as the answer's constraint does."""
-        if self._is_inside:
+        if self._end is not None:
             self._tail = [*self._tail[1 - _TAIL :], token_id]
-            self._is_inside = END not in self._tokenizer.decode(self._tail)
-        elif token_id == self._begin:
-            self._is_inside = True
+            if self._end in self._tokenizer.decode(self._tail):
+                self._end = None
+        elif token_id in self._begins:
+            self._end = self._begins[token_id]
         else:
             self._inner.accept(token_id)
-        self._begin = None
+        self._begins = {}
 
     def fill(self, constraints: list[tuple[AfterThinkingConstraint, int]], words: np.ndarray) -> None:
         """Write the masks of several constraints; see `TokenConstraint`."""
-        fill_rows([(item._inner, row) for item, row in constraints if not item._is_inside], words)
+        fill_rows([(item._inner, row) for item, row in constraints if item._end is None], words)
         for constraint, row in constraints:
-            if constraint._is_inside:
+            if constraint._end is not None:
                 words[row] = -1
-            elif constraint._begin is not None:
-                words[row].view(np.uint32)[constraint._begin // 32] |= np.uint32(1 << constraint._begin % 32)
+            for begin in constraint._begins:
+                words[row].view(np.uint32)[begin // 32] |= np.uint32(1 << begin % 32)
 
 
-def _single_token(tokenizer: Any, text: str) -> int | None:
-    """Return the token that is a text; None if there is none."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    return int(token_ids[0]) if len(token_ids) == 1 else None
+def _single_tokens(tokenizer: Any, tags: Sequence[tuple[str, str]]) -> dict[int, str]:
+    """Return the begin tags that are one token, with their end tags."""
+    encoded = [(tokenizer.encode(begin, add_special_tokens=False), end) for begin, end in tags]
+    return {int(token_ids[0]): end for token_ids, end in encoded if len(token_ids) == 1}

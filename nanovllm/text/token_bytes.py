@@ -8,8 +8,6 @@ from functools import cache
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
 
 
 def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
@@ -18,23 +16,30 @@ def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
     None stands for what a tokenizer does not tell.
     """
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
-    is_byte_level = "ByteLevel" in decoder
-    added = getattr(tokenizer, "added_tokens_decoder", {})
+    is_byte_level, has_byte_tokens = "ByteLevel" in decoder, "ByteFallback" in decoder
+
+    @cache
+    def anchor() -> tuple[list[int], int]:
+        """Tokens that a text begins with, and the length of theirs: decoders drop the space at its start."""
+        token_ids = tokenizer.encode("x", add_special_tokens=False)
+        return token_ids, len(tokenizer.decode(token_ids))
 
     @cache
     def token_bytes(token_id: int) -> bytes | None:
         if tokenizer is None:
             return None
-        if token_id in added:
-            return str(added[token_id]).encode()
-        name = tokenizer.convert_ids_to_tokens(token_id) if decoder != "None" else None
-        if name is not None and is_byte_level and _BYTES.keys() >= set(name):
+        before, length = anchor()
+        text: str = tokenizer.decode([*before, token_id])[length:]
+        if "\ufffd" not in text:
+            return text.encode()
+        # A part of a character, which its name tells.
+        name = tokenizer.convert_ids_to_tokens(token_id)
+        if is_byte_level and _BYTES.keys() >= set(name):
             return bytes(_BYTES[character] for character in name)
-        if name is not None and "ByteFallback" in decoder:
+        if has_byte_tokens:
             byte = _BYTE_TOKEN.fullmatch(name)
-            return bytes([int(byte[1], 16)]) if byte else name.replace(_SPACE, " ").encode()
-        text: str = tokenizer.decode([token_id])
-        return None if "\ufffd" in text else text.encode()
+            return bytes([int(byte[1], 16)]) if byte else text.encode()
+        return None
 
     return token_bytes
 

@@ -1,45 +1,87 @@
-"""Calls of tools in a model's answer, as text comes, and the grammars that make a model call them.
-
-Two forms are known, each the one that the chat templates of its models teach. Hermes (Qwen): JSON between tags,
-`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`. Llama 3: JSON alone, perhaps after `<|python_tag|>`,
-`{"name": "add", "parameters": {"a": 1}}`, several with `;` between them.
-"""
+"""The formats in which models write calls of tools, and the grammars that make a model call them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanovllm.outputs import RequestOutput, ToolCall
+from nanovllm.outputs import ToolCall
 from nanovllm.text.grammar_text import lark_json
+from nanovllm.text.harmony import HarmonyParser
+from nanovllm.text.reasoning import HARMONY_MARK, template_text
+from nanovllm.text.tool_call_parser import ToolCallParser
+from nanovllm.text.tool_call_reader import ToolCallDelta
+from nanovllm.text.tool_call_syntax import ToolCallFormat
 
+__all__ = ["HERMES", "LLAMA3_JSON", "TOOL_CALL_FORMATS", "ToolCallFormat", "ToolCallParser", "parse_tool_calls"]
 
-@dataclass(frozen=True)
-class ToolCallFormat:
-    """How calls are written.
+_JSON = '{"name": "NAME", "arguments": ARGUMENTS}'
+_LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
+_TAGGED = f"<tool_call>\n{_JSON}\n</tool_call>"
 
-    Attributes:
-        begin, end: what stands around each call.
-        separator: what stands between calls.
-        arguments: the key of a call's arguments.
-        prefix: what may stand before the first call, and is no text.
-        anywhere: whether text may stand before the first call.
-    """
-
-    begin: str
-    end: str
-    separator: str
-    arguments: str
-    prefix: str
-    anywhere: bool
-
-
-HERMES = ToolCallFormat("<tool_call>", "</tool_call>", "\n", "arguments", "", True)
-LLAMA3_JSON = ToolCallFormat("", "", ";", "parameters", "<|python_tag|>", False)
-TOOL_CALL_FORMATS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON}
+HERMES = ToolCallFormat(("<tool_call>",), _TAGGED)
+LLAMA3_JSON = ToolCallFormat(('{"name": function name, "parameters":',), _LLAMA, ";", is_bare=True)
+_MISTRAL = ToolCallFormat(
+    ("[TOOL_CALLS]",), _JSON, ", ", list_begin="[TOOL_CALLS][", list_end="]", short_ids=True
+)  # fmt: skip
+_MISTRAL_11 = ToolCallFormat(("[ARGS]",), "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "", short_ids=True)
+_DEEPSEEK_3 = ToolCallFormat(
+    ("<｜tool▁sep｜>", "```json"),
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+    list_begin="<｜tool▁calls▁begin｜>", list_end="<｜tool▁calls▁end｜>",
+)  # fmt: skip
+_DEEPSEEK_31 = ToolCallFormat(
+    ("<｜tool▁sep｜>",),
+    "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>", "",
+    list_begin="<｜tool▁calls▁begin｜>", list_end="<｜tool▁calls▁end｜>",
+)  # fmt: skip
+TOOL_CALL_FORMATS = {
+    "openai": ToolCallFormat(
+        (HARMONY_MARK,), "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+        has_channels=True, answer_begin="<|channel|>final<|message|>",
+    ),
+    "kimi_k2": ToolCallFormat(
+        ("<|tool_call_argument_begin|>",),
+        "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>", "",
+        list_begin="<|tool_calls_section_begin|>", list_end="<|tool_calls_section_end|>",
+    ),
+    "deepseek_v32": ToolCallFormat(
+        ("｜DSML｜",), _JSON, list_begin="<｜DSML｜function_calls>\n", list_end="\n</｜DSML｜function_calls>"
+    ),
+    "deepseek_v3": _DEEPSEEK_3,
+    "deepseek_v31": _DEEPSEEK_31,
+    "seed_oss": ToolCallFormat(("<seed:tool_call>",), f"<seed:tool_call>\n{_JSON}\n</seed:tool_call>"),
+    "minimax_m2": ToolCallFormat(
+        ("<minimax:tool_call>",), _JSON,
+        list_begin="<minimax:tool_call>\n", list_end="\n</minimax:tool_call>",
+    ),
+    "gemma4": ToolCallFormat(("<|tool_call>",), f"<|tool_call>{_JSON}<tool_call|>", ""),
+    "lfm2": ToolCallFormat(
+        ("<|tool_call_start|>",), _JSON, ", ", list_begin="<|tool_call_start|>[", list_end="]<|tool_call_end|>"
+    ),
+    "granite": ToolCallFormat(("<|tool_call|>",), _JSON, ", ", list_begin="<|tool_call|>[", list_end="]"),
+    "phi4_mini_json": ToolCallFormat(("functools[",), _JSON, ", ", list_begin="functools[", list_end="]"),
+    "minimax": ToolCallFormat(("<tool_calls>",), _JSON, list_begin="<tool_calls>\n", list_end="\n</tool_calls>"),
+    "nemotron_nano_v2": ToolCallFormat(
+        ("<TOOLCALL>",), _JSON, ", ", list_begin="<TOOLCALL>[", list_end="]</TOOLCALL>"
+    ),
+    "mistral_v11": _MISTRAL_11,
+    "mistral": _MISTRAL,
+    "glm45": ToolCallFormat(("<arg_key>",), _TAGGED, has_bare_names=True),
+    "qwen3_coder": ToolCallFormat(("<function=",), _TAGGED),
+    "hermes": HERMES,
+    "pythonic": ToolCallFormat(("<|python_start|>",), _LLAMA, ";", is_bare=True),
+    "llama3_json": LLAMA3_JSON,
+}  # fmt: skip
+"""By vLLM's names, in the order in which templates are searched: marks of a later one may be in those of an earlier."""
+_SAME = {
+    "deepseek_r1": "deepseek_v3", "glm4_moe": "glm45", "glm47": "glm45", "granite4": "hermes",
+    "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "phi4_mini": "phi4_mini_json",
+    "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
+}  # fmt: skip
+"""Further names."""
 
 
 def tool_call_format(name: str, tokenizer: Any) -> ToolCallFormat:
@@ -49,240 +91,70 @@ def tool_call_format(name: str, tokenizer: Any) -> ToolCallFormat:
         ValueError: an unknown name.
     """
     if name != "auto":
-        if name not in TOOL_CALL_FORMATS:
-            raise ValueError(f"tool_call_parser must be auto, {' or '.join(TOOL_CALL_FORMATS)}, not {name!r}")
-        return TOOL_CALL_FORMATS[name]
-    template = str(getattr(tokenizer, "chat_template", None))
-    if HERMES.begin in template or tokenizer is None:
-        return HERMES
-    return LLAMA3_JSON if LLAMA3_JSON.prefix in tokenizer.get_vocab() else HERMES
+        found = TOOL_CALL_FORMATS.get(_SAME.get(name, name))
+        if found is None:
+            known = ", ".join(sorted([*TOOL_CALL_FORMATS, *_SAME]))
+            raise ValueError(f"tool_call_parser must be auto or one of {known}, not {name!r}")
+        return found
+    template = template_text(tokenizer)
+    for form in TOOL_CALL_FORMATS.values():
+        if all(mark in template for mark in form.marks):
+            return form
+    # Llama's templates name no tag.
+    return LLAMA3_JSON if tokenizer is not None and "<|python_tag|>" in tokenizer.get_vocab() else HERMES
 
 
-@dataclass
-class ToolCallDelta:
-    """What is new of a call.
-
-    Attributes:
-        index: of the answer's calls.
-        name: of the function; None but for the call's first delta.
-        arguments: a piece of its arguments, which together are a JSON object.
-    """
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-_NO_PARAMETERS: dict[str, Any] = {"properties": {}}
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
-_FIRST_KEY = re.compile(r'\s*(?:$|\{\s*(?:$|"(?:$|(?:name|type|function|arguments|parameters)"|[a-z]{0,10}$)))')
-_JSON_PARTS = re.compile(r'[{}"\\]')
-
-
-class _ObjectScanner:
-    """Finds the end of a JSON object that comes in parts."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def find_end(self, text: str) -> int | None:
-        """Return where the object ends in further text; None if it goes on."""
-        at = 0
-        while at < len(text):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = _JSON_PARTS.search(text, at)
-            if found is None:
-                return None
-            at = found.end()
-            if found[0] == '"':
-                self._in_string = not self._in_string
-            elif found[0] == "\\":
-                self._escaped = self._in_string
-            elif not self._in_string:
-                self._depth += 1 if found[0] == "{" else -1
-                if self._depth <= 0:
-                    return at
-        return None
-
-
-class ToolCallParser:
-    """Splits the text of one output into calls and other text.
-
-    The name comes with the first delta of a call, and its arguments as the model writes them. A call whose parts come
-    in another order is one delta; what looks like a call and is none, stays text.
+def parse_tool_calls(
+    text: str, form: ToolCallFormat = HERMES, functions: Iterable[Mapping[str, Any]] = ()
+) -> list[ToolCall]:
+    """Return the calls that a whole answer asks for; those whose arguments are no JSON object are left out.
 
     Args:
-        form: how calls are written.
-        allows_several: whether calls after the first one are wanted; without, they are dropped.
-    """
-
-    def __init__(self, form: ToolCallFormat, allows_several: bool = True) -> None:
-        self._form = form
-        self._allows_several = allows_several
-        self._state = "text"
-        # Text that may be part of a tag or of a call.
-        self._held = ""
-        self._scanner = _ObjectScanner()
-        # Of the held text, what the scanner has seen.
-        self._num_scanned = 0
-        self.num_calls = 0
-
-    def append(self, text: str, final: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return what new text adds to the text beside the calls, and to the calls. `final`: no text follows."""
-        self._held += text
-        content: list[str] = []
-        calls: list[ToolCallDelta] = []
-        steps = {
-            "text": self._text, "call": self._call, "arguments": self._arguments, "after": self._after,
-            "space": self._space, "plain": self._plain,
-        }  # fmt: skip
-        before = None
-        while before != (self._state, self._held):
-            before = self._state, self._held
-            for item in steps[self._state](final):
-                if isinstance(item, str):
-                    content.append(item)
-                elif self._allows_several or item.index == 0:
-                    calls.append(item)
-        return "".join(content), calls
-
-    def _text(self, final: bool) -> Iterator[str | ToolCallDelta]:
-        form = self._form
-        if not form.anywhere:
-            start = self._held.lstrip()
-            if final or not form.prefix.startswith(start):
-                self._state = "call"
-                self._begin_call(start.removeprefix(form.prefix))
-            return
-        before, tag, rest = self._held.partition(form.begin)
-        if tag:
-            self._state = "call"
-            self._begin_call(rest)
-            yield before.rstrip()
-        elif final:
-            self._held = ""
-            yield before
-        else:
-            # What may belong to the tag, and space before it, waits.
-            length = next((n for n in range(len(form.begin) - 1, 0, -1) if before.endswith(form.begin[:n])), 0)
-            end = len(before[: len(before) - length].rstrip())
-            self._held = before[end:]
-            yield before[:end]
-
-    def _space(self, final: bool) -> Iterator[str | ToolCallDelta]:
-        """Drop the space after a call."""
-        self._held = self._held.lstrip()
-        if self._held:
-            self._state = "text"
-        yield ""
-
-    def _plain(self, final: bool) -> Iterator[str | ToolCallDelta]:
-        held, self._held = self._held, ""
-        yield held
-
-    def _begin_call(self, held: str) -> None:
-        self._held, self._scanner, self._num_scanned = held, _ObjectScanner(), 0
-
-    def _call(self, final: bool) -> Iterator[str | ToolCallDelta]:
-        """Wait for the name, or else for the whole call."""
-        head = _HEAD.match(self._held)
-        if head is not None and (name := _loads(head[1])) is not None:
-            self._state = "arguments"
-            self._begin_call(self._held[head.end() :])
-            yield ToolCallDelta(self.num_calls, str(name), "")
-            self.num_calls += 1
-            return
-        end = self._scanner.find_end(self._held[self._num_scanned :])
-        whole = None if end is None else self._held[: self._num_scanned + end]
-        self._num_scanned = len(self._held)
-        call = None if whole is None else _call_of(_loads(whole), self._form)
-        if whole is not None and call is not None:
-            self._state, self._held = "after", self._held[len(whole) :]
-            yield ToolCallDelta(self.num_calls, call.name, json.dumps(call.arguments, ensure_ascii=False))
-            self.num_calls += 1
-        elif whole is not None or final or _FIRST_KEY.match(self._held) is None:
-            # It is no call. What follows the tag may have another one in it.
-            self._state = "text" if self._form.anywhere else "plain"
-            yield self._form.begin
-
-    def _arguments(self, final: bool) -> Iterator[str | ToolCallDelta]:
-        end = self._scanner.find_end(self._held)
-        piece = self._held if end is None else self._held[:end]
-        self._held = self._held[len(piece) :]
-        if end is not None:
-            self._state = "after"
-        if piece:
-            yield ToolCallDelta(self.num_calls - 1, None, piece)
-
-    def _after(self, final: bool) -> Iterator[str | ToolCallDelta]:
-        """Drop what ends a call, and find the next one."""
-        form = self._form
-        rest = self._held.lstrip().removeprefix("}").lstrip()
-        if form.anywhere:
-            if rest.startswith(form.end):
-                self._state, self._held = "space", rest[len(form.end) :]
-            elif final or not form.end.startswith(rest):
-                self._state, self._held = "text", rest
-        elif rest.startswith(form.separator):
-            self._state = "call"
-            self._begin_call(rest[len(form.separator) :].lstrip())
-        elif rest:
-            self._state, self._held = "plain", rest
-        yield ""
-
-
-def parse_tool_calls(text: str, form: ToolCallFormat = HERMES) -> list[ToolCall]:
-    """Return the calls that a whole answer asks for; those whose arguments are no JSON object are left out.
+        text: the answer without its thoughts.
+        form: how the model is taught to write calls.
+        functions: see `ToolCallParser`.
 
     Example:
         >>> parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
         [ToolCall(name='add', arguments={'a': 1})]
     """
-    names: list[str] = []
-    arguments: list[str] = []
-    for delta in ToolCallParser(form).append(text, final=True)[1]:
+    if form.has_channels:
+        _, _, deltas = HarmonyParser().append(text, final=True)
+    else:
+        _, deltas = ToolCallParser(form, functions=functions).append(text, final=True)
+    return tool_calls(deltas)
+
+
+def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    """Return whole calls; those whose arguments are no JSON object are left out."""
+    calls = []
+    for name, arguments in whole_calls(deltas):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            calls.append(ToolCall(name, value))
+    return calls
+
+
+def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
+    """Return the names and the arguments of calls."""
+    calls: list[tuple[str, str]] = []
+    for delta in deltas:
         if delta.name is not None:
-            names.append(delta.name)
-            arguments.append("")
-        arguments[-1] += delta.arguments
-    parsed = [(name, _loads(written)) for name, written in zip(names, arguments, strict=True)]
-    return [ToolCall(name, value) for name, value in parsed if isinstance(value, dict)]
-
-
-def add_tool_calls(outputs: Iterable[RequestOutput], tokenizer: Any) -> None:
-    """Set the `tool_calls` of answers, in the form that the tokenizer's chat template asks for."""
-    form = tool_call_format("auto", tokenizer)
-    for item in (item for output in outputs for item in output.outputs):
-        item.tool_calls = parse_tool_calls(item.text, form)
-
-
-def _loads(text: str) -> Any:
-    """Return what JSON says; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call_of(value: Any, form: ToolCallFormat) -> ToolCall | None:
-    """Return the call that an object is; without tags around it, it must have parameters."""
-    if not isinstance(value, dict):
-        return None
-    call = value["function"] if isinstance(value.get("function"), dict) else value
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {} if form.begin else None))
-    if isinstance(arguments, str):
-        arguments = _loads(arguments)
-    return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+            calls.append((delta.name, ""))
+        calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return calls
 
 
 def tool_call_grammar(
-    functions: Iterable[Mapping[str, Any]], form: ToolCallFormat, *, several: bool, answer: Any = None
+    functions: Iterable[Mapping[str, Any]],
+    form: ToolCallFormat,
+    *,
+    several: bool,
+    answer: Any = None,
+    tokens: Mapping[str, int] | None = None,
 ) -> str:
     """Return a Lark grammar of calls whose arguments match the functions' parameters.
 
@@ -291,17 +163,37 @@ def tool_call_grammar(
         form: how calls are written.
         several: whether there may be more than one call.
         answer: the JSON schema of an answer that may come instead of calls; None: there must be a call.
+        tokens: tags that are tokens of their own, which a text in a grammar does not match.
     """
-    begin, end = (form.begin + "\n", "\n" + form.end) if form.begin else ("", "")
+    tags = tokens or {}
     calls, rules = [], []
     for index, function in enumerate(functions):
-        head = f'{begin}{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
         calls.append(f"call{index}")
-        rules.append(f"call{index}: {json.dumps(head)} arguments{index} {json.dumps('}' + end)}")
-        schema = {**_NO_PARAMETERS, **(function.get("parameters") or {}), "type": "object"}
-        rules.append(f"arguments{index}: {lark_json(schema)}")
-    more = f" ({json.dumps(form.separator)} call)*" if several else ""
+        # As within a JSON text: what is written without quotes has no character that is escaped there.
+        name = json.dumps(json.dumps(function["name"])[1:-1])
+        own = {"NAME": name, "ARGUMENTS": f"arguments{index}", "NUMBER": "/[0-9]+/"}
+        parts = [part for part in re.split("(NAME|ARGUMENTS|NUMBER)", form.call) if part]
+        rules.append(f"call{index}: {' '.join(own.get(part) or _literal(part, tags) for part in parts)}")
+        rules.append(f"arguments{index}: {lark_json(_object_schema(function.get('parameters')))}")
+    more = f" ({_literal(form.separator, tags)} call)*" if several else ""
+    listed = [_literal(form.list_begin, tags), f"call{more}", _literal(form.list_end, tags)]
     if answer is not None:
-        rules.append(f"answer: {lark_json(answer)}")
-    start = f"start: call{more}" + (" | answer" if answer is not None else "")
+        rules.append(f"answer: {_literal(form.answer_begin, tags)} {lark_json(answer)}")
+    start = f"start: {' '.join(part for part in listed if part)}" + (" | answer" if answer is not None else "")
     return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
+
+
+def _literal(text: str, tokens: Mapping[str, int]) -> str:
+    """Return what matches a text in a Lark grammar."""
+    pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    parts = [part for part in (re.split(f"({pattern})", text) if tokens else [text]) if part]
+    return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts)
+
+
+def _object_schema(parameters: Any) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object, also where the schema does not say so."""
+    if not parameters or parameters == {"type": "object"}:
+        return {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict) or "$ref" in parameters:
+        return parameters
+    return {**parameters, "type": "object"}

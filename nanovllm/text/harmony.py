@@ -1,0 +1,95 @@
+"""Answers of gpt-oss, lists of messages in OpenAI's harmony format (https://cookbook.openai.com/articles/openai-harmony)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from nanovllm.text.text_reader import TextReader, partial_start
+from nanovllm.text.tool_call_reader import ToolCallDelta
+
+_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_HEADER = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
+CHANNEL_TAGS = (*_ENDS, "<|message|>", "<|constrain|>")
+_RECIPIENT = re.compile(r"to=([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+@dataclass
+class ReasoningPiece:
+    """A piece of thoughts."""
+
+    text: str
+
+
+Events = Generator["str | ReasoningPiece | ToolCallDelta | None", None, None]
+
+
+class HarmonyParser:
+    """Splits the text of one output, special tokens included, into thoughts, text and calls.
+
+    Messages in the channel `analysis` are thoughts, messages to `functions.name` are calls, and all others are text.
+    """
+
+    def __init__(self) -> None:
+        self._reader = TextReader()
+        self._events = self._run()
+        self._num_calls = 0
+
+    def append(self, text: str, final: bool = False) -> tuple[str, str, list[ToolCallDelta]]:
+        """Return what new text adds to the thoughts, to the text and to the calls. `final`: no text follows."""
+        self._reader.text += text
+        self._reader.is_final = final
+        reasoning, content, calls = "", "", list[ToolCallDelta]()
+        for event in self._events:
+            if event is None:
+                break
+            if isinstance(event, str):
+                content += event
+            elif isinstance(event, ReasoningPiece):
+                reasoning += event.text
+            else:
+                calls.append(event)
+        return reasoning, content, calls
+
+    def _run(self) -> Events:
+        reader = self._reader
+        while True:
+            yield from reader.skip_space()
+            reader.trim()
+            if not reader.text:
+                return
+            # A prompt may end within a header, and a text need not have one.
+            is_header = bool((yield from reader.peek(*_HEADER, "assistant", "to=", "analysis", "commentary", "final")))
+            header = ""
+            if is_header:
+                header, _ = yield from reader.until("<|message|>")
+            channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+            if recipient is not None and recipient[1].startswith("functions."):
+                yield ToolCallDelta(self._num_calls, recipient[1].removeprefix("functions."), "")
+                self._num_calls += 1
+                yield from self._message("call")
+            else:
+                yield from self._message("analysis" if channel is not None and channel[1] == "analysis" else "final")
+
+    def _message(self, kind: str) -> Events:
+        """Yield a message as it comes."""
+        reader = self._reader
+        reader.trim()
+        while True:
+            end = partial_start(reader.text, _ENDS) if not reader.is_final else len(reader.text)
+            places = [(at, tag) for tag in _ENDS if (at := reader.text.find(tag)) >= 0]
+            at, tag = min(places, default=(end, ""))
+            if at:
+                piece = reader.text[:at]
+                yield piece if kind == "final" else self._piece(kind, piece)
+            # What begins the next message is part of its header.
+            reader.at = at if tag in _HEADER else at + len(tag)
+            reader.trim()
+            if tag or reader.is_final:
+                return
+            yield None
+
+    def _piece(self, kind: str, text: str) -> ReasoningPiece | ToolCallDelta:
+        return ReasoningPiece(text) if kind == "analysis" else ToolCallDelta(self._num_calls - 1, None, text)

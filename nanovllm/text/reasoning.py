@@ -1,0 +1,163 @@
+"""A model's thoughts, split from its answer as text comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanovllm.text.text_reader import partial_start
+
+Start = Literal["inside", "before", "unknown", "answer"]
+_TAIL = 16
+"""Tokens at the end of a prompt that hold a whole tag, and what may stand after it."""
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a model marks its thoughts.
+
+    Attributes:
+        tags: pairs of what stands before and after them.
+        begins_inside: whether an answer begins within the thoughts, also where neither prompt nor answer says so.
+        has_channels: whether an answer is a list of messages, as in gpt-oss's harmony.
+    """
+
+    tags: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    begins_inside: bool = False
+    has_channels: bool = False
+
+    def start(self, prompt: str, is_taught: bool) -> Start:
+        """Return where an answer begins.
+
+        Args:
+            prompt: its end.
+            is_taught: whether the model's chat template knows the tags: then thoughts may come without the first one.
+        """
+        end = prompt.rstrip()
+        if any(end.endswith(begin.rstrip()) for begin, _ in self.tags):
+            return "inside"
+        if any(end.endswith(tag.rstrip()) for _, tag in self.tags):
+            return "answer"
+        return "inside" if self.begins_inside else "unknown" if is_taught else "before"
+
+
+_THINK = ReasoningFormat()
+_DEEPSEEK_R1 = ReasoningFormat(begins_inside=True)
+_SEED = ReasoningFormat((("<seed:think>", "</seed:think>"),))
+_MISTRAL = ReasoningFormat((("[THINK]", "[/THINK]"),))
+_GRANITE = ReasoningFormat((("Here is my thought process:", "Here is my response:"),))
+_GEMMA = ReasoningFormat((("<|channel>thought\n", "<channel|>"),))
+_HARMONY = ReasoningFormat((("<|start|>assistant", "<|channel|>final<|message|>"),), has_channels=True)
+ANY = ReasoningFormat((*_THINK.tags, *_SEED.tags, *_MISTRAL.tags, *_GEMMA.tags))
+REASONING_FORMATS = {
+    "deepseek_r1": _DEEPSEEK_R1, "deepseek_v3": _THINK, "gemma4": _GEMMA, "glm45": _THINK, "granite": _GRANITE,
+    "kimi_k2": _THINK, "minimax_m2": _DEEPSEEK_R1, "mistral": _MISTRAL, "nemotron_v3": _DEEPSEEK_R1, "olmo3": _THINK,
+    "openai_gptoss": _HARMONY, "qwen3": _THINK, "seed_oss": _SEED, "step3": _DEEPSEEK_R1,
+}  # fmt: skip
+"""By vLLM's names."""
+HARMONY_MARK = "<|channel|>"
+
+
+def reasoning_format(name: str, tokenizer: Any) -> ReasoningFormat:
+    """Return a format by its name; "auto": the one that the tokenizer's chat template shows, else any tags.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name != "auto":
+        if name not in REASONING_FORMATS:
+            raise ValueError(f"reasoning_parser must be auto or one of {', '.join(REASONING_FORMATS)}, not {name!r}")
+        return REASONING_FORMATS[name]
+    return _HARMONY if HARMONY_MARK in template_text(tokenizer) else ANY
+
+
+def is_taught(form: ReasoningFormat, tokenizer: Any) -> bool:
+    """Whether a tokenizer's chat template has the tags of a format."""
+    template = template_text(tokenizer)
+    return any(end in template for _, end in form.tags)
+
+
+def template_text(tokenizer: Any) -> str:
+    """Return a tokenizer's chat template, or all of them, to look for tags in; empty if there is none."""
+    return str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def prompt_end(tokenizer: Any, prompt: Any) -> str:
+    """Return the text of a prompt's last tokens, special ones too."""
+    return "" if tokenizer is None else str(tokenizer.decode(list(prompt[-_TAIL:])))
+
+
+class ReasoningSplitter:
+    """Splits the text of one output.
+
+    Space around the tags belongs to neither part. A begin tag counts at the start of the output alone.
+
+    Args:
+        start: whether the output begins within the thoughts, or before them if there are any; "unknown": what stands
+            before an end tag is thoughts, so that text waits for one. "answer": there are no thoughts.
+        form: the tags.
+        keeps_tags: whether tags and the space around them are part of the thoughts.
+    """
+
+    def __init__(self, start: Start = "unknown", form: ReasoningFormat = ANY, keeps_tags: bool = False) -> None:
+        self._state: str = start
+        self._tags, self._keeps_tags = form.tags, keeps_tags
+        self._begins, self._ends = (tuple(tag[i] for tag in form.tags) for i in (0, 1))
+        # Text that may be part of a tag, or space that may be before one.
+        self._held = ""
+        self._has_thoughts = keeps_tags
+
+    def append(self, text: str, final: bool = False) -> tuple[str, str]:
+        """Return what new text adds to the thoughts and to the answer. `final`: no text follows."""
+        self._held += text
+        reasoning = content = ""
+        if self._state in ("before", "unknown"):
+            reasoning = self._begin(final)
+        if self._state == "inside":
+            reasoning += self._take_reasoning(final)
+        if self._state == "after":
+            # Space between the end tag and the answer.
+            self._held = self._held.lstrip()
+            self._state = "answer" if self._held else "after"
+        if self._state == "answer":
+            content, self._held = self._held, ""
+        return reasoning, content
+
+    def _begin(self, final: bool) -> str:
+        """Find out how the output begins; return a begin tag that is part of the thoughts."""
+        start = self._held.lstrip()
+        begin = next((begin for begin in self._begins if start.startswith(begin)), None)
+        if begin is not None:
+            self._state, length = "inside", len(self._held) - len(start) + len(begin)
+            tag, self._held = self._held[:length], self._held[length:]
+            self._ends = tuple(end for own, end in self._tags if own == begin)
+            return tag if self._keeps_tags else ""
+        if not final and any(begin.startswith(start) for begin in self._begins):
+            return ""
+        if self._state == "before":
+            self._state = "answer"
+        elif any(end in self._held for end in self._ends):
+            self._state = "inside"
+        elif final:
+            self._state = "answer"
+        return ""
+
+    def _take_reasoning(self, final: bool) -> str:
+        if not self._has_thoughts:
+            self._held = self._held.lstrip()
+            self._has_thoughts = bool(self._held)
+        at, tag = min(((self._held.find(end), end) for end in self._ends if end in self._held), default=(-1, ""))
+        if tag:
+            thoughts, rest = self._held[:at], self._held[at + len(tag) :]
+            if self._keeps_tags:
+                self._state, self._held = "answer", rest
+                return thoughts + tag
+            self._state, self._held = "after", rest
+            return thoughts.rstrip()
+        if final:
+            thoughts, self._held = self._held, ""
+            return thoughts
+        # What may belong to the end tag, and space before it, waits.
+        end = len(self._held[: partial_start(self._held, self._ends)].rstrip())
+        thoughts, self._held = self._held[:end], self._held[end:]
+        return thoughts

@@ -1,0 +1,329 @@
+"""Reads calls of tools, each form of them by a generator, as if the text were all there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.text.text_reader import PYTHON_PARTS, EndFinder, TextReader, Wait
+from nanovllm.text.tool_call_syntax import BARE_ENDS, SYNTAX_BY_TAG, Parameters, Syntax
+from nanovllm.text.tool_call_values import (
+    argument_schemas,
+    argument_value,
+    call_of,
+    gemma_object,
+    json_text,
+    json_value,
+    python_calls,
+)
+
+
+@dataclass
+class ToolCallDelta:
+    """What is new of a call.
+
+    Attributes:
+        index: of the answer's calls.
+        name: of the function; None but for the call's first delta.
+        arguments: a piece of its arguments, which together are a JSON object.
+        id: what the model calls the call, if it does; with the name.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+    id: str | None = None
+
+
+Events = Generator["str | ToolCallDelta | None", None, bool]
+"""Text, pieces of calls, and None to wait for more; returns whether there was a call."""
+Pieces = Generator["ToolCallDelta | None", None, None]
+
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
+"""Of a call whose name comes before its arguments."""
+_FIRST_KEYS = tuple(
+    f'"{key}"' for key in ("name", "type", "id", "index", "tool", "function", "arguments", "parameters", "tool_call_id")
+)
+_NAME = re.compile(r"[\w.-]")
+_CALL_ID = re.compile(r"[\w.:-]")
+_PYTHON_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_PYTHON_START = re.compile(r"\[\s*(?:$|[A-Za-z_][\w.]*(?:$|\())")
+
+
+class CallReader:
+    """Reads calls where a tag has been found.
+
+    A method that reads calls returns whether there was one; if not, the position is anywhere after the tag.
+
+    Args:
+        reader: the text.
+        has_bare_names: whether a name alone between `<tool_call>` tags is a call.
+        functions: see `ToolCallParser`.
+
+    Attributes:
+        num_calls: so far.
+    """
+
+    def __init__(self, reader: TextReader, has_bare_names: bool, functions: Iterable[Mapping[str, Any]]) -> None:
+        self._reader = reader
+        self._has_bare_names = has_bare_names
+        self._schemas = {function["name"]: argument_schemas(function.get("parameters")) for function in functions}
+        self.num_calls = 0
+
+    def tagged_calls(self, tag: str) -> Events:
+        """Read the calls that begin with a tag, which comes next."""
+        reader, syntax, count = self._reader, SYNTAX_BY_TAG[tag], self.num_calls
+        is_section = tag in syntax.sections
+        if is_section:
+            reader.at += len(tag)
+        while True:
+            start = reader.at
+            yield from reader.skip_space()
+            is_call = bool((yield from reader.skip(syntax.call)))
+            if is_call or (is_section and (yield from reader.peek("{", "["))):
+                is_call = yield from self._call(syntax)
+            if not is_call:
+                reader.at = start
+                return self.num_calls > count
+            yield from self._skip_ends(syntax.ends)
+
+    def _call(self, syntax: Syntax) -> Events:
+        """Read what follows the tag of a call: one call, or several as JSON."""
+        reader, start = self._reader, self._reader.at
+        yield from reader.skip_space()
+        if (yield from reader.peek("{", "[")) and (yield from self._json_calls()):
+            return True
+        reader.at = start
+        if isinstance(syntax.body, str):
+            readers: dict[str, Callable[[], Events]] = {
+                "mistral": self._mistral_call, "deepseek": self._deepseek_call, "kimi": self._kimi_call,
+                "gemma": self._gemma_call, "pythonic": self._python_calls,
+            }  # fmt: skip
+            return syntax.body in readers and (yield from readers[syntax.body]())
+        for parameters in syntax.body:
+            reader.at = start
+            if (yield from self._parameters_call(parameters)):
+                return True
+        return False
+
+    def _skip_ends(self, ends: tuple[str, ...]) -> Wait:
+        """Move past tags that end a call."""
+        while ends:
+            start = self._reader.at
+            yield from self._reader.skip_space()
+            if not (yield from self._reader.skip(*ends)):
+                self._reader.at = start
+                return
+
+    def _begin(self, name: str, arguments: str = "", call_id: str | None = None) -> ToolCallDelta:
+        """Return the first delta of a call; the parser does not go back before it."""
+        self._reader.trim()
+        self.num_calls += 1
+        return ToolCallDelta(self.num_calls - 1, name, arguments, call_id)
+
+    def _more(self, arguments: str) -> ToolCallDelta:
+        return ToolCallDelta(self.num_calls - 1, None, arguments)
+
+    def _json_calls(self, is_bare: bool = False) -> Events:
+        """Read objects, alone, in a list, or after each other."""
+        reader, count = self._reader, self.num_calls
+        in_list = bool((yield from reader.skip("[")))
+        while True:
+            start = reader.at
+            yield from reader.skip_space()
+            if self.num_calls > count and (yield from reader.skip(",", ";")):
+                yield from reader.skip_space()
+            if not (yield from reader.peek("{")) or not (yield from self._json_call(is_bare)):
+                reader.at = start
+                break
+        if in_list and self.num_calls > count:
+            yield from reader.skip_space()
+            yield from reader.skip("]")
+        return self.num_calls > count
+
+    def _json_call(self, is_bare: bool) -> Events:
+        """Read an object that has a name and arguments; the first key of one without tags is a call's."""
+        reader, start = self._reader, self._reader.at
+        if is_bare:
+            yield from reader.skip("{")
+            yield from reader.skip_space()
+            if not (yield from reader.peek(*_FIRST_KEYS)):
+                return False
+        finder = EndFinder(start)
+        while True:
+            head = _HEAD.match(reader.text, start)
+            if head is not None and isinstance(name := json_value(head[1]), str):
+                reader.at = head.end()
+                yield self._begin(name)
+                yield from self._json_arguments()
+                return True
+            end = finder.find(reader.text)
+            if end is not None:
+                found = call_of(json_value(reader.text[start:end]), needs_arguments=is_bare)
+                if found is not None:
+                    reader.at = end
+                    yield self._begin(*found)
+                return found is not None
+            if reader.is_final:
+                return False
+            yield None
+
+    def _json_object(self) -> Pieces:
+        """Read an object as a piece of arguments."""
+        reader, finder = self._reader, EndFinder(self._reader.at)
+        while True:
+            end = finder.find(reader.text)
+            stop = len(reader.text) if end is None else end
+            if piece := reader.text[reader.at : stop]:
+                reader.at = stop
+                yield self._more(piece)
+            if end is not None or reader.is_final:
+                return
+            yield None
+
+    def _json_arguments(self) -> Pieces:
+        """Read arguments as they come, and what follows them in the object of the call."""
+        reader = self._reader
+        yield from self._json_object()
+        yield from reader.skip_space()
+        if (yield from reader.skip("}", ",")) != ",":
+            return
+        finder = EndFinder(reader.at, depth=1)
+        while (end := finder.find(reader.text)) is None and not reader.is_final:
+            yield None
+        reader.at = len(reader.text) if end is None else end
+
+    def bare_calls(self, is_new_line: bool) -> Events:
+        """Read JSON, or a list of Python calls at the start of a line."""
+        reader, start = self._reader, self._reader.at
+        if (yield from reader.peek("{", "[")) == "[" and is_new_line:
+            while _PYTHON_START.match(reader.text[start:]) and not _PYTHON_CALLS.match(reader.text[start:]):
+                if reader.is_final:
+                    return False
+                yield None
+            if _PYTHON_CALLS.match(reader.text[start:]):
+                is_call = yield from self._python_calls()
+                yield from self._skip_ends(BARE_ENDS)
+                return is_call
+        if (yield from self._json_calls(is_bare=True)):
+            yield from self._skip_ends(BARE_ENDS)
+            return True
+        return False
+
+    def _python_calls(self) -> Events:
+        """Read `[f(a=1), g()]`."""
+        reader = self._reader
+        yield from reader.skip_space()
+        finder = EndFinder(reader.at, PYTHON_PARTS)
+        if not (yield from reader.peek("[")):
+            return False
+        while (end := finder.find(reader.text)) is None:
+            if reader.is_final:
+                return False
+            yield None
+        calls = python_calls(reader.text[reader.at : end])
+        if calls:
+            reader.at = end
+            for name, arguments in calls:
+                yield self._begin(name, json_text(arguments))
+        return bool(calls)
+
+    def _mistral_call(self) -> Events:
+        """Read `name[ARGS]{...}`, perhaps with `[CALL_ID]id` between."""
+        reader = self._reader
+        yield from reader.skip_space()
+        name = yield from reader.run_of(_NAME)
+        call_id = None
+        if (yield from reader.skip("[CALL_ID]")):
+            call_id = yield from reader.run_of(_NAME)
+        yield from reader.skip("[ARGS]")
+        return (yield from self._named_call(name, call_id))
+
+    def _deepseek_call(self) -> Events:
+        """Read `name<｜tool▁sep｜>{...}` of V3.1, or `function<｜tool▁sep｜>name` and fenced arguments of V3 and R1."""
+        reader = self._reader
+        name = yield from reader.run_of(_NAME)
+        if not (yield from reader.skip("<｜tool▁sep｜>")):
+            return False
+        yield from reader.skip_space()
+        if not (yield from reader.peek("{")):
+            name = yield from reader.run_of(_NAME)
+            yield from reader.skip_space()
+            yield from reader.skip("```json")
+        is_call = yield from self._named_call(name)
+        yield from self._skip_ends(("```",))
+        return is_call
+
+    def _kimi_call(self) -> Events:
+        """Read `functions.name:0<|tool_call_argument_begin|>{...}`."""
+        reader = self._reader
+        yield from reader.skip_space()
+        call_id = yield from reader.run_of(_CALL_ID)
+        yield from reader.skip_space()
+        if not (yield from reader.skip("<|tool_call_argument_begin|>")):
+            return False
+        name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id
+        return (yield from self._named_call(name, call_id))
+
+    def _named_call(self, name: str, call_id: str | None = None) -> Events:
+        """Read the arguments of a call whose name is known."""
+        yield from self._reader.skip_space()
+        if not name or not (yield from self._reader.peek("{")):
+            return False
+        yield self._begin(name, call_id=call_id)
+        yield from self._json_object()
+        return True
+
+    def _gemma_call(self) -> Events:
+        """Read `call:name{key:value}`, where texts stand between `<|"|>`."""
+        reader = self._reader
+        if not (yield from reader.skip("call:")):
+            return False
+        name = yield from reader.run_of(_NAME)
+        text, end = yield from reader.until("<tool_call|>")
+        arguments = gemma_object(text)
+        if not name or not end or arguments is None:
+            return False
+        reader.at -= len(end)
+        yield self._begin(name, arguments)
+        return True
+
+    def _parameters_call(self, form: Parameters) -> Events:
+        reader = self._reader
+        yield from reader.skip_space()
+        if form.name and not (yield from reader.skip(form.name)):
+            return False
+        name = yield from reader.run_of(_NAME)
+        yield from reader.skip_space()
+        if not name or (form.name_end and not (yield from reader.skip(form.name_end))):
+            return False
+        if not form.name_end and not (yield from reader.peek(form.key)) and not self._has_bare_names:
+            return False
+        yield self._begin(name)
+        yield from self._parameters(self._schemas.get(name, {}), form)
+        return True
+
+    def _parameters(self, schemas: Mapping[str, Any], form: Parameters) -> Pieces:
+        reader, before = self._reader, "{"
+        while True:
+            yield from reader.skip_space()
+            if not (yield from reader.skip(form.key)):
+                break
+            key, _ = yield from reader.until(form.key_end)
+            yield from reader.skip_space()
+            yield from reader.skip(form.value or " ")
+            value, value_end = yield from reader.until(form.value_end)
+            if not value_end:
+                # The answer was cut: what is not whole is not told.
+                return
+            key, _, is_text = key.partition('" string="')
+            schema = {"type": "string"} if is_text == "true" else schemas.get(key)
+            yield self._more(f"{before}{json_text(key)}: {json_text(argument_value(value, schema))}")
+            before = ", "
+        if reader.at < len(reader.text):
+            yield from reader.skip(form.call_end or " ")
+            yield self._more("{}" if before == "{" else "}")

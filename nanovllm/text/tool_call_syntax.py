@@ -1,0 +1,116 @@
+"""The tags of calls, and what stands between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class ToolCallFormat:
+    """How a model writes calls.
+
+    Attributes:
+        marks: what a chat template of such models has in it, all of it.
+        call: a call as it is forced, with NAME and ARGUMENTS, a JSON object, and perhaps NUMBER, in their places.
+            Where a format has no JSON, it is JSON between the format's tags, which the parser reads as well.
+        separator: what stands between calls.
+        list_begin, list_end: what stands around all calls.
+        is_bare: whether calls may have no tags.
+        has_bare_names: whether a name alone between `<tool_call>` tags is a call.
+        has_channels: whether an answer is a list of messages, as in gpt-oss's harmony.
+        answer_begin: what stands before an answer that is forced instead.
+        short_ids: whether templates take nine letters and digits alone as the id of a call.
+    """
+
+    marks: tuple[str, ...]
+    call: str
+    separator: str = "\n"
+    list_begin: str = ""
+    list_end: str = ""
+    is_bare: bool = False
+    has_bare_names: bool = False
+    has_channels: bool = False
+    answer_begin: str = ""
+    short_ids: bool = False
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How arguments are written one by one, as in `<function=f><parameter=a>1</parameter></function>`.
+
+    Attributes:
+        name, name_end: around the function's name; empty: there is nothing.
+        key, key_end: around a parameter's name.
+        value, value_end: around its value; `value` may be empty.
+        call_end: after the last one; empty: the syntax ends the call.
+    """
+
+    name: str
+    name_end: str
+    key: str
+    key_end: str
+    value: str
+    value_end: str
+    call_end: str
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """Tags, and what stands between them.
+
+    Attributes:
+        sections: tags that begin a list of calls; optional.
+        call: the tag that begins a call.
+        ends: tags that end calls and lists.
+        body: what follows the tag: "json", "pythonic", "mistral", "deepseek", "kimi", "gemma"; or parameters, in the
+            order in which they are tried. JSON is read in each.
+    """
+
+    sections: tuple[str, ...]
+    call: str
+    ends: tuple[str, ...]
+    body: str | tuple[Parameters, ...] = "json"
+
+
+_FUNCTION = Parameters("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
+_ARG_KEYS = Parameters("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "")
+_INVOKE = Parameters("", '">', '<parameter name="', '">', "", "</parameter>", "</invoke>")
+_DSML = Parameters("", '">', '<｜DSML｜parameter name="', '">', "", "</｜DSML｜parameter>", "</｜DSML｜invoke>")
+SYNTAXES = (
+    # Hermes, Qwen 2.5 and 3, Granite 4; Qwen3-Coder and Qwen3.5; GLM 4.5 to 4.7.
+    Syntax((), "<tool_call>", ("</tool_call>",), (_FUNCTION, _ARG_KEYS)),
+    # Models that leave the tag before it out.
+    Syntax((), "<function=", ("</tool_call>",), (replace(_FUNCTION, name=""),)),
+    Syntax((), "<seed:tool_call>", ("</seed:tool_call>",), (_FUNCTION,)),
+    Syntax((), "[TOOL_CALLS]", (), "mistral"),
+    Syntax(
+        ("<｜tool▁calls▁begin｜>",), "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        "deepseek",
+    ),
+    Syntax(
+        ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), '<｜DSML｜invoke name="',
+        ("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), (_DSML,),
+    ),
+    Syntax(
+        ("<|tool_calls_section_begin|>",), "<|tool_call_begin|>", ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        "kimi",
+    ),
+    Syntax(("<minimax:tool_call>",), '<invoke name="', ("</invoke>", "</minimax:tool_call>"), (_INVOKE,)),
+    # Granite 3; Phi-4-mini; MiniMax-M1; Nemotron Nano 2; LFM2; Gemma 4.
+    Syntax((), "<|tool_call|>", ("<|/tool_call|>",)),
+    Syntax((), "functools", ()),
+    Syntax((), "<tool_calls>", ("</tool_calls>",)),
+    Syntax((), "<TOOLCALL>", ("</TOOLCALL>",)),
+    Syntax((), "<|tool_call_start|>", ("<|tool_call_end|>",), "pythonic"),
+    Syntax((), "<|tool_call>", ("<tool_call|>",), "gemma"),
+)  # fmt: skip
+BARE_TAGS = ("<|python_tag|>", "<|python_start|>")
+BARE_ENDS = ("<|python_end|>",)
+_PARAMETERS = {form for syntax in SYNTAXES for form in syntax.body if isinstance(form, Parameters)}
+CALL_TAGS = frozenset(
+    [tag for syntax in SYNTAXES for tag in (*syntax.sections, syntax.call, *syntax.ends)]
+    + [tag for form in _PARAMETERS for tag in (form.key, form.key_end, form.value, form.value_end)]
+    + [*BARE_TAGS, *BARE_ENDS, "[ARGS]", "[CALL_ID]", '<|"|>', "<｜tool▁sep｜>", "<|tool_call_argument_begin|>"]
+)
+"""All tags of all formats."""
+SYNTAX_BY_TAG = {tag: syntax for syntax in SYNTAXES for tag in (*syntax.sections, syntax.call)}

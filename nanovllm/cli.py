@@ -137,6 +137,14 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         "--overwrite", action="store_true",
         help="remove what the output holds, instead of going on with it; needed for another model or other parameters",
     )  # fmt: skip
+    run.add_argument(
+        "--tool-call-parser", default="auto", metavar="NAME",
+        help="how the model writes calls of tools, by vLLM's names; auto: as its chat template shows",
+    )  # fmt: skip
+    run.add_argument(
+        "--reasoning-parser", metavar="NAME",
+        help="how the model marks its thoughts, by vLLM's names; they are split off the answers of chats",
+    )  # fmt: skip
     _add_shard_flags(run)
     serve = commands.add_parser(
         "serve",

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
 from nanovllm.logprobs import Logprob
 from nanovllm.openai_answers import (
+    AnswerMessage,
     ChatChoice,
-    ChatCompletion,
     ChatLogprobs,
-    Completion,
     PromptLogprobs,
     TextChoice,
     TextLogprobs,
     TokenLogprob,
+    ToolCallItem,
     TopLogprob,
     UsageCounts,
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.text.answers import AnswerSplitter
+from nanovllm.text.tool_calls import whole_calls
 
 # No effect on an answer here. The model is the one that runs.
 _IGNORED = frozenset(
-    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
-)
-# What is not supported may be there with these values, which ask for nothing.
-_NEUTRAL: Mapping[str, Any] = {"stream": False, "echo": False, "suffix": "", "best_of": 1, "tools": []}
+    {
+        "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "request_id", "priority", "stream_options", "verbosity",
+    }
+)  # fmt: skip
+# What is not supported may be there with one of these values, which ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
+    "length_penalty": (1,), "logits_processors": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},),
+    "vllm_xargs": ({},), "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
+    "include_reasoning": (True,),
+}  # fmt: skip
+SAMPLING_FIELDS = {item.name for item in fields(SamplingParams)}
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; as in OpenAI's API."""
@@ -56,15 +67,76 @@ class Endpoint:
     @property
     def fields(self) -> frozenset[str]:
         """What a body may have, beside the content and our sampling parameters."""
-        return self.own_fields | _IGNORED | {"stream", "response_format"}
+        return self.own_fields | _IGNORED | _NEUTRAL.keys() | _SHARED
 
 
+_SHARED = frozenset(
+    {
+        "response_format", "add_special_tokens", "truncate_prompt_tokens", "cache_salt", "return_token_ids",
+        "return_tokens_as_token_ids",
+    }
+)  # fmt: skip
 ENDPOINTS = {
     "/v1/chat/completions": Endpoint(
-        "messages", {"max_tokens": None}, frozenset({"max_completion_tokens", "top_logprobs", "tools"})
+        "messages",
+        {},
+        frozenset(
+            {
+                "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+                "reasoning_effort", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+                "continue_final_message", "separate_reasoning",
+            }
+        ),
     ),
-    "/v1/completions": Endpoint("prompt", {"max_tokens": 16}, frozenset({"echo", "suffix", "best_of"})),
-}
+    "/v1/completions": Endpoint("prompt", {"max_tokens": 16}, frozenset()),
+}  # fmt: skip
+
+
+def request_params(
+    body: Mapping[str, Any],
+    endpoint: Endpoint,
+    *,
+    recommended: Mapping[str, Any],
+    chosen: Mapping[str, Any] | None = None,
+    supported: Collection[str] = (),
+) -> SamplingParams:
+    """Return a request's sampling parameters.
+
+    What the request says comes first, then what whoever runs the model has chosen, then the endpoint's defaults, then
+    what the model recommends. So a completion has 16 tokens unless somebody says more.
+
+    Args:
+        body: without null values.
+        endpoint: the request's.
+        recommended: by the model's `generation_config.json`.
+        chosen: for requests that do not say.
+        supported: further fields of the API, which the caller takes care of.
+
+    Raises:
+        ValueError: a value out of range, or what is not supported.
+    """
+    given = sampling_values(body, endpoint, SAMPLING_FIELDS, supported)
+    values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
+    if isinstance(values.get("structured_outputs"), dict):
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    seed = values.get("seed")
+    if isinstance(seed, int) and not isinstance(seed, bool) and seed != -1:
+        # The API's are signed.
+        values["seed"] = seed % 2**64
+    return SamplingParams(**values)
+
+
+def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets.
+
+    Raises:
+        ValueError: `chat_template_kwargs` is no object.
+    """
+    named = {name: body[name] for name in ("documents", "reasoning_effort") if name in body}
+    further = body.get("chat_template_kwargs", {})
+    if not isinstance(further, Mapping):
+        raise ValueError(f"chat_template_kwargs must be an object, not {further!r:.80}")
+    return {**named, **further}
 
 
 def sampling_values(
@@ -81,8 +153,8 @@ def sampling_values(
     Raises:
         ValueError: the body asks for what is not supported.
     """
-    for name, value in _NEUTRAL.items():
-        if name not in supported and body.get(name, value) != value:
+    for name, neutral in _NEUTRAL.items():
+        if name in body and name not in supported and body[name] not in neutral:
             raise ValueError(f"{name}={body[name]!r:.80} is not supported")
     values = {_RENAMED.get(name, name): value for name, value in body.items() if _RENAMED.get(name, name) in names}
     if "response_format" in body:
@@ -138,33 +210,6 @@ class TokenNames:
 _BY_TEXT = TokenNames()
 
 
-def completion_body(
-    output: RequestOutput, line: int, model: str, is_chat: bool, num_logprobs: int | None
-) -> ChatCompletion | Completion:
-    """Return the answer's body.
-
-    Args:
-        output: a finished request's.
-        line: the number of the request's line; the answer's id holds it, and so is the same in every run.
-        model: the model's name.
-        is_chat: whether messages were answered.
-        num_logprobs: how many most likely tokens were asked for at each position.
-    """
-    created = int(time.time())
-    counts = usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs))
-    if is_chat:
-        chats = [chat_choice(choice, num_logprobs) for choice in output.outputs]
-        return {
-            "id": f"chatcmpl-{line}", "object": "chat.completion", "created": created, "model": model,
-            "choices": chats, "usage": counts,
-        }  # fmt: skip
-    texts = [text_choice(choice) for choice in output.outputs]
-    return {
-        "id": f"cmpl-{line}", "object": "text_completion", "created": created, "model": model,
-        "choices": texts, "usage": counts,
-    }  # fmt: skip
-
-
 def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
     """Return token counts in the API's form."""
     return {
@@ -174,14 +219,62 @@ def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
     }
 
 
-def chat_choice(choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT) -> ChatChoice:
-    """Return one answer to messages; `num_logprobs`: most likely tokens to show at each position."""
-    return {
+@dataclass(frozen=True)
+class ShownTokens:
+    """What an answer shows of its tokens.
+
+    Attributes:
+        num_logprobs: most likely tokens at each position.
+        names: how log-probabilities show tokens.
+        ids: whether it has the ids of tokens.
+    """
+
+    num_logprobs: int | None = None
+    names: TokenNames = _BY_TEXT
+    ids: bool = False
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], get_bytes: Callable[[int], bytes | None] | None = None) -> ShownTokens:
+        """Return what a request asks for."""
+        names = TokenNames(get_bytes, bool(body.get("return_tokens_as_token_ids")))
+        return cls(body.get("top_logprobs"), names, bool(body.get("return_token_ids")))
+
+
+def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: ShownTokens, echo: str = "") -> ChatChoice:
+    """Return one whole answer to messages.
+
+    Args:
+        choice: the output.
+        splitter: takes it apart; nothing has been taken yet.
+        shown: what is shown of its tokens.
+        echo: what stands before the answer's text.
+    """
+    new = splitter.append(choice.text, final=True)
+    message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
+    calls = zip(splitter.call_ids, whole_calls(new.calls), strict=True)
+    tool_calls: list[ToolCallItem] = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, (name, arguments) in calls
+    ]
+    if tool_calls:
+        message["content"], message["tool_calls"] = message["content"] or None, tool_calls
+    if splitter.separates:
+        message["reasoning"] = message["reasoning_content"] = new.reasoning or None
+    answer: ChatChoice = {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": chat_logprobs(choice, num_logprobs, names),
-        "finish_reason": choice.finish_reason,
+        "message": message,
+        "logprobs": chat_logprobs(choice, shown.num_logprobs, shown.names),
+        "finish_reason": chat_finish_reason(choice, splitter),
+        "stop_reason": choice.stop_reason,
     }
+    if shown.ids:
+        answer["token_ids"] = choice.token_ids
+    return answer
+
+
+def chat_finish_reason(choice: CompletionOutput, splitter: AnswerSplitter) -> str | None:
+    """Return why an answer that has been taken apart ended: with calls, if it has some."""
+    return "tool_calls" if splitter.call_ids and choice.finish_reason == "stop" else choice.finish_reason
 
 
 def chat_logprobs(
@@ -206,7 +299,8 @@ def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: i
         }
 
     # The token's own entry is there also if it is none of the most likely ones.
-    top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)[:num_logprobs]
+    top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)
+    top = top if num_logprobs == -1 else top[:num_logprobs]
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
@@ -229,9 +323,10 @@ def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> Pro
     ]
 
 
-def text_choice(choice: CompletionOutput) -> TextChoice:
+def text_choice(choice: CompletionOutput, names: TokenNames = _BY_TEXT) -> TextChoice:
     """Return one answer to a prompt."""
-    logprobs = None if choice.logprobs is None else text_logprobs(choice.logprobs, choice.token_ids)
+    found = choice.logprobs
+    logprobs = None if found is None else text_logprobs(found, choice.token_ids, names=names)
     return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 

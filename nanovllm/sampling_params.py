@@ -93,8 +93,8 @@ class SamplingParams:
         temperature: divides the logits before the softmax; 0 is greedy.
         max_tokens: the most tokens to generate, at least 1; None: up to the model's length.
         ignore_eos: go on past end-of-sequence tokens.
-        seed: makes the request's tokens repeatable, in 0 ... 2**64 - 1; without one, it follows from the engine's
-            seed and the request's number.
+        seed: makes the request's tokens repeatable, in 0 ... 2**64 - 1; without one (None or -1), it follows from the
+            engine's seed and the request's number.
         n: number of outputs, each with a seed of its own that follows from the request's.
         top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1] (nucleus sampling, Holtzman et
             al. 2020, arXiv:1904.09751).
@@ -113,8 +113,8 @@ class SamplingParams:
         stop: texts that end the output.
         include_stop_str_in_output: leave the text that ended the output at its end.
         stop_token_ids: tokens that end the output, as EOS does.
-        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; at most the
-            engine's `max_logprobs`.
+        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; -1: of the
+            whole vocabulary. At most the engine's `max_logprobs`.
         prompt_logprobs: the same for the prompt's tokens.
         prompt_logprobs_start: position of the prompt from which on they are computed. The prefix cache serves the
             tokens before it.
@@ -200,10 +200,11 @@ class SamplingParams:
         if self.max_tokens is not None:
             self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
-            self.seed = check_int("seed", self.seed, 0, 2**64 - 1)
+            seed = check_int("seed", self.seed, -1, 2**64 - 1)
+            self.seed = None if seed == -1 else seed
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                setattr(self, name, check_int(name, getattr(self, name), 0))
+                setattr(self, name, check_int(name, getattr(self, name), -1))
         for name in (
             "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
             "detokenize",

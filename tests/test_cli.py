@@ -28,6 +28,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.batch_files.digests import AnsweredRequests, request_digest
 from nanovllm.batch_files.inputs import UnansweredLines
+from nanovllm.batch_files.requests import RequestParser
 from nanovllm.cli import main, make_parsers
 from nanovllm.commands.chat import Conversation
 from nanovllm.commands.run import BatchRun
@@ -56,10 +57,15 @@ def unanswered(source: Iterable[bytes], answered: AnsweredRequests | None = None
     return UnansweredLines(source, AnsweredRequests() if answered is None else answered)
 
 
+def requests_of(llm: LLM, **defaults: Any) -> RequestParser:
+    """Return what makes requests of lines."""
+    return RequestParser({}, defaults, llm.answer_format)
+
+
 def answer(llm: LLM, lines: list[Any], answered: AnsweredRequests | None = None, **defaults: Any) -> dict[int, Any]:
     """Return the output for lines, by line number."""
     written: list[bytes] = []
-    BatchRun(llm, unanswered(encode(lines), answered), defaults, RUN, written.extend).run()
+    BatchRun(llm, unanswered(encode(lines), answered), requests_of(llm, **defaults), RUN, written.extend).run()
     assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in written)
     results = [json.loads(line) for line in written]
     assert len({result["line"] for result in results}) == len(results)
@@ -228,7 +234,7 @@ def test_a_lost_device_writes_no_results(monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr(runner, name, fail)
         lines = unanswered(encode([{"prompt": "x"}]))
         with pytest.raises(RuntimeError, match="closed"):
-            BatchRun(llm, lines, {}, RUN, written.extend).run()
+            BatchRun(llm, lines, requests_of(llm), RUN, written.extend).run()
         assert not written
 
 
@@ -254,7 +260,7 @@ def test_few_lines_are_held_and_the_batch_stays_full(llm: LLM) -> None:
             yield encode([{"prompt": "x", "max_tokens": length, "ignore_eos": True}])[0]
 
     steps = llm.stats()["num_steps"]
-    BatchRun(llm, unanswered(lines()), {}, RUN, written.extend, chunk_size=1).run()
+    BatchRun(llm, unanswered(lines()), requests_of(llm), RUN, written.extend, chunk_size=1).run()
     assert len(written) == num_read == len(lengths)
     # Four run, four wait in the engine, two are prepared, one waits for room, and one is in the reader's hand.
     assert 8 <= most_held <= 4 + 4 + 4 + 2
@@ -271,7 +277,7 @@ def test_a_slow_input_does_not_hold_up_answers(llm: LLM) -> None:
             time.sleep(0.01)
         yield encode([{"prompt": "y", "max_tokens": 2}])[0]
 
-    BatchRun(llm, unanswered(lines()), {}, RUN, written.extend).run()
+    BatchRun(llm, unanswered(lines()), requests_of(llm), RUN, written.extend).run()
     assert len(written) == 2
 
 
@@ -281,7 +287,7 @@ def test_a_read_error_is_raised(llm: LLM) -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        BatchRun(llm, unanswered(lines()), {}, RUN, list[bytes]().extend).run()
+        BatchRun(llm, unanswered(lines()), requests_of(llm), RUN, list[bytes]().extend).run()
     while not llm.is_finished():
         llm.step()
 
@@ -305,6 +311,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputsParams(regex="a+")),
     "stop": (["a", "b c"], ["a", "b c"]),
     "tool_call_parser": (["hermes"], "hermes"),
+    "reasoning_parser": (["qwen3"], "qwen3"),
     "bad_words": (["a"], ["a"]),
     "stop_token_ids": (["3", "4"], [3, 4]),
     "allowed_token_ids": (["3"], [3]),

@@ -133,7 +133,7 @@ def test_the_capacity_that_metrics_report_is_the_pool_that_they_report_the_use_o
     assert re.search(r"^nanovllm_cache_usage_ratio\S* 0.4285", text, re.MULTILINE)
 
 
-def test_what_the_model_recommends_comes_before_the_endpoints_default() -> None:
+def test_a_completion_has_16_tokens_and_a_chat_what_the_model_recommends() -> None:
     async def run(recommended: dict[str, Any], **given: Any) -> list[int | None]:
         llm = PlayedLLM([output("a")], recommended)
         service = make_service(llm)
@@ -142,7 +142,7 @@ def test_what_the_model_recommends_comes_before_the_endpoints_default() -> None:
         return [params.max_tokens for params in llm.asked]
 
     # 64 is the class's own default, which is no reason to forget that the model says so.
-    assert asyncio.run(run({"max_tokens": 64})) == [64, 64]
+    assert asyncio.run(run({"max_tokens": 64})) == [16, 64]
     assert asyncio.run(run({"max_tokens": 7}, max_tokens=5)) == [5, 5]
     assert asyncio.run(run({})) == [16, None]
 

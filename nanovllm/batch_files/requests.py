@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.openai_format import ENDPOINTS, sampling_values
+from nanovllm.openai_format import ENDPOINTS, SAMPLING_FIELDS, request_params, template_values
+from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.chat_template import conversations, render_text
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
+from nanovllm.text.chat_template import ChatTemplateOptions, conversations, render_text, template_options
+from nanovllm.text.input_processor import InputProcessor
+from nanovllm.utils.checks import check_bool, check_int
 
 _IDS = ("id", "custom_id")
 _OPENAI = {"custom_id", "method", "url", "body"}
-_SAMPLING = {item.name for item in fields(SamplingParams)}
-_TEMPLATE = {"tools", "chat_template_kwargs"}
-_OWN = {"prompt", "messages", *_IDS, *_SAMPLING, *_TEMPLATE}
+_TEMPLATE = ChatTemplateOptions.__annotations__.keys()
+_OWN = {"prompt", "messages", *_IDS, *SAMPLING_FIELDS, *_TEMPLATE}
 _OPENAI_ONLY = {"url", "body", "method"}
+_ENCODING = ("add_special_tokens", "truncate_prompt_tokens", "cache_salt")
 # What `render_text` and `apply_chat_template` decide themselves.
 _RESERVED = {"tokenizer", "conversation", "tokenize"}
 
@@ -30,18 +34,41 @@ class BatchRequest:
     """What a line asks for.
 
     Attributes:
-        prompt: a text or token ids; None for a conversation.
+        prompt: a text, token ids, or both with a salt; None for a conversation.
         params: how the answer is sampled.
         messages: a conversation; None for a prompt.
-        template: variables of the chat template.
+        template: options of `render_text`.
+        answer: how the answer to a conversation is taken apart.
+        asked: the sampling parameters before `answer` constrained them.
         url: OpenAI's endpoint; None for a line in our own form.
+        body: the other fields of a request in OpenAI's form.
     """
 
-    prompt: str | list[int] | None
+    prompt: str | list[int] | TokensPrompt | None
     params: SamplingParams
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    answer: AnswerOptions | None = None
+    asked: SamplingParams | None = None
     url: str | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, processor: InputProcessor) -> None:
+        """Encode the prompt, if the request says how: else it is encoded with those of other lines.
+
+        Raises:
+            ValueError: the messages do not fit the model's chat template, or a value is out of range.
+        """
+        adds, most, salt = (self.body.get(name) for name in _ENCODING)
+        if adds is most is salt is None:
+            return
+        prompt: Any = self.prompt if self.messages is None else self.rendered(processor.tokenizer)
+        if most == -1:
+            most = max(1, processor.limits.max_model_len - (self.params.max_tokens or 1))
+        elif most is not None:
+            check_int("truncate_prompt_tokens", most, 1, processor.limits.max_model_len)
+        (encoded,) = processor.encode([prompt], self.messages is None if adds is None else bool(adds), most)
+        self.prompt, self.messages = encoded if salt is None else {**encoded, "cache_salt": salt}, None
 
     def rendered(self, tokenizer: Any) -> str:
         """Return the text that the chat template makes of the conversation.
@@ -52,7 +79,7 @@ class BatchRequest:
         found, is_list = conversations(self.messages)
         if is_list:
             raise ValueError("a line has one conversation: messages must be a list of dicts")
-        return render_text(tokenizer, found[0], **{"add_generation_prompt": True, **self.template})
+        return render_text(tokenizer, found[0], **self.template)
 
 
 def load_line(text: bytes) -> dict[str, Any]:
@@ -79,11 +106,17 @@ class RequestParser:
     """Makes requests of lines; those with equal sampling parameters share them.
 
     Args:
-        defaults: sampling parameters of lines that do not say.
+        recommended: sampling parameters of the model's `generation_config.json`.
+        chosen: sampling parameters of lines that do not say.
+        form: how the model writes answers.
+        separates: whether thoughts are split off the answers of lines that do not say.
     """
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
-        self._defaults = defaults
+    def __init__(
+        self, recommended: Mapping[str, Any], chosen: Mapping[str, Any], form: AnswerFormat, separates: bool = False
+    ) -> None:
+        self._recommended, self._chosen = recommended, chosen
+        self._form, self._separates = form, separates
         # By the values that lines give, as far as these are no lists.
         self._params: dict[Any, SamplingParams] = {}
 
@@ -94,49 +127,67 @@ class RequestParser:
             ValueError: an unknown field, or a bad value.
         """
         if not record.keys().isdisjoint(_OPENAI_ONLY):
-            return _parse_openai(record, self._defaults)
+            return self._parse_openai(record)
         _refuse_unknown(record, _OWN)
         if ("prompt" in record) == ("messages" in record):
             raise ValueError("a line has either a prompt or messages")
-        params = self._sampling_params({name: value for name, value in record.items() if name in _SAMPLING})
+        params = self._sampling_params({name: value for name, value in record.items() if name in SAMPLING_FIELDS})
+        template: Any = {name: record[name] for name in _TEMPLATE if name in record}
         if "prompt" in record:
-            if not record.keys().isdisjoint(_TEMPLATE):
-                raise ValueError("tools and chat_template_kwargs need messages")
+            if template:
+                raise ValueError(f"{' and '.join(template)} need messages")
             return BatchRequest(_check_prompt(record["prompt"]), params)
-        return BatchRequest(None, params, record["messages"], _template(record))
+        request = BatchRequest(None, params, record["messages"], _template(template))
+        if template.get("tools"):
+            request.answer, request.asked = AnswerOptions.of(self._form, template["tools"]), params
+            request.params = request.answer.kept_tags(params)
+        return request
 
     def _sampling_params(self, values: dict[str, Any]) -> SamplingParams:
         # Types too: True is 1.
         key = *values.items(), *map(type, values.values())
+        given = {"max_tokens": None, **self._recommended, **self._chosen, **values}
         try:
             found = self._params.get(key)
         except TypeError:
-            return _sampling_params({"max_tokens": None, **self._defaults, **values})
+            return _sampling_params(given)
         if found is None:
-            found = self._params[key] = _sampling_params({"max_tokens": None, **self._defaults, **values})
+            found = self._params[key] = _sampling_params(given)
         return found
 
+    def _parse_openai(self, record: Mapping[str, Any]) -> BatchRequest:
+        _refuse_unknown(record, _OPENAI)
+        url, body = record.get("url"), record.get("body")
+        if not isinstance(url, str) or url not in ENDPOINTS or record.get("method", "POST") != "POST":
+            raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
+        if not isinstance(body, dict):
+            raise ValueError("body must be an object")
+        # null stands for what is not given.
+        given = {name: value for name, value in body.items() if value is not None}
+        endpoint = ENDPOINTS[url]
+        _refuse_unknown(given, {endpoint.content, *endpoint.fields, *SAMPLING_FIELDS})
+        if endpoint.content not in given:
+            raise ValueError(f"body needs {endpoint.content}")
+        params = request_params(given, endpoint, recommended=self._recommended, chosen=self._chosen)
+        content = given.pop(endpoint.content)
+        if endpoint.is_chat:
+            return self._parse_chat(BatchRequest(None, params, content, asked=params, url=url, body=given))
+        # The API takes a list of prompts; a list of one is a prompt.
+        is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
+        return BatchRequest(_check_prompt(content[0] if is_single else content), params, url=url, body=given)
 
-def _parse_openai(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
-    _refuse_unknown(record, _OPENAI)
-    url, body = record.get("url"), record.get("body")
-    if not isinstance(url, str) or url not in ENDPOINTS or record.get("method", "POST") != "POST":
-        raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
-    if not isinstance(body, dict):
-        raise ValueError("body must be an object")
-    # null stands for what is not given.
-    given = {name: value for name, value in body.items() if value is not None}
-    endpoint = ENDPOINTS[url]
-    _refuse_unknown(given, {endpoint.content, "chat_template_kwargs", *endpoint.fields, *_SAMPLING})
-    if endpoint.content not in given:
-        raise ValueError(f"body needs {endpoint.content}")
-    params = _sampling_params({**endpoint.defaults, **defaults, **sampling_values(given, endpoint, _SAMPLING)})
-    content = given[endpoint.content]
-    if endpoint.is_chat:
-        return BatchRequest(None, params, content, _template(given), url)
-    # The API takes a list of prompts; a list of one is a prompt.
-    is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
-    return BatchRequest(_check_prompt(content[0] if is_single else content), params, url=url)
+    def _parse_chat(self, request: BatchRequest) -> BatchRequest:
+        """Complete a chat by what its body says of tools, thoughts and the chat template."""
+        body = request.body
+        separates = body.get("separate_reasoning", self._separates)
+        check_bool("separate_reasoning", separates)
+        tools, choice, parallel = (body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
+        answer = AnswerOptions.of(self._form, tools, choice, parallel, separates)
+        options: Any = {name: body[name] for name in _TEMPLATE if name in body}
+        options |= {"chat_template_kwargs": template_values(body), "tools": answer.template_tools()}
+        request.template, request.answer = _template(options), answer
+        request.params = answer.constrain(request.params)
+        return request
 
 
 def _refuse_unknown(record: Mapping[str, Any], known: set[str]) -> None:
@@ -159,9 +210,9 @@ def _check_prompt(prompt: Any) -> str | list[int]:
     return prompt
 
 
-def _template(record: Mapping[str, Any]) -> dict[str, Any]:
-    options = record.get("chat_template_kwargs", {})
-    if not isinstance(options, dict) or options.keys() & _RESERVED:
+def _template(options: Any) -> dict[str, Any]:
+    """Return the options of `render_text` for those of a chat template."""
+    variables = options.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or variables.keys() & _RESERVED:
         raise ValueError(f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED))}")
-    tools = record.get("tools")
-    return {**options, **({} if tools is None else {"tools": tools})}
+    return template_options(options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.jobs import CHUNK_SIZE, FinishedPrompt, JobRun, PreparedPrompt
 from nanovllm.text.read_ahead import ReadAhead
 from nanovllm.text.run_requests import Progress
@@ -56,7 +57,7 @@ class BatchRun:
     Args:
         llm: answers.
         lines: what is to be answered.
-        defaults: sampling parameters of lines that do not say.
+        parser: makes requests of them.
         run: digest of the run.
         write: takes lines of the output.
         num_lines: how many there are; None if it is not known.
@@ -70,7 +71,7 @@ class BatchRun:
         self,
         llm: LLM,
         lines: UnansweredLines,
-        defaults: Mapping[str, Any],
+        parser: RequestParser,
         run: str,
         write: Callable[[list[bytes]], object],
         *,
@@ -79,7 +80,7 @@ class BatchRun:
     ) -> None:
         self._llm = llm
         self._lines = lines
-        self._parser = RequestParser(defaults)
+        self._parser = parser
         self._checker = llm.input_processor.params_checker()
         self._run = run
         self._write = write
@@ -113,6 +114,7 @@ class BatchRun:
                 record = load_line(text)
                 ids = line_ids(record)
                 request = self._parser.parse(record)
+                request.encode(self._llm.input_processor)
             except ValueError as error:
                 prepared.append(PreparedPrompt(number, Line(number, digest, ids, None), error))
             else:
@@ -172,6 +174,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command and return its exit code: 1 if a line failed."""
     with user_errors(parser):
         config, defaults = check_flags(options)
+        # An unknown name is told before the model is loaded.
+        AnswerFormat(None, options.tool_call_parser, options.reasoning_parser or "auto")
         shard = _shard(options)
         source = InputFile(options.input)
         if options.contiguous:
@@ -180,13 +184,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # The source stays open: closing it would wait for the thread that reads it.
     with results:
         with user_errors(parser):
-            digest = run_digest(config, defaults)
+            parsers = {"tool_call_parser": options.tool_call_parser, "reasoning_parser": options.reasoning_parser}
+            named = {name: value for name, value in parsers.items() if value not in (None, "auto")}
+            digest = run_digest(config, defaults | named)
             _load_results(results, source, options, digest, shard)
             llm = LLM(**vars(config))
         with llm:
             with user_errors(parser):
-                defaults = {**llm.recommended_values(), **defaults}
-                llm.limits.check_params(SamplingParams(**defaults))
+                recommended = llm.recommended_values()
+                llm.limits.check_params(SamplingParams(**{**recommended, **defaults}))
+                form = AnswerFormat(llm.tokenizer, options.tool_call_parser, options.reasoning_parser or "auto")
+                requests = RequestParser(recommended, defaults, form, options.reasoning_parser is not None)
             if options.overwrite:
                 results.clear()
             # For the bar; a large file takes seconds.
@@ -195,7 +203,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             # What is loaded stays: to look through it for garbage takes as long as thousands of lines.
             gc.collect()
             gc.freeze()
-            batch = BatchRun(llm, lines, defaults, digest, results.write, num_lines=num_lines)
+            batch = BatchRun(llm, lines, requests, digest, results.write, num_lines=num_lines)
             try:
                 _answer(batch, lines, source, results)
             except UnreadableInputError as error:

@@ -48,9 +48,16 @@ class RequestLimits:
                         f"{name}: token id {token_id} is outside the vocabulary, 0 ... {self.vocab_size - 1}"
                     )
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(checked, name) or 0) > self.max_logprobs:
-                raise ValueError(f"{name}={getattr(checked, name)} is over max_logprobs={self.max_logprobs}")
+            given = getattr(checked, name)
+            setattr(checked, name, count := self.num_logprobs(given))
+            if (count or 0) > self.max_logprobs:
+                whole = f", all {count} tokens," if given == -1 else ""
+                raise ValueError(f"{name}={given}{whole} is over max_logprobs={self.max_logprobs}")
         return checked
+
+    def num_logprobs(self, given: int | None) -> int | None:
+        """Return how many log-probabilities a request asks for at a position; -1 stands for the whole vocabulary."""
+        return self.vocab_size if given == -1 else given
 
     def check_without_text(self, params: Any) -> SamplingParams:
         """Do the same for a request of an engine that has no tokenizer.

@@ -10,16 +10,21 @@ from starlette.responses import Response
 
 from nanovllm.async_llm import RequestStream
 from nanovllm.openai_answers import (
-    ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatDelta,
     ChunkChoice,
     FunctionDelta,
-    ToolCallItem,
     ToolCallPiece,
 )
-from nanovllm.openai_format import ENDPOINTS, chat_choice, chat_logprobs, prompt_positions
+from nanovllm.openai_format import (
+    ENDPOINTS,
+    chat_choice,
+    chat_finish_reason,
+    chat_logprobs,
+    prompt_positions,
+    template_values,
+)
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.protocol import ChatBody
@@ -29,9 +34,9 @@ from nanovllm.serve.usage import Usage
 from nanovllm.text.answers import AnswerDelta, AnswerSplitter
 from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.tool_call_reader import ToolCallDelta
-from nanovllm.text.tool_calls import whole_calls
 
 _ENDPOINT = ENDPOINTS["/v1/chat/completions"]
+_TEMPLATE_FIELDS = {"chat_template_kwargs", "documents", "reasoning_effort"}
 
 
 async def answer_chat(service: Service, body: ChatBody) -> Response:
@@ -41,9 +46,8 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     params = options.constrain(given)
     token_ids = await service.render_chat(
         body.messages,
-        body.chat_template_kwargs,
+        template_values(body.model_dump(include=_TEMPLATE_FIELDS, exclude_none=True)),
         tools=options.template_tools(),
-        documents=body.documents,
         chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
@@ -71,7 +75,7 @@ class _ChatAnswer:
         self._echo = _echoed(body)
         self._body = body.without_content()
         self._prompt = prompt
-        self._names = service.token_names(body)
+        self._shown = service.shown_tokens(body)
         self._usage = Usage(len(prompt), body.stream_options)
         self._make_splitter = make_splitter
         self._splitters: dict[int, AnswerSplitter] = {}
@@ -85,11 +89,13 @@ class _ChatAnswer:
             "created": self._created,
             "model": self._service.model,
             "system_fingerprint": self._service.fingerprint,
-            "choices": [self._choice(choice) for choice in output.outputs],
+            "choices": [
+                chat_choice(choice, self._make_splitter(), self._shown, self._echo) for choice in output.outputs
+            ],
             "usage": self._usage.body(),
         }
         if self._body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_positions(output, self._names)
+            answer["prompt_logprobs"] = prompt_positions(output, self._shown.names)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._prompt
         return answer
@@ -108,7 +114,9 @@ class _ChatAnswer:
                 for item in self._new(choice):
                     yield event(self._chunk(item))
                 if output.finished:
-                    last = self._choice_delta(choice.index, {}, self._finish_reason(choice))
+                    last = self._choice_delta(
+                        choice.index, {}, chat_finish_reason(choice, self._splitters[choice.index])
+                    )
                     yield event(self._chunk({**last, "stop_reason": choice.stop_reason}))
         if self._usage.is_shown:
             yield event({**self._chunk(), "usage": self._usage.body()})
@@ -138,7 +146,7 @@ class _ChatAnswer:
             deltas.append({})
         items = [self._choice_delta(choice.index, delta) for delta in deltas]
         if items and choice.logprobs is not None:
-            items[0]["logprobs"] = chat_logprobs(choice, self._body.top_logprobs, self._names)
+            items[0]["logprobs"] = chat_logprobs(choice, self._shown.num_logprobs, self._shown.names)
         if items and shows_ids:
             items[0]["token_ids"] = choice.token_ids
         return items
@@ -159,28 +167,6 @@ class _ChatAnswer:
         function: FunctionDelta = {"name": call.name, "arguments": call.arguments}
         call_id = self._splitters[index].call_ids[call.index]
         return {"index": call.index, "id": call_id, "type": "function", "function": function}
-
-    def _choice(self, choice: CompletionOutput) -> ChatChoice:
-        answer, new = chat_choice(choice, self._body.top_logprobs, self._names), self._split(choice)
-        message = answer["message"]
-        message["content"] = self._echo + new.content
-        calls = zip(self._splitters[choice.index].call_ids, whole_calls(new.calls), strict=True)
-        tool_calls: list[ToolCallItem] = [
-            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for call_id, (name, arguments) in calls
-        ]
-        if tool_calls:
-            message["content"], message["tool_calls"] = message["content"] or None, tool_calls
-        if self._splitters[choice.index].separates:
-            message["reasoning"] = message["reasoning_content"] = new.reasoning or None
-        answer["finish_reason"], answer["stop_reason"] = self._finish_reason(choice), choice.stop_reason
-        if self._body.return_token_ids:
-            answer["token_ids"] = choice.token_ids
-        return answer
-
-    def _finish_reason(self, choice: CompletionOutput) -> str | None:
-        has_calls = bool(self._splitters[choice.index].call_ids)
-        return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _split(self, choice: CompletionOutput) -> AnswerDelta:
         if choice.index not in self._splitters:

@@ -79,7 +79,7 @@ class _CompletionAnswer:
         self._num_answers = body.n or 1
         self._shows_output = _shows_output(body)
         self._body = body.without_content()
-        self._names = service.token_names(body)
+        self._names = service.shown_tokens(body).names
         self._usage = Usage(sum(len(prompt["prompt_token_ids"]) for prompt in prompts), body.stream_options)
         self._id, self._created = f"cmpl-{uuid4().hex}", int(time.time())
         # Of each choice: characters that were sent, where its tokens begin, and tokens that wait for their text.

@@ -259,7 +259,7 @@ class ChatBody(SamplingBody):
     tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = Field(None, description="without effect; chat templates have variables of their own")
+    reasoning_effort: str | None = Field(None, description="a variable of the chat template")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
     echo: bool | None = Field(None, description="put the last message, if it is the assistant's, before the answer")
     chat_template: str | None = Field(None, description="if the server lets requests have one")
@@ -267,7 +267,7 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    separate_reasoning: bool | None = Field(None, description="split off <think> as reasoning")
+    separate_reasoning: bool | None = Field(None, description="split off the thoughts as reasoning")
     # Not supported.
     modalities: list[Literal["text"]] | None = None
     audio: None = None

@@ -7,7 +7,6 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,9 +18,9 @@ from anyio import to_thread
 import nanovllm
 from nanovllm.async_llm import AsyncLLM, RequestStream
 from nanovllm.config import Pooling
-from nanovllm.openai_format import Endpoint, TokenNames, sampling_values
+from nanovllm.openai_format import Endpoint, ShownTokens, request_params
 from nanovllm.outputs import RequestOutput, TokensPrompt
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError, JsonResponse
 from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.logs import one_line
@@ -37,8 +36,7 @@ from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000
 """Log-probabilities in an answer that takes so long to build, about 20 ms, that others must not wait for it."""
-_SAMPLING = {item.name for item in fields(SamplingParams)}
-_SUPPORTED = frozenset({"stream", "echo", "best_of", "tools"})
+_SUPPORTED = frozenset({"stream", "echo", "best_of"})
 
 
 class Service:
@@ -130,17 +128,11 @@ class Service:
         if body.stream and body.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed")
         given = body.model_dump(exclude_none=True, by_alias=True)
-        values = {**endpoint.defaults, **self._defaults, **sampling_values(given, endpoint, _SAMPLING, _SUPPORTED)}
-        if isinstance(values.get("structured_outputs"), dict):
-            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
-        if values.get("seed") is not None:
-            # The API's are signed.
-            values["seed"] %= 2**64
-        return self.limited(SamplingParams(**values))
+        return self.limited(request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED))
 
-    def token_names(self, body: SamplingBody) -> TokenNames:
-        """Return how a request wants tokens to be shown."""
-        return TokenNames(self.llm.llm.output_processor.token_bytes, bool(body.return_tokens_as_token_ids))
+    def shown_tokens(self, body: SamplingBody) -> ShownTokens:
+        """Return what a request wants to see of tokens."""
+        return ShownTokens.of(body.model_dump(exclude_none=True), self.llm.llm.output_processor.token_bytes)
 
     def limited(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters within the server's limits.
@@ -170,7 +162,7 @@ class Service:
         Args:
             messages: the conversation.
             template: variables of the chat template, from the client.
-            options: of `AsyncLLM.render_chat`, and `documents`, for the chat template.
+            options: of `AsyncLLM.render_chat`.
 
         Raises:
             ValueError: the messages do not fit the model's template.
@@ -180,8 +172,6 @@ class Service:
             raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
         plain = await self.llm.run_beside(partial(_plain, messages))
         variables = {**(self.settings.default_chat_template_kwargs or {}), **(template or {})}
-        documents = options.pop("documents", None)
-        variables |= {} if documents is None else {"documents": documents}
         if options.get("chat_template") is None:
             options["chat_template"] = self.chat_template
         elif not self.settings.trust_request_chat_template:
@@ -279,8 +269,9 @@ class Service:
         # A text has at least as many characters as tokens.
         lengths = [min(_length(prompt), longest) for prompt in prompts]
         num_tokens = len(prompts) * params.n * min(params.max_tokens or longest, longest)
-        count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
-        count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
+        at_output, at_prompt = map(self.limits.num_logprobs, (params.logprobs, params.prompt_logprobs))
+        count = 0 if at_output is None else num_tokens * (at_output + 1)
+        count += 0 if at_prompt is None else sum(lengths) * (at_prompt + 1)
         most = self.settings.max_logprobs_per_request
         if count > most:
             message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"

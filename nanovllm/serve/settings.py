@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from nanovllm.text.answers import AnswerFormat
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
 
@@ -142,6 +143,7 @@ class ServeSettings:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
         self.template_text()
+        AnswerFormat(None, self.tool_call_parser, self.reasoning_parser or "auto")
         for pattern in self.allowed_hosts or []:
             # The form that Starlette's TrustedHostMiddleware takes.
             if "*" in pattern[1:] or (pattern.startswith("*") and pattern != "*" and not pattern.startswith("*.")):

@@ -7,6 +7,8 @@ the thread that compiles keep to each other.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from typing import Any
 
 from nanovllm.sampling_params import StructuredOutputsParams
@@ -27,6 +29,12 @@ _INSTEAD = {
     "look-around": "instead of look-around, write the alternatives out",
 }
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""Formats of texts that llguidance expresses."""
+_UNKNOWN_FORMAT = f"a format in a JSON schema is ignored, since it is none of {', '.join(sorted(_FORMATS))}"
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Fields of a schema that are no schemas."""
@@ -60,6 +68,8 @@ def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
     else:
         if isinstance(params.grammar, str) and sum(map(params.grammar.count, "\n([")) > MAX_RULES:
             raise ValueError(f"the grammar has more than {MAX_RULES} lines and brackets")
+        if isinstance(params.grammar, str) and _GBNF.search(params.grammar):
+            raise ValueError("a grammar is in Lark's syntax (start: ...), not in GBNF or EBNF (root ::= ...)")
         text = matcher.grammar_from_lark(params.grammar)
     return text
 
@@ -74,16 +84,37 @@ def lark_json(schema: Any) -> str:
         raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
     guidance = schema.get("x-guidance")
     options = _COMPACT | (guidance if isinstance(guidance, dict) else {})
-    return f"%json {json.dumps({**_closed(schema), 'x-guidance': options})}"
+    closed = _closed(_without_unknown_formats(schema))
+    return f"%json {json.dumps({**closed, 'x-guidance': options})}"
 
 
 def _json_schema(params: StructuredOutputsParams) -> str:
     """Return the schema as text."""
     if params.json_object:
         return '{"type": "object"}'
-    if not params.disable_additional_properties:
-        return params.json if isinstance(params.json, str) else json.dumps(params.json)
-    return json.dumps(_closed(json.loads(params.json) if isinstance(params.json, str) else params.json))
+    text = params.json if isinstance(params.json, str) else json.dumps(params.json)
+    if not params.disable_additional_properties and '"format"' not in text:
+        return text
+    schema = _without_unknown_formats(json.loads(text))
+    return json.dumps(_closed(schema) if params.disable_additional_properties else schema)
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """Return a schema without the formats of texts that no grammar expresses, of which a warning tells."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name == "format" and isinstance(value, str) and value not in _FORMATS:
+            warnings.warn(_UNKNOWN_FORMAT, stacklevel=2)
+            del found[name]
+        elif name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            found[name] = {key: _without_unknown_formats(item) for key, item in value.items()}
+        elif name not in _VALUES:
+            found[name] = _without_unknown_formats(value)
+    return found
 
 
 def _closed(schema: Any) -> Any:

@@ -44,10 +44,12 @@ class GrammarConstraint:
     Args:
         executor: llguidance's threads that compute masks.
         matcher: llguidance's state, which nobody else has.
+        num_tokens: tokens that a mask is of.
     """
 
-    def __init__(self, executor: Any, matcher: Any) -> None:
+    def __init__(self, executor: Any, matcher: Any, num_tokens: int) -> None:
         self._executor = executor
+        self._num_tokens = num_tokens
         self._matcher = matcher
         # Tokens are consumed with the next mask, those of all outputs at once.
         self._pending: list[int] = []
@@ -75,7 +77,13 @@ class GrammarConstraint:
                 consume_token_par(self._executor, running)
             lagging = [constraint for constraint in lagging if constraint._pending]
         pairs = [(constraint._matcher, row) for constraint, row in constraints]
-        fill_next_token_bitmask_par(self._executor, pairs, words)
+        # A tokenizer may have more tokens than the model, whose masks end before theirs.
+        num_words, num_own = words.shape[1], -(-constraints[0][0]._num_tokens // 32)
+        masks = words if num_own == num_words else np.empty((len(words), num_own), dtype=np.int32)
+        fill_next_token_bitmask_par(self._executor, pairs, masks)
+        if masks is not words:
+            rows = [row for _, row in constraints]
+            words[rows] = masks[rows, :num_words]
 
 
 class ConstraintFactory:
@@ -107,7 +115,7 @@ class ConstraintFactory:
         if (grammar := request.grammar) is not None:
             if grammar.compiled is None:
                 grammar.compiled = self._matcher(grammar.text, grammar.is_choice)
-            constraint = GrammarConstraint(self.executor, grammar.compiled.deep_copy())
+            constraint = GrammarConstraint(self.executor, grammar.compiled.deep_copy(), self._num_tokens)
             structured = request.params.structured_outputs
             if structured is not None and structured.after_thinking:
                 constraint = AfterThinkingConstraint(self._hf_tokenizer, constraint, request.token_ids)
@@ -131,7 +139,12 @@ class ConstraintFactory:
         library = self.library
         importlib.import_module("llguidance.hf")
         eos = sorted(self._eos_token_ids)
-        return library.hf.from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos or None)
+        return library.hf.from_tokenizer(self._hf_tokenizer, n_vocab=self._num_tokens, eos_token=eos or None)
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        """Tokens of the model or of the tokenizer, whichever has more."""
+        return max(self._vocab_size, len(self._hf_tokenizer))
 
     @cached_property
     def executor(self) -> Any:

@@ -27,6 +27,7 @@ from unittest.mock import patch
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.batch_files.inputs import InputFile, UnansweredLines
+from nanovllm.batch_files.requests import RequestParser
 from nanovllm.batch_files.result_file import ResultFile
 from nanovllm.commands.run import BatchRun
 from tests.null_runner import NullRunner
@@ -97,7 +98,7 @@ def run_lines(llm: LLM, options: argparse.Namespace) -> None:
             with ResultFile(str(out)) as results:
                 results.clear()
                 lines = UnansweredLines(InputFile(str(path)).lines, results.answered)
-                BatchRun(llm, lines, defaults, "0" * 16, results.write).run()
+                BatchRun(llm, lines, RequestParser({}, defaults, llm.answer_format), "0" * 16, results.write).run()
 
         measure(work, options.count, options.rounds, options.profile)
 

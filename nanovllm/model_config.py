@@ -7,7 +7,6 @@ has `rope_parameters`; `torch_dtype` became `dtype`.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -155,13 +154,13 @@ class ModelConfig:
             if not trust_remote_code:
                 refuse_remote_code(path, "config.json", "AutoConfig")
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
-        if not trust_remote_code and "AutoModelForCausalLM" in (getattr(hf, "auto_map", None) or {}):
-            _use_own_class(path, hf)
         eos_token_ids = _generation_eos(path)
         # What is not supported is refused here, since "auto" leaves to transformers what is not native.
         QuantizationConfig.from_hf(hf)
         if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
             return cls.from_hf(hf, eos_token_ids)
+        if not trust_remote_code and transformers_class(hf) is None:
+            refuse_remote_code(path, "config.json", "AutoModelForCausalLM")
         return cls.for_transformers(hf, eos_token_ids)
 
     @classmethod
@@ -256,22 +255,6 @@ def transformers_class(hf: Any) -> str | None:
         name = causal.get(hf.model_type, name)
     known = {*causal.values(), *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
     return name if name in known else None
-
-
-def _use_own_class(path: str, hf: Any) -> None:
-    """Let transformers' class of a config's type run where the architecture's name is that of code in the folder.
-
-    Raises:
-        ValueError: it has none, so that nothing but the code runs the model.
-    """
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415
-
-    if transformers_class(hf) is not None:
-        return
-    if (own := modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.model_type)) is None:
-        refuse_remote_code(path, "config.json", "AutoModelForCausalLM")
-    warnings.warn(f"the code in {path!r} for {hf.architectures} does not run; {own} does", stacklevel=2)
-    hf.architectures = [own]
 
 
 def _check_version() -> None:

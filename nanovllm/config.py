@@ -72,7 +72,8 @@ class Config:
         model_impl: whose code runs the model: "native" is this library's, "transformers" that of transformers over this
             library's attention and cache; "auto" is the native one where there is one.
         revision: branch, tag or commit of a Hub id.
-        trust_remote_code: run the code that the model's config or tokenizer names; if False, such a model is refused.
+        trust_remote_code: run the code that the model's config or tokenizer names; if False, what transformers has of
+            its own runs, and a model that only such code can run is refused.
         logprobs_mode: "raw_logprobs", of the model's logits; "processed_logprobs", of what is sampled from: after
             masks, penalties, temperature, top-k, top-p and min-p; or "scaled_logprobs", as a trainer computes them:
             without the last three, and without masks of grammars and `min_tokens`.

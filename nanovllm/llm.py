@@ -28,6 +28,7 @@ from nanovllm.outputs import (
     TokenIds,
     TokensPrompt,
 )
+from nanovllm.pooling_config import folder_pooling
 from nanovllm.replicas.loaded_model import LoadedModel, load_model
 from nanovllm.runner.block_files import remove_abandoned
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
@@ -330,25 +331,41 @@ class LLM(EngineControl, Unpicklable):
         return [score_output(output, n) for output, (_, n) in zip(outputs, pairs, strict=True)]
 
     def embed(
-        self, prompts: Prompts, pooling: Pooling = "last", use_tqdm: bool = True, *, schedule: Schedule = "prefix"
+        self, prompts: Prompts, pooling: Pooling | None = None, use_tqdm: bool = True, *, schedule: Schedule = "prefix"
     ) -> torch.Tensor:
         """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
 
+        Prompts are taken as they are: a model's own prefixes (config_sentence_transformers.json) are for you to write.
+
         Args:
             prompts: see `generate`.
-            pooling: "last" takes the last token's, "mean" the mean of all.
+            pooling: "last" takes the last token's, "mean" the mean of all; None is `default_pooling`.
             use_tqdm: show a progress bar.
             schedule: see `generate`.
 
         Raises:
-            ValueError: an unknown pooling, or see `generate`.
+            ValueError: an unknown pooling, see `default_pooling`, or see `generate`.
 
         Example:
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
+        pooling = self.default_pooling if pooling is None else pooling
         job = Job(self.input_processor, prompts, pooling_params(pooling), schedule=schedule, pooling=pooling)
         return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """The pooling that the model's folder asks for, if it is one of sentence-transformers; else "last".
+
+        Raises:
+            ValueError: it asks for one, or for another module, that is not supported.
+
+        Example:
+            >>> llm.default_pooling
+            'last'
+        """
+        return folder_pooling(self._folder)
 
     def rank(
         self,
@@ -358,7 +375,7 @@ class LLM(EngineControl, Unpicklable):
         *,
         by: RankBy | None = None,
         instruction: str | None = None,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         use_tqdm: bool = True,
     ) -> list[RankedDocument]:
         """Return documents by their relevance to a query, the most relevant first.

@@ -16,6 +16,7 @@ from nanovllm.experts_config import ExpertsConfig, is_sparse
 from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.rope_config import RopeConfig, read_rope, yarn_length
 from nanovllm.utils.checks import UnsupportedError, check_int, read_json, refuse_remote_code
+from nanovllm.utils.folder_faults import no_model
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,7 @@ class ModelConfig:
             ValueError: the config is missing, unreadable, or has a value that is not supported.
         """
         if not os.path.isfile(file := os.path.join(path, "config.json")):
-            raise ValueError(f"no config.json in {path!r}")
-        if not trust_remote_code:
-            refuse_remote_code(path, "config.json", "AutoConfig")
+            raise ValueError(no_model(path) or f"no config.json in {path!r}")
         # transformers refuses what is no object without its name.
         if not isinstance(stored := read_json(file).get("quantization_config"), dict | None):
             raise ValueError(f"quantization_config={stored!r:.400} in {file!r} must be an object")
@@ -152,13 +151,15 @@ class ModelConfig:
         try:
             hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # each version of transformers has its own ways to refuse a config
+            if not trust_remote_code:
+                refuse_remote_code(path, "config.json", "AutoConfig")
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
         eos_token_ids = _generation_eos(path)
         # What is not supported is refused here, since "auto" leaves to transformers what is not native.
         QuantizationConfig.from_hf(hf)
         if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
             return cls.from_hf(hf, eos_token_ids)
-        if not trust_remote_code:
+        if not trust_remote_code and transformers_class(hf) is None:
             refuse_remote_code(path, "config.json", "AutoModelForCausalLM")
         return cls.for_transformers(hf, eos_token_ids)
 
@@ -241,6 +242,19 @@ class ModelConfig:
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),
             hf=hf,
         )
+
+
+def transformers_class(hf: Any) -> str | None:
+    """Return the name of the class that transformers itself has for a config's architecture, if it has one."""
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    name = (getattr(hf, "architectures", None) or [""])[0]
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    # Decoders without a head are published under the name of the trunk.
+    if not name or name == modeling_auto.MODEL_MAPPING_NAMES.get(hf.model_type):
+        name = causal.get(hf.model_type, name)
+    known = {*causal.values(), *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    return name if name in known else None
 
 
 def _check_version() -> None:

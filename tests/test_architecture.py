@@ -15,7 +15,8 @@ LAYERS = [
     "__main__", "cli", "commands", "bench", "batch_files", "__init__", "integrations", "serve", "openai_format",
     "openai_answers", "async_llm", "llm", "stats_plot", "replicas", "text", "engine", "workers", "runner", "models",
     "sampling", "layers", "quantization", "attention", "distributed", "kernels", "model_config", "experts_config",
-    "rope_config", "quantization_config", "config", "sampling_params", "outputs", "logprobs", "assets", "utils",
+    "pooling_config", "rope_config", "quantization_config", "config", "sampling_params", "outputs", "logprobs",
+    "assets", "utils",
 ]  # fmt: skip
 # Plain data that crosses from one side to the other.
 MESSAGES = "runner.messages"

@@ -121,13 +121,16 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         """Complete prompts that share their parameters, all or none; see `generate`."""
         return await self._gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
 
-    async def embed(self, prompts: list[Any], pooling: Pooling = "last", *, priority: int = 0) -> torch.Tensor:
+    async def embed(self, prompts: list[Any], pooling: Pooling | None = None, *, priority: int = 0) -> torch.Tensor:
         """Return normalised hidden states of prompts, all or none; see `LLM.embed` and `generate`."""
         outputs = await self.pool(prompts, pooling, priority=priority)
         return embeddings(outputs, self.llm.model_config.hidden_size)
 
-    async def pool(self, prompts: list[Any], pooling: Pooling = "last", *, priority: int = 0) -> list[RequestOutput]:
+    async def pool(
+        self, prompts: list[Any], pooling: Pooling | None = None, *, priority: int = 0
+    ) -> list[RequestOutput]:
         """Return the outputs of which `embed` makes embeddings."""
+        pooling = self.llm.default_pooling if pooling is None else pooling
         process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
         is_slow = takes_long(prompts, SamplingParams())
         return await self._gather(await self._enqueue(len(prompts), process, is_slow, None))
@@ -140,7 +143,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         *,
         by: RankBy | None = None,
         instruction: str | None = None,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         priority: int = 0,
     ) -> list[RankedDocument]:
         """Return documents by their relevance to a query, the most relevant first; see `LLM.rank`."""

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from nanovllm.models.stored_tensors import shown
 from nanovllm.utils.checks import read_json
+from nanovllm.utils.folder_faults import ADAPTER_CONFIG, refuse_pointer
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _ALPHA = 8
 """That of a config without one."""
@@ -63,7 +64,7 @@ class LowRankUpdate:
 
 def is_adapter(folder: str) -> bool:
     """Return whether a folder has an adapter instead of a model's weights."""
-    return os.path.isfile(os.path.join(folder, _CONFIG))
+    return os.path.isfile(os.path.join(folder, ADAPTER_CONFIG))
 
 
 def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
@@ -72,7 +73,7 @@ def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
     Raises:
         ValueError: it is no plain LoRA, its weights are not there or damaged, or a model's are beside them.
     """
-    config = read_json(os.path.join(folder, _CONFIG))
+    config = read_json(os.path.join(folder, ADAPTER_CONFIG))
     _check_config(folder, config)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in _read_tensors(folder).items():
@@ -107,6 +108,7 @@ def _read_tensors(folder: str) -> dict[str, torch.Tensor]:
     try:
         tensors: dict[str, torch.Tensor] = load_file(path)
     except SafetensorError as error:
+        refuse_pointer(path)
         raise ValueError(f"{path!r} is damaged: {error}") from error
     return tensors
 

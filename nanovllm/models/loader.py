@@ -20,7 +20,7 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM, LoadableCausalLM
-from nanovllm.models.stored_tensors import shown, stored_tensors, weight_files
+from nanovllm.models.stored_tensors import misfit, stored_tensors, weight_files
 from nanovllm.quantization.loading import LoadableModule, StackedTensor, TensorRows, WeightSlice, WeightTarget
 from nanovllm.utils.loading_bar import loading_bar
 
@@ -112,8 +112,7 @@ def _check_names(model: CausalLM, slices: Mapping[WeightTarget, WeightSlice], fo
                 surplus.append(name)
     missing = [str(target) for target in slices if target not in found]
     if surplus or missing:
-        misfits = f"tensors missing {shown(missing)}, left over {shown(surplus)}"
-        raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}")
+        raise ValueError(misfit(folder, missing, surplus))
 
 
 def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:

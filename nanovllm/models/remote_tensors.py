@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.utils.folder_faults import refuse_pointer
 from nanovllm.utils.remote import filesystem, storage_errors
 
 _RANGE_BYTES = 32 * 2**20
@@ -51,6 +52,7 @@ class SafetensorsFile:
             self.size: int = self._filesystem.size(self._path)
         length = int.from_bytes(self.read(0, 8), "little")
         if length > _MOST_HEADER_BYTES:
+            refuse_pointer(url, self.read(0, min(self.size, 64)))
             raise ValueError(f"{url!r} is damaged: its header cannot have {length} bytes")
         self._header = self.read(0, 8 + length)
         try:

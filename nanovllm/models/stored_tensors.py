@@ -11,10 +11,19 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.models.remote_tensors import SafetensorsFile
+from nanovllm.utils.folder_faults import no_weights, refuse_pointer
 from nanovllm.utils.remote import filesystem, is_url, list_names, storage_errors, weights_place
 
+_WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"-of-(\d+)\.safetensors$")
+_OTHERS = re.compile(r"consolidated|adapter_|optimizer|scheduler|training")
+"""Files beside a model's: the same weights in their maker's layout, an adapter, the state of a training."""
+_BUFFERS = re.compile(
+    r"(.*\.)?(rotary(_pos)?_emb\.((original_)?inv_freq|cos_cached|sin_cached)|masked_bias|causal_mask|position_ids)"
+)
+_MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
+"""Where it has four dimensions, and is no bias."""
 _MOST_SHOWN = 8
 
 
@@ -24,20 +33,34 @@ def shown(names: list[str]) -> str:
     return f"{names[:_MOST_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
+def misfit(folder: str, missing: list[str], surplus: list[str]) -> str:
+    """Return why the weights in a folder do not fit a model, by the names of tensors."""
+    hint = ""
+    if missing == ["lm_head.weight"] and not surplus:
+        hint = '; a model for embeddings alone has no head: "tie_word_embeddings": true in its config.json lets it load'
+    return f"checkpoint in {folder!r} does not fit: tensors missing {shown(missing)}, left over {shown(surplus)}{hint}"
+
+
 def weight_files(folder: str) -> list[str]:
-    """Return the safetensors of a folder, or of where its weights are; see `weights_place`.
+    """Return the safetensors of a folder's model, or of where its weights are; see `weights_place`.
+
+    As in transformers, model.safetensors is all of a model, else an index names the files. Without either these are the
+    parts that are numbered, or whatever is not known to be something else.
 
     Raises:
         ValueError: there are none, or one is missing.
     """
     place = weights_place(folder)
     present = list_names(place)
-    if _INDEX in present:
+    if _WHOLE in present:
+        names = [_WHOLE]
+    elif _INDEX in present:
         names = _indexed_names(place)
     else:
-        names = sorted(name for name in present if name.endswith(".safetensors"))
+        stored = sorted(name for name in present if name.endswith(".safetensors") and not _OTHERS.match(name))
+        names = [name for name in stored if name.startswith("model-") and _PART.search(name)] or stored
     if not names:
-        raise ValueError(f"no *.safetensors in {place!r}; load_format='dummy' needs none")
+        raise ValueError(no_weights(place, folder, present))
     if (total := max((int(found[1]) for name in names if (found := _PART.search(name))), default=0)) > len(names):
         # The index is written last.
         raise ValueError(
@@ -57,6 +80,7 @@ def _indexed_names(place: str) -> list[str]:
     source, path = filesystem(place)
     with storage_errors(place, ValueError):
         content = source.cat_file(f"{path}/{_INDEX}")
+    refuse_pointer(os.path.join(place, _INDEX), content)
     try:
         index = json.loads(content)
     except ValueError as error:
@@ -70,13 +94,21 @@ def _indexed_names(place: str) -> list[str]:
 def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
     """Yield each tensor of a folder: its file, its name, and what reads the parts of it that are asked for.
 
+    Buffers that older code stored and every model now computes are left out: angles, masks, positions.
+
     Raises:
         ValueError: no weights there, or a file missing or damaged.
     """
     for file in weight_files(folder):
         tensors = SafetensorsFile(file).tensors() if is_url(file) else _mapped_tensors(file)
         for name, tensor in tensors:
-            yield file, name, tensor
+            if not _is_computed(name, tensor):
+                yield file, name, tensor
+
+
+def _is_computed(name: str, tensor: Any) -> bool:
+    is_mask = _MASK.fullmatch(name) is not None and len(tensor.get_shape()) == 4
+    return is_mask or _BUFFERS.fullmatch(name) is not None
 
 
 def _mapped_tensors(file: str) -> Iterator[tuple[str, Any]]:
@@ -85,4 +117,5 @@ def _mapped_tensors(file: str) -> Iterator[tuple[str, Any]]:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
                 yield name, weights.get_slice(name)
     except SafetensorError as error:
+        refuse_pointer(file)
         raise ValueError(f"{file!r} is damaged: {error}") from error

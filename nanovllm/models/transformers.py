@@ -24,12 +24,12 @@ from transformers.models.auto import modeling_auto
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard, Shard
-from nanovllm.model_config import MODELS, ModelConfig
+from nanovllm.model_config import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import HiddenStates, LoadableCausalLM
 from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.source_slices import SourceParameters
-from nanovllm.models.stored_tensors import shown
+from nanovllm.models.stored_tensors import misfit, stored_tensors
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
@@ -125,19 +125,20 @@ class TransformersForCausalLM(LoadableCausalLM):
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
         if is_url(place := weights_place(folder)):
             raise ValueError(f"transformers' code cannot stream {place!r}, which {self._class.__name__} needs: copy it")
-        options = {"dtype": dtype, "attn_implementation": PROBED, "use_safetensors": True, "output_loading_info": True}
+        options = {"dtype": dtype, "attn_implementation": PROBED, "output_loading_info": True}
         # Which are refused here, by name.
         options["ignore_mismatched_sizes"] = True
-        hf = copy.deepcopy(self.config.hf)
+        # Not the folder, which may hold more than the model: what is read of it is decided in one place.
+        options["state_dict"] = {name: tensor[...] for _, name, tensor in stored_tensors(folder)}
         try:
-            head, info = self._class.from_pretrained(folder, config=hf, local_files_only=True, **options)
+            head, info = self._class.from_pretrained(None, config=copy.deepcopy(self.config.hf), **options)
         except RuntimeError as error:
             raise ValueError(f"checkpoint in {folder!r} does not fit: {error}") from error
         missing, surplus = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
-        if missing or surplus or info["mismatched_keys"]:
-            misfits = f"tensors missing {shown(missing)}, left over {shown(surplus)}"
-            others = info["mismatched_keys"]
-            raise ValueError(f"checkpoint in {folder!r} does not fit: {misfits}, of another shape {others}")
+        if info["mismatched_keys"]:
+            raise ValueError(f"{misfit(folder, missing, surplus)}, of another shape {info['mismatched_keys']}")
+        if missing or surplus:
+            raise ValueError(misfit(folder, missing, surplus))
         return head
 
     def _find_layers(self, num_tokens: int, max_model_len: int, device: torch.device) -> torch.Tensor:
@@ -329,18 +330,16 @@ class _GivenStates(nn.Module):
 
 def _class_of(hf: Any) -> Any:
     """Return transformers' class of a config, or that of the code which comes with it."""
-    name = (getattr(hf, "architectures", None) or [""])[0]
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    known = {*causal.values(), *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
-    # Decoders without a head are published under the name of the trunk.
-    if not name or name == modeling_auto.MODEL_MAPPING_NAMES.get(hf.model_type):
-        name = causal.get(hf.model_type, name)
-    if name in known:
-        return getattr(transformers, name)
+    if (known := transformers_class(hf)) is not None:
+        return getattr(transformers, known)
     code = getattr(hf, "auto_map", {}).get("AutoModelForCausalLM")
     if code:
         return transformers.dynamic_module_utils.get_class_from_dynamic_module(code, hf.name_or_path)
-    near = get_close_matches(name, sorted({*MODELS, *known}))
+    name = (getattr(hf, "architectures", None) or [""])[0]
+    wrapped = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    near = get_close_matches(
+        name, sorted({*MODELS, *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *wrapped})
+    )
     hint = f": did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"architecture {name!r} is not supported: transformers has no such decoder{hint}")
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nanovllm.utils.folder_faults import refuse_pointer
+
 T = TypeVar("T")
 
 _FEW_PROMPTS = 4
@@ -145,14 +147,27 @@ def check_bool(name: str, value: Any) -> None:
 
 def read_json(path: str) -> dict[str, Any]:
     """Return the JSON object that a file holds."""
-    try:
-        with open(path, encoding="utf-8") as stream:
-            content = json.load(stream)
-    except ValueError as error:
-        raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} is not JSON: {error}") from error
+    content = _load_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} must hold a JSON object")
     return content
+
+
+def read_json_list(path: str) -> list[dict[str, Any]]:
+    """Return the list of JSON objects that a file holds."""
+    content = _load_json(path)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} must hold a list of JSON objects")
+    return content
+
+
+def _load_json(path: str) -> Any:
+    refuse_pointer(path)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return json.load(stream)
+    except ValueError as error:
+        raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} is not JSON: {error}") from error
 
 
 def refuse_remote_code(folder: str, file: str, auto_class: str) -> None:

@@ -9,8 +9,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from nanovllm.utils.remote import fetch_small_files, is_url
 
-_CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
+_CONFIG_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*_Pooling/config.json"]
 _WEIGHT_FILES = ["*.safetensors"]
+_UNUSED_FILES = ["consolidated*.safetensors", "original/*", "*/adapter_model*.safetensors", "optimizer*.safetensors"]
+"""Weights in their maker's own layout, which many repositories have, too, and what is left of a training."""
 _CODE_FILES = ["*.py"]
 
 
@@ -33,10 +35,12 @@ def resolve_model(model: str, revision: str | None, weights: bool = True, code: 
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return path
+    if path.endswith(".gguf") and os.path.isfile(path):
+        raise ValueError(f"{model!r} is a GGUF file: make a folder of it with `nanovllm convert`")
     if not model or os.path.exists(path) or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
         raise ValueError(f"model folder {model!r} does not exist, or is no folder")
     try:
         patterns = _CONFIG_FILES + (_WEIGHT_FILES if weights else [])
-        return snapshot_download(model, revision=revision, allow_patterns=patterns)
+        return snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_UNUSED_FILES)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{model!r} is neither a folder nor a model that the Hub gives: {error}") from error

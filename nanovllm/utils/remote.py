@@ -89,7 +89,10 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
     names = [name for name in list_names(url) if any(fnmatch(name, pattern) for pattern in patterns)]
     with storage_errors(url, ValueError):
+        for pattern in filter(lambda pattern: "/" in pattern, patterns):
+            names += ["/".join(str(found).rsplit("/", 2)[1:]) for found in source.glob(f"{path}/{pattern}")]
         for name in names:
+            os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
             source.get_file(f"{path}/{name}", os.path.join(folder, name))
     Path(folder, _POINTER).write_text(url, encoding="utf-8")
     return folder

@@ -1,0 +1,58 @@
+"""The tokenizer of a tekken.json as this library uses one."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any
+
+from transformers import MistralCommonBackend
+
+
+class MistralTokenizer(MistralCommonBackend):
+    """The package mistral-common behind transformers' interface, which leaves out some of what others have.
+
+    Text has the same token ids as in the base class, where what is written as a control token is text. Only with
+    `add_special_tokens=False`, which this library passes for the text of a conversation, control tokens are those.
+    """
+
+    @cached_property
+    def _control_ids(self) -> dict[str, int]:
+        return dict(zip(self.all_special_tokens, self.all_special_ids, strict=True))
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        return re.compile(f"({'|'.join(map(re.escape, self._control_ids))})")
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, str]:
+        """The control tokens by id."""
+        return {token_id: token for token, token_id in self._control_ids.items()}
+
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, **options: Any) -> Any:
+        """See the base class, which does not know `return_token_type_ids`."""
+        options.pop("return_token_type_ids", None)
+        if add_special_tokens or not isinstance(text, list):
+            return super().__call__(text, add_special_tokens=add_special_tokens, **options)
+        return {"input_ids": [self.encode(item, add_special_tokens=False) for item in text]}
+
+    def encode(self, text: Any, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """See the class."""
+        if add_special_tokens or not isinstance(text, str):
+            return list(super().encode(text, add_special_tokens=add_special_tokens, **options))
+        token_ids: list[int] = []
+        for part in filter(None, self._control_pattern.split(text)):
+            known = self._control_ids.get(part)
+            token_ids += self._text_to_ids(part, False) if known is None else [known]
+        return token_ids
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """See the base class, which does not know `spaces_between_special_tokens`: it has none."""
+        options.pop("spaces_between_special_tokens", None)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+
+    def apply_chat_template(self, conversation: Any, *, chat_template: str | None = None, **options: Any) -> Any:
+        """See the base class, which has no templates but code of its own."""
+        if chat_template is not None:
+            raise ValueError("chat_template: mistral-common writes the prompts of this tokenizer by its own code")
+        return super().apply_chat_template(conversation, **options)

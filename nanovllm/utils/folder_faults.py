@@ -1,0 +1,84 @@
+"""What a model's folder has instead of the files that it should have, told in one sentence with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def refuse_pointer(path: str, start: bytes | None = None) -> None:
+    """Raise a `ValueError` if a file is empty, or a pointer of Git LFS, which a clone without LFS leaves in its place.
+
+    Args:
+        path: names the file.
+        start: its first bytes; None reads them.
+    """
+    if start is None:
+        with open(path, "rb") as stream:
+            start = stream.read(len(_POINTER))
+    if not start:
+        raise ValueError(f"{path!r} is empty: download it again")
+    if start.startswith(_POINTER):
+        folder = os.path.dirname(path)
+        raise ValueError(f"{path!r} is a Git LFS pointer, not the file: run `git lfs pull` in {folder!r}")
+
+
+def no_model(folder: str) -> str | None:
+    """Return what a folder without config.json or weights is, and how to use it; None if that cannot be told."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if ADAPTER_CONFIG in names:
+        return _adapter_advice(folder)
+    return _other_layout(folder, names)
+
+
+def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
+    """Return why a model cannot be loaded from a place that has these files, none of which is one of its weights.
+
+    Args:
+        place: of the weights.
+        folder: of the config; the same, or a copy of the place's small files.
+        names: of the files at the place.
+    """
+    if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
+        return _adapter_advice(folder)
+    if (advice := _other_layout(place, sorted(names))) is not None:
+        return advice
+    return f"no *.safetensors in {place!r}; load_format='dummy' needs none"
+
+
+def _adapter_advice(folder: str) -> str:
+    path = os.path.join(folder, ADAPTER_CONFIG)
+    refuse_pointer(path)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            base = json.load(stream)["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path!r} names no base_model_name_or_path: {error!r}") from error
+    return (
+        f"{folder!r} is an adapter of {base!r}, not a model: load that one, and then the adapter with "
+        f"llm.load_weights({folder!r})"
+    )
+
+
+def _other_layout(place: str, names: list[str]) -> str | None:
+    """Return what to do about weights in files that are read otherwise, or not at all."""
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return f"{place!r} has a GGUF file, {found[0]!r}: make a folder of it with `nanovllm convert`"
+    if found := [name for name in names if name.startswith("consolidated") or name == "params.json"]:
+        return (
+            f"{place!r} has weights in their maker's own layout, {found[0]!r}: download, or convert to, the layout of "
+            "transformers: config.json with model.safetensors"
+        )
+    if found := [name for name in names if name.endswith(_PICKLED) and not name.startswith(_OF_TRAINING)]:
+        return (
+            f"no *.safetensors in {place!r}, only pickled weights, which may run code when they are read, such as "
+            f"{found[0]!r}: if you trust them, AutoModelForCausalLM.from_pretrained({place!r}).save_pretrained(...) of "
+            "transformers writes safetensors"
+        )
+    return None

@@ -217,6 +217,11 @@ def test_a_template_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
     render("once: " + TEXTS, USER)
     assert len(calls) == 1
+    # So is one that fails on what is missing, which it does not get to see again.
+    for _ in range(2):
+        calls.clear()
+        assert render(STRICT, USER, call("{}"), ANSWER) == "[user] Hif[assistant] Yes"
+    assert len(calls) == 1
 
 
 def test_named_templates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,11 +207,13 @@ class TemplateForm(NamedTuple):
         parts: roles whose contents may be parts.
         only_parts: roles whose contents may not be texts.
         text_arguments: whether arguments of calls are JSON texts, not objects.
+        needs_contents: whether it fails on an answer of calls alone that has no empty text beside them.
     """
 
     parts: frozenset[str] = frozenset()
     only_parts: frozenset[str] = frozenset()
     text_arguments: bool = False
+    needs_contents: bool = False
 
     def fit(self, conversation: list[Message]) -> list[Message]:
         """Return a conversation in this form; parts stay parts where the template takes them."""
@@ -221,6 +223,8 @@ class TemplateForm(NamedTuple):
         return [self._fit(message) for message in conversation]
 
     def _fit(self, message: Message) -> Message:
+        if self.needs_contents and "content" not in message:
+            message = {**message, "content": ""}
         content = message.get("content")
         if isinstance(content, list):
             if _probed_role(message) not in self.parts:
@@ -276,7 +280,10 @@ def _probe(reference: weakref.ref[Any], template: str) -> TemplateForm:
             parts.add(role)
             if _FIRST not in _rendered(render, _probe_messages(role, _FIRST, question, arguments)):
                 only_parts.add(role)
-    return TemplateForm(frozenset(parts), frozenset(only_parts), text_arguments)
+    whole = _probe_messages("tool", _FIRST, "Hi", arguments)
+    gap = [{name: value for name, value in message.items() if value != ""} for message in whole]
+    needs_contents = not _rendered(render, gap) and bool(_rendered(render, whole))
+    return TemplateForm(frozenset(parts), frozenset(only_parts), text_arguments, needs_contents)
 
 
 def _needs_text_arguments(render: Callable[..., str]) -> bool:

@@ -9,12 +9,13 @@ from typing import Any
 from nanovllm.serve.anthropic_protocol import CountTokensBody, MessagesBody, MessagesTool, Turn
 from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
-from nanovllm.text.chat_template import join_parts
+from nanovllm.text.chat_template import normal_content
 
 Block = dict[str, Any]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # The model does not get its thoughts back.
 _THOUGHTS = ("thinking", "redacted_thinking")
+_CONTENT = "content is a string, or a list of blocks of type text, tool_use or tool_result"
 
 
 def chat_messages(body: CountTokensBody) -> list[ChatMessage]:
@@ -25,30 +26,30 @@ def chat_messages(body: CountTokensBody) -> list[ChatMessage]:
     """
     messages: list[Block] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _text(body.system)})
+        messages.append({"role": "system", "content": normal_content(body.system, _CONTENT)})
     for turn in body.messages:
         messages += _turn_messages(turn)
     return [ChatMessage.model_validate(message) for message in messages]
 
 
 def _turn_messages(turn: Turn) -> Iterator[Block]:
-    blocks = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+        return
     texts, calls, has_results = list[Block](), list[Block](), False
-    for block in blocks:
+    for block in turn.content:
         if block.get("type") == "tool_result" and turn.role == "user":
             has_results = True
-            content = _text(block.get("content") or "")
+            content = normal_content(block.get("content") or "", _CONTENT)
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
         elif block.get("type") == "tool_use" and turn.role == "assistant":
             calls.append(_call(block))
         elif block.get("type") not in _THOUGHTS or turn.role != "assistant":
             texts.append(block)
-    message: Block = {"role": turn.role, "content": _text(texts)}
-    if calls:
-        message["tool_calls"] = calls
+    content = normal_content(texts, _CONTENT)
     # What tools have returned may be all that there is.
-    if texts or calls or not has_results:
-        yield message
+    if content or calls or not has_results:
+        yield {"role": turn.role, "content": content or (None if calls else ""), "tool_calls": calls}
 
 
 def _call(block: Block) -> Block:
@@ -57,15 +58,6 @@ def _call(block: Block) -> Block:
         raise ValueError(f"a tool_use has a name and an object as input, not {block!r:.80}")
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": str(block.get("id")), "type": "function", "function": function}
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    error = "content is a string, or a list of blocks of type text, tool_use or tool_result"
-    if not isinstance(content, list):
-        raise ValueError(error)
-    return join_parts(content, error)
 
 
 def sampling_body(body: MessagesBody) -> SamplingBody:

@@ -51,6 +51,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_T
 Texts = Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
+Parts = Annotated[list[dict[str, Any] | str], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
 Nothing = Annotated[dict[str, Any], Field(max_length=0)]
@@ -209,7 +210,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | Objects | None = None
+    content: str | Parts | None = None
 
 
 class ToolFunction(BaseModel):

@@ -6,9 +6,9 @@ from typing import Any
 
 from nanovllm.serve.protocol import ChatMessage
 from nanovllm.serve.response_protocol import ResponseBody
-from nanovllm.text.chat_template import join_parts
+from nanovllm.text.chat_template import normal_content
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_CONTENT = "a message's content is a string, or a list of parts of text"
 
 
 def response_messages(body: ResponseBody) -> list[ChatMessage]:
@@ -25,10 +25,10 @@ def response_messages(body: ResponseBody) -> list[ChatMessage]:
         kind = item.get("type", "message")
         if kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant"})
             messages[-1].setdefault("tool_calls", []).append(_call(item))
         elif kind == "function_call_output":
-            content = _text(item.get("output"))
+            content = normal_content(item.get("output"), _CONTENT)
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         # The model does not get its thoughts back.
         elif kind != "reasoning":
@@ -48,13 +48,4 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if item.get("type", "message") != "message" or not isinstance(role, str):
         raise ValueError(f"an item of input is a message, a function_call or its output, not {item!r:.80}")
-    return {"role": role, "content": _text(item.get("content"))}
-
-
-def _text(content: Any) -> str:
-    error = "a message's content is a string, or a list of parts of text"
-    if isinstance(content, list):
-        return join_parts(content, error, _TEXT_PARTS)
-    if not isinstance(content, str):
-        raise ValueError(error)
-    return content
+    return {"role": role, "content": normal_content(item.get("content"), _CONTENT)}

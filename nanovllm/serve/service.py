@@ -29,7 +29,7 @@ from nanovllm.serve.protocol import ChatMessage, SamplingBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.answers import AnswerFormat
-from nanovllm.text.chat_template import plain_messages
+from nanovllm.text.chat_template import one_conversation
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 
@@ -339,7 +339,7 @@ def _length(prompt: Any) -> int:
 
 def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates know them."""
-    plain = plain_messages([message.model_dump(exclude_unset=True) for message in messages])
+    plain = one_conversation([message.model_dump(exclude_unset=True) for message in messages])
     for message in plain:
         # Most templates have no developer, and drop what it says.
         if message["role"] == "developer":

@@ -1,15 +1,26 @@
-"""From messages to prompts, by the tokenizer's chat template."""
+"""From messages to prompts, by the tokenizer's chat template.
+
+Clients write the same conversation in many ways. `one_conversation` brings it to one form, the one that transformers
+documents: what is null is left out, contents are texts or parts of type text, arguments of calls are objects.
+`render_text` then writes what this form leaves open the way the template takes it, see `TemplateForm`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
-from typing import Any, TypedDict
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypedDict
 
 from nanovllm.outputs import TokensPrompt
 
 Message = dict[str, Any]
 _MEDIA = "image", "audio", "video", "file", "document"
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts of a content that are text, and the field that holds it."""
+_CONTENT = "a message's content is a string, or a list of parts of type text"
 
 
 class ChatTemplateOptions(TypedDict, total=False):
@@ -31,17 +42,18 @@ class ChatTemplateOptions(TypedDict, total=False):
 
 
 def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
-    """Return conversations with contents as text, and whether `messages` was a list of them.
+    """Return conversations in the form that `render_text` takes, and whether `messages` was a list of them.
 
     Raises:
-        ValueError: no list of messages, nor of lists of messages; or a content that is not text.
+        ValueError: no list of messages, nor of lists of messages; a content that is not text, or arguments of a call
+            that are no object.
     """
     if isinstance(messages, (list, tuple)) and messages:
-        if all(isinstance(message, dict) for message in messages):
-            return [plain_messages(messages)], False
+        if all(map(_is_message, messages)):
+            return [[_normal_message(message) for message in messages]], False
         lists = [item for item in messages if isinstance(item, (list, tuple)) and item]
-        if len(lists) == len(messages) and all(isinstance(message, dict) for item in lists for message in item):
-            return [plain_messages(item) for item in lists], True
+        if len(lists) == len(messages) and all(_is_message(message) for item in lists for message in item):
+            return [[_normal_message(message) for message in item] for item in lists], True
     raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
 
 
@@ -52,68 +64,117 @@ def conversation_source(messages: Any) -> Any:
         ValueError: it is neither a conversation, nor does it give any.
     """
     if isinstance(messages, (list, tuple)) and messages:
-        return [messages] if isinstance(messages[0], dict) else messages
+        return [messages] if _is_message(messages[0]) else messages
     if isinstance(messages, (str, dict, list, tuple)) or not isinstance(messages, Iterable):
         raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
     return messages
 
 
 def one_conversation(messages: Any) -> list[Message]:
-    """Return a conversation with contents as text.
+    """Return a conversation in the form that `render_text` takes.
 
     Raises:
-        ValueError: it is no list of messages; or a content is not text.
+        ValueError: see `conversations`; or it is several of them.
     """
-    (conversation, *others), _ = conversations(messages)
-    if others or not isinstance(messages[0], dict):
-        raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
-    return conversation
+    found, is_list = conversations(messages)
+    if is_list:
+        raise ValueError(f"messages must be one conversation, a list of dicts, not {messages!r:.80}")
+    return found[0]
 
 
-def plain_messages(messages: Any) -> list[Message]:
-    """Return messages as chat templates take them.
-
-    Contents are strings; OpenAI's parts of type text are joined. Arguments of tool calls are objects, which templates
-    write as JSON themselves.
+def plain_messages(messages: Iterable[Any]) -> list[Message]:
+    """Return messages whose contents are texts; parts are joined, and thoughts among them left out.
 
     Raises:
-        ValueError: a part of a content is no text.
+        ValueError: see `conversations`.
     """
-    return [_plain_message(message) for message in messages]
+    return [_with_text(_normal_message(message)) for message in messages]
 
 
-def _plain_message(message: Message) -> Message:
-    if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
-        calls = [_plain_call(call) for call in message["tool_calls"]]
-        # An answer that has calls alone has no content.
-        message = {**message, "content": message.get("content") or "", "tool_calls": calls}
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, list):
+def normal_content(content: Any, error: str = _CONTENT) -> str | list[dict[str, Any]]:
+    """Return a content of text: a string, or parts of type text and thinking.
+
+    Raises:
+        ValueError: it is anything else; says `error`.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(error)
+    return [_normal_part(part, error) for part in content] or ""
+
+
+def _normal_part(part: Any, error: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and any(name in kind for name in _MEDIA):
+        raise ValueError(f"{error}, not {kind!r}: models run on text alone")
+    # Templates of models that think take thoughts as parts of their own.
+    if kind == "thinking":
+        return dict(part)
+    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise ValueError(error)
+    return dict(part) if kind == "text" else {"type": "text", "text": text}
+
+
+def _is_message(given: Any) -> bool:
+    # Those of the openai package are pydantic's.
+    return isinstance(given, dict) or hasattr(given, "model_dump")
+
+
+def _fields(given: Any) -> dict[str, Any]:
+    """Return the fields that are not null. Templates take null for a text, and write "None"."""
+    fields: dict[str, Any] = given if isinstance(given, dict) else given.model_dump()
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _normal_message(given: Any) -> Message:
+    message = given if isinstance(given, dict) and None not in given.values() else _fields(given)
+    content = message.get("content")
+    if isinstance(content, list):
+        message = {**message, "content": normal_content(content)}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)):
         return message
-    error = "a message's content is a string, or a list of parts of type text"
-    return {**message, "content": join_parts(parts, error)}
+    if calls:
+        return {**message, "tool_calls": [_normal_call(call) for call in calls]}
+    # Templates look whether there are any, and then for the one in an empty list.
+    return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
-def join_parts(parts: list[Any], error: str, types: Collection[str] = ("text",)) -> str:
-    """Return the text of a content's parts; raises a ValueError with `error` where one is of none of the types."""
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and any(name in kind for name in _MEDIA):
-            raise ValueError(f"{error}, not {kind!r}: models run on text alone")
-        if kind not in types or not isinstance(part.get("text"), str):
-            raise ValueError(error)
-    return "".join(part["text"] for part in parts)
-
-
-def _plain_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+def _normal_call(given: Any) -> Any:
+    if not _is_message(given):
+        return given
+    call = _fields(given)
+    function = call.get("function")
+    if not isinstance(function, dict) or "arguments" not in function:
         return call
+    return {**call, "function": {**function, "arguments": _parsed(function["arguments"])}}
+
+
+def _parsed(arguments: Any) -> dict[str, Any]:
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a tool call are a JSON object, not {arguments!r:.80}") from error
-    return {**call, "function": {**function, "arguments": parsed}}
+    if parsed is not None and not isinstance(parsed, dict):
+        raise ValueError(f"the arguments of a tool call are a JSON object, not {arguments!r:.80}")
+    return parsed or {}
+
+
+def _with_text(message: Message) -> Message:
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts if part["type"] == "text")}
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def template_options(options: ChatTemplateOptions) -> dict[str, Any]:
@@ -136,24 +197,157 @@ def template_options(options: ChatTemplateOptions) -> dict[str, Any]:
     }
 
 
+class TemplateForm(NamedTuple):
+    """The form in which a chat template takes what clients write in two ways.
+
+    A template does not say which it takes: what is in the other form it drops, or writes as Python does, without an
+    error. So each template renders short conversations, once, which show it.
+
+    Attributes:
+        parts: roles whose contents may be parts.
+        only_parts: roles whose contents may not be texts.
+        text_arguments: whether arguments of calls are JSON texts, not objects.
+        needs_contents: whether it fails on an answer of calls alone that has no empty text beside them.
+    """
+
+    parts: frozenset[str] = frozenset()
+    only_parts: frozenset[str] = frozenset()
+    text_arguments: bool = False
+    needs_contents: bool = False
+
+    def fit(self, conversation: list[Message]) -> list[Message]:
+        """Return a conversation in this form; parts stay parts where the template takes them."""
+        if not self.only_parts and not self.text_arguments:
+            # Most templates, and most messages, need no change.
+            return [m if isinstance(m.get("content"), str) else self._fit(m) for m in conversation]
+        return [self._fit(message) for message in conversation]
+
+    def _fit(self, message: Message) -> Message:
+        if self.needs_contents and "content" not in message:
+            message = {**message, "content": ""}
+        content = message.get("content")
+        if isinstance(content, list):
+            if _probed_role(message) not in self.parts:
+                message = _with_text(message)
+        elif self.only_parts and isinstance(content, str) and _probed_role(message) in self.only_parts:
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        if self.text_arguments and "tool_calls" in message:
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        return message
+
+
+_MOST_TEMPLATES = 64
+_PROBED_ROLES = "user", "system", "developer", "assistant", "tool"
+# Words that no template has. A part's further field is not shown, unless the template writes the part as Python does.
+_FIRST, _SECOND, _FIELD = "firstprobe", "secondprobe", "fieldprobe"
+_PROBE_PARTS = [{"type": "text", "text": text, "field": _FIELD} for text in (_FIRST, _SECOND)]
+_NAME, _VALUE = "nameprobe", "valueprobe"
+_PROBE_ARGUMENTS = {_NAME: _VALUE}
+# Mistral's templates want nine characters.
+_PROBE_ID = "callprobe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def _probed_role(message: Message) -> str:
+    role = message.get("role")
+    return role if role in _PROBED_ROLES else "user"
+
+
+def _template_form(tokenizer: Any, options: dict[str, Any]) -> TemplateForm:
+    template, own = options.get("chat_template"), getattr(tokenizer, "chat_template", None)
+    if isinstance(own, dict):
+        template = tokenizer.get_chat_template(template, options.get("tools"))
+    elif template is None:
+        template = own
+    return _probe(weakref.ref(tokenizer), template) if isinstance(template, str) else TemplateForm()
+
+
+@lru_cache(_MOST_TEMPLATES)
+def _probe(reference: weakref.ref[Any], template: str) -> TemplateForm:
+    tokenizer: Any = reference()
+    render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
+    text_arguments = _needs_text_arguments(render)
+    arguments = json.dumps(_PROBE_ARGUMENTS) if text_arguments else _PROBE_ARGUMENTS
+    parts: set[str] = set()
+    only_parts: set[str] = set()
+    for role in _PROBED_ROLES:
+        question = [{"type": "text", "text": "Hi"}] if "user" in only_parts else "Hi"
+        shown = _rendered(render, _probe_messages(role, _PROBE_PARTS, question, arguments))
+        if _FIRST in shown and _SECOND in shown and _FIELD not in shown:
+            parts.add(role)
+            if _FIRST not in _rendered(render, _probe_messages(role, _FIRST, question, arguments)):
+                only_parts.add(role)
+    whole = _probe_messages("tool", _FIRST, "Hi", arguments)
+    gap = [{name: value for name, value in message.items() if value != ""} for message in whole]
+    needs_contents = not _rendered(render, gap) and bool(_rendered(render, whole))
+    return TemplateForm(frozenset(parts), frozenset(only_parts), text_arguments, needs_contents)
+
+
+def _needs_text_arguments(render: Callable[..., str]) -> bool:
+    text = json.dumps(_PROBE_ARGUMENTS)
+    from_object, from_text = (
+        _rendered(render, _probe_messages("tool", "", "Hi", arguments)) for arguments in (_PROBE_ARGUMENTS, text)
+    )
+    is_right = _NAME in from_object and _VALUE in from_object and str(_PROBE_ARGUMENTS) not in from_object
+    return not is_right and text in from_text
+
+
+def _probe_messages(role: str, content: Any, question: Any, arguments: Any) -> list[Message]:
+    message, user = {"role": role, "content": content}, {"role": "user", "content": question}
+    if role == "user":
+        return [message]
+    if role == "assistant":
+        return [user, message, user]
+    if role != "tool":
+        return [message, user]
+    call = {"id": _PROBE_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [user, answer, {**message, "tool_call_id": _PROBE_ID, "name": "probe"}]
+
+
+def _rendered(render: Callable[..., str], messages: list[Message]) -> str:
+    """Return the text of messages; an empty one if the template takes them neither without tools nor with one."""
+    for tools in (None, [_PROBE_TOOL]):
+        # Whatever a template raises, these messages are not in its form.
+        with suppress(Exception):
+            return render(messages, tools=tools)
+    return ""
+
+
 def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) -> str:
     """Return the text of a conversation's prompt.
 
+    It is what transformers renders. A template that fails for want of a content, or on a part, is given texts alone.
+
     Args:
         tokenizer: a transformers tokenizer.
-        conversation: messages with `role` and `content`.
+        conversation: messages as `one_conversation` returns them.
         options: of its `apply_chat_template`.
 
     Raises:
-        ValueError: there is no tokenizer or no template, or the template fails.
+        ValueError: there is no tokenizer or no template, or the template fails; says why in the template's words.
     """
     if tokenizer is None:
         raise ValueError("chat needs a chat template, but the model has no tokenizer")
     try:
-        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        return _applied(tokenizer, conversation, options)
     # A template can raise whatever it likes, TemplateError above all.
     except Exception as error:
-        raise ValueError(f"the chat template cannot be applied: {error}") from error
+        failure = error
+    plain = [{"content": "", **_with_text(message)} for message in conversation]
+    if plain != conversation:
+        # If this fails too, what the template says of the messages as they came says more.
+        with suppress(Exception):
+            return _applied(tokenizer, plain, options)
+    raise ValueError(f"the chat template cannot be applied: {' '.join(str(failure).split())}") from failure
+
+
+def _applied(tokenizer: Any, conversation: list[Message], options: dict[str, Any]) -> str:
+    fitted = _template_form(tokenizer, options).fit(conversation)
+    text: str = tokenizer.apply_chat_template(fitted, tokenize=False, **options)
     return text
 
 

@@ -186,9 +186,10 @@ class AnswerOptions:
         names = ("name", "parameters")
         functions: list[Tool] = [{name: tool["function"].get(name) for name in names} for tool in self.tools]
         dropped = self.form.dropped_tokens(params) if self._is_taken_apart else ()
-        return partial(self._splitter, start, functions, dropped)
+        return partial(self.splitter, start, functions, dropped)
 
-    def _splitter(self, start: Start, functions: list[Tool], dropped: tuple[str, ...]) -> AnswerSplitter:
+    def splitter(self, start: Start, functions: list[Tool], dropped: tuple[str, ...]) -> AnswerSplitter:
+        """Return what takes an output apart that begins there, with calls of these functions, without these tokens."""
         form = self.form
         make_id = _short_id if form.calls.short_ids else _call_id
         if form.has_channels:

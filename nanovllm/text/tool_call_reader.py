@@ -293,6 +293,7 @@ class CallReader:
         return True
 
     def _parameters_call(self, form: Parameters) -> Events:
+        """Read a call whose arguments follow its name one by one, or as JSON: `<function=f>{...}</function>`."""
         reader = self._reader
         yield from reader.skip_space()
         if form.name and not (yield from reader.skip(form.name)):
@@ -301,7 +302,14 @@ class CallReader:
         yield from reader.skip_space()
         if not name or (form.name_end and not (yield from reader.skip(form.name_end))):
             return False
-        if not form.name_end and not (yield from reader.peek(form.key)) and not self._has_bare_names:
+        yield from reader.skip_space()
+        if form.name_end and (yield from reader.peek("{")):
+            is_call = yield from self._named_call(name)
+            yield from self._skip_ends((form.call_end,))
+            return is_call
+        ends = form.call_end or "</tool_call>"
+        follows = yield from reader.peek(form.key, ends)
+        if not follows or (follows != form.key and not form.name_end and not self._has_bare_names):
             return False
         yield self._begin(name)
         yield from self._parameters(self._schemas.get(name, {}), form)

@@ -75,6 +75,7 @@ class Syntax:
 _FUNCTION = Parameters("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
 _ARG_KEYS = Parameters("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "")
 _INVOKE = Parameters("", '">', '<parameter name="', '">', "", "</parameter>", "</invoke>")
+_PARAM = Parameters("", '">', '<param name="', '">', "", "</param>", "</function>")
 _DSML = Parameters("", '">', '<｜DSML｜parameter name="', '">', "", "</｜DSML｜parameter>", "</｜DSML｜invoke>")
 SYNTAXES = (
     # Hermes, Qwen 2.5 and 3, Granite 4; Qwen3-Coder and Qwen3.5; GLM 4.5 to 4.7.
@@ -96,11 +97,15 @@ SYNTAXES = (
         "kimi",
     ),
     Syntax(("<minimax:tool_call>",), '<invoke name="', ("</invoke>", "</minimax:tool_call>"), (_INVOKE,)),
-    # Granite 3; Phi-4-mini; MiniMax-M1; Nemotron Nano 2; LFM2; Gemma 4.
+    Syntax((), '<function name="', (), (_PARAM,)),
+    # Granite 3; Phi-4-mini; MiniMax-M1, Apriel; Nemotron Nano 2; Command R7B; GigaChat 3.1 and 3; LFM2; Gemma 4.
     Syntax((), "<|tool_call|>", ("<|/tool_call|>",)),
     Syntax((), "functools", ()),
     Syntax((), "<tool_calls>", ("</tool_calls>",)),
     Syntax((), "<TOOLCALL>", ("</TOOLCALL>",)),
+    Syntax((), "<|START_ACTION|>", ("<|END_ACTION|>",)),
+    Syntax((), "<|function_call|>", ()),
+    Syntax((), "function call<|role_sep|>", ()),
     Syntax((), "<|tool_call_start|>", ("<|tool_call_end|>",), "pythonic"),
     Syntax((), "<|tool_call>", ("<tool_call|>",), "gemma"),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -67,6 +68,11 @@ TOOL_CALL_FORMATS = {
     "nemotron_nano_v2": ToolCallFormat(
         ("<TOOLCALL>",), _JSON, ", ", list_begin="<TOOLCALL>[", list_end="]</TOOLCALL>"
     ),
+    "cohere": ToolCallFormat(
+        ("<|START_ACTION|>",), '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ARGUMENTS}', ", ",
+        list_begin="<|START_ACTION|>[", list_end="]<|END_ACTION|>",
+    ),
+    "gigachat3": ToolCallFormat(("<|function_call|>",), f"<|function_call|>{_JSON}"),
     "mistral_v11": _MISTRAL_11,
     "mistral": _MISTRAL,
     "glm45": ToolCallFormat(("<arg_key>",), _TAGGED, has_bare_names=True),
@@ -75,13 +81,20 @@ TOOL_CALL_FORMATS = {
     "pythonic": ToolCallFormat(("<|python_start|>",), _LLAMA, ";", is_bare=True),
     "llama3_json": LLAMA3_JSON,
 }  # fmt: skip
-"""By vLLM's names, in the order in which templates are searched: marks of a later one may be in those of an earlier."""
+"""By vLLM's names where it has one, in the order in which templates are searched: an earlier one may have the marks of
+a later one too."""
 _SAME = {
     "deepseek_r1": "deepseek_v3", "glm4_moe": "glm45", "glm47": "glm45", "granite4": "hermes",
     "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "phi4_mini": "phi4_mini_json",
     "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
 }  # fmt: skip
 """Further names."""
+
+
+_UNKNOWN = (
+    "the chat template takes tools, but the form in which it writes calls is not known: they are forced as Hermes' "
+    "calls, and found if they have the tags of a known form; tool_call_parser names another one"
+)
 
 
 def tool_call_format(name: str, tokenizer: Any) -> ToolCallFormat:
@@ -101,7 +114,11 @@ def tool_call_format(name: str, tokenizer: Any) -> ToolCallFormat:
         if all(mark in template for mark in form.marks):
             return form
     # Llama's templates name no tag.
-    return LLAMA3_JSON if tokenizer is not None and "<|python_tag|>" in tokenizer.get_vocab() else HERMES
+    if tokenizer is not None and "<|python_tag|>" in tokenizer.get_vocab():
+        return LLAMA3_JSON
+    if "tools" in template:
+        warnings.warn(_UNKNOWN, stacklevel=2)
+    return HERMES
 
 
 def parse_tool_calls(

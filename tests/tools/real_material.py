@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -24,9 +25,11 @@ from typing import Any, NamedTuple
 import transformers
 from tokenizers import Tokenizer, models
 
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.text.tool_calls import tool_calls
 from tests.tools.real_conversations import CONVERSATIONS, Conversation
 
 _FOLDER = Path(".real-material")
@@ -44,8 +47,28 @@ _TEXTS = (
 )
 _NUM_SEQUENCES = 200
 _LONGEST = 60
-# Output after prompts, too; needs a detokenizer that is given the prompt.
-_AFTER_PROMPTS = False
+_ARGUMENTS: tuple[dict[str, Any], ...] = ({"a": 1, "b": 'x } "y'}, {})
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "A number."},
+                    "b": {"type": "string", "description": "A text."},
+                },
+                "required": ["a"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "Now.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
 
 
 class Counts(NamedTuple):
@@ -147,7 +170,7 @@ def check_detokenizer(folder: Path) -> Counts:
     for path in sorted((folder / "tokenizers").iterdir()):
         tokenizer, rng, wrong = _load(path), Random(0), 0
         for token_ids in _sequences(tokenizer, rng):
-            length = rng.randint(1, len(token_ids)) if _AFTER_PROMPTS else 0
+            length = rng.randint(0, len(token_ids))
             prompt, output = token_ids[:length], token_ids[length:]
             text = tokenizer.decode(prompt, skip_special_tokens=True) if prompt else ""
             got = text + _text_in_chunks(tokenizer, prompt, output, rng)
@@ -185,8 +208,7 @@ def _sequences(tokenizer: Any, rng: Random) -> Iterator[list[int]]:
 
 
 def _text_in_chunks(tokenizer: Any, prompt: list[int], output: list[int], rng: Random) -> str:
-    options: dict[str, Any] = {"prompt": prompt} if _AFTER_PROMPTS else {}
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True, **options)
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
     texts: list[str] = []
     while output:
         size = rng.choice((1, 1, 1, 2, 3, 8))
@@ -195,8 +217,67 @@ def _text_in_chunks(tokenizer: Any, prompt: list[int], output: list[int], rng: R
     return "".join(texts)
 
 
+def check_formats(folder: Path) -> Counts:
+    """Read back the calls that every template writes, cut at every place, in the format that it shows."""
+    tokenizer = _plain_tokenizer()
+    checked = differing = refused = 0
+    for path in sorted((folder / "templates").glob("*.jinja")):
+        tokenizer.chat_template = path.read_text()
+        with warnings.catch_warnings(record=True) as unknown:
+            warnings.simplefilter("always")
+            options = AnswerOptions.of(AnswerFormat(tokenizer), _TOOLS)
+        if unknown:
+            print(f"{path.stem}: its format is not known, and the start says so")
+            refused += 1
+            continue
+        for count in (1, 2):
+            written = _written_calls(tokenizer, count)
+            if written is None:
+                refused += 1
+                continue
+            prompt, answer = written
+            has_thoughts = any(end in answer for _, end in options.form.reasoning.tags)
+            start = options.form.reasoning.start(prompt, is_taught=True) if has_thoughts else "answer"
+            right = [(tool["function"]["name"], _ARGUMENTS[i]) for i, tool in enumerate(_TOOLS[:count])]
+            wrong = [at for at in range(len(answer)) if _read_calls(options, start, answer, at) != right]
+            checked += len(answer)
+            differing += len(wrong)
+            if wrong:
+                got = _read_calls(options, start, answer, wrong[0])
+                print(f"{path.stem}, {count} calls: {len(wrong)} splits: {got} of {answer[:150]!r}")
+    return Counts("formats", checked, differing, refused)
+
+
+def _written_calls(tokenizer: Any, count: int) -> tuple[str, str] | None:
+    """Return the prompt and the answer of a model that calls functions, as its template has it; None if it does not."""
+    calls = [
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": tool["function"]["name"], "arguments": given}}
+        for i, (tool, given) in enumerate(zip(_TOOLS[:count], _ARGUMENTS, strict=False))
+    ]
+    ask = {"role": "user", "content": "Go."}
+    turns = one_conversation([ask, {"role": "assistant", "tool_calls": calls}])
+    try:
+        prompt = render_text(tokenizer, turns[:1], tools=_TOOLS, add_generation_prompt=True)
+        whole = render_text(tokenizer, turns, tools=_TOOLS)
+    except ValueError:
+        return None
+    pairs = zip(prompt, whole, strict=False)
+    shared = next((at for at, (one, other) in enumerate(pairs) if one != other), len(prompt))
+    if (tag := re.search(r"<[^>]*$", whole[:shared])) is not None:
+        # Both go on with a tag.
+        shared = tag.start()
+    answer = whole[shared:]
+    return (whole[:shared], answer) if all(tool["function"]["name"] in answer for tool in _TOOLS[:count]) else None
+
+
+def _read_calls(options: AnswerOptions, start: Any, answer: str, at: int) -> list[tuple[str, Any]]:
+    splitter = options.splitter(start, [tool["function"] for tool in _TOOLS], ())
+    deltas = splitter.append(answer[:at], False).calls + splitter.append(answer[at:], True).calls
+    return [(call.name, call.arguments) for call in tool_calls(deltas)]
+
+
 # Each takes the folder and prints what differs.
-_CHECKS: tuple[Callable[[Path], Counts], ...] = (check_templates, check_detokenizer)
+_CHECKS: tuple[Callable[[Path], Counts], ...] = (check_templates, check_detokenizer, check_formats)
 
 
 def main() -> int:

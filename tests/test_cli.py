@@ -33,6 +33,8 @@ from nanovllm.cli import main, make_parsers
 from nanovllm.commands.chat import Conversation
 from nanovllm.commands.run import BatchRun
 from nanovllm.config import Config
+from nanovllm.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, request_params
+from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
 from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
@@ -125,6 +127,62 @@ def test_chat_requests_in_openais_form(llm: LLM) -> None:
         assert written["logprob"] == pytest.approx(entry.logprob, abs=1e-4) and len(written["top_logprobs"]) == 2
     # The API's default is no limit; `SamplingParams` has one of 64 tokens.
     assert results[2]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_lines_may_have_what_the_servers_chats_have(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1]}}}}}
+    hello: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 120}
+    written = '<think>no <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call></think>Yes.'
+    results = answer(
+        llm,
+        [
+            openai(CHAT, **hello, tools=[tool], tool_choice="required", parallel_tool_calls=False, seed=-7),
+            openai(CHAT, **hello, tools=[tool], separate_reasoning=True, structured_outputs={"choice": [written]}),
+            openai(CHAT, **hello, reasoning_effort="low", verbosity="low", documents=[], return_token_ids=True),
+            openai(CHAT, **hello, truncate_prompt_tokens=3, cache_salt="s", add_special_tokens=False),
+            {
+                **hello,
+                "tools": [tool],
+                "structured_outputs": {"choice": [written.split("</think>", maxsplit=1)[0][10:]]},
+            },
+            openai(CHAT, **hello, tools=[tool], tool_choice={"function": {"name": "g"}}),
+            openai(CHAT, **hello, truncate_prompt_tokens=0),
+        ],
+    )
+    (called,), (thought,), (shown,) = (results[number]["response"]["body"]["choices"] for number in (1, 2, 3))
+    (call,) = called["message"]["tool_calls"]
+    assert called["finish_reason"] == "tool_calls" and called["message"]["content"] is None
+    assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"]) in ({}, {"a": 1})
+    message = thought["message"]
+    assert message["content"] == "Yes." and "<tool_call>" in message["reasoning"] and "tool_calls" not in message
+    assert len(shown["token_ids"]) == results[3]["response"]["body"]["usage"]["completion_tokens"]
+    assert results[4]["response"]["body"]["usage"]["prompt_tokens"] == 3
+    (own,) = results[5]["outputs"]
+    assert own["tool_calls"] == [{"name": "f", "arguments": {}}] and own["text"].startswith("<tool_call>")
+    assert "none of the tools" in results[6]["error"]["message"]
+    assert "truncate_prompt_tokens must be in 1 ... " in results[7]["error"]["message"]
+
+
+def test_every_field_of_the_servers_chats_is_known_to_lines() -> None:
+    for url, body in ((CHAT, ChatBody), (TEXT, CompletionBody)):
+        fields = {field.alias or name for name, field in body.model_fields.items()}
+        known = ENDPOINTS[url].fields | SAMPLING_FIELDS | {ENDPOINTS[url].content}
+        # Fields that have no value but null.
+        assert fields - known <= {"audio", "prediction", "web_search_options", "prompt_embeds"}
+
+
+def test_what_is_chosen_comes_before_the_endpoint_and_what_is_recommended_after() -> None:
+    chat, text = (ENDPOINTS[url] for url in (CHAT, TEXT))
+    recommended = {"max_tokens": 99, "top_p": 0.5}
+
+    def found(endpoint: Endpoint, body: dict[str, Any], **chosen: Any) -> SamplingParams:
+        return request_params(body, endpoint, recommended=recommended, chosen=chosen)
+
+    assert [found(endpoint, {}).max_tokens for endpoint in (chat, text)] == [99, 16]
+    assert [found(endpoint, {}, max_tokens=5).max_tokens for endpoint in (chat, text)] == [5, 5]
+    assert found(text, {"max_tokens": 7, "top_p": 0.9}, max_tokens=5) == SamplingParams(max_tokens=7, top_p=0.9)
+    assert [found(text, {"seed": seed}).seed for seed in (-1, -7, 3)] == [None, 2**64 - 7, 3]
 
 
 def test_completion_requests_in_openais_form(llm: LLM) -> None:

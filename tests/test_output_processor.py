@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm import SamplingParams
+from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.text_offsets import TextOffsets
+from nanovllm.text.beam_search import Beam, BeamSearch, beam_search_output
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
 from nanovllm.text.request_state import RequestState
+from nanovllm.text.token_bytes import token_bytes_function
 from tests.mock_runner import make_request
+from tests.small_tokenizers import MARK, sentencepiece_tokenizer
 
 TEXTS = [
     "plain words, and more",
@@ -133,6 +137,65 @@ def test_a_token_whose_text_depends_on_those_before_it() -> None:
     detokenizer = Detokenizer(WordTokenizer())
     # Behind a special token, too, a word is not the first.
     assert [detokenizer.append([token]) for token in (3, 0, 3, 3, 1, 2)] == ["", "one", "", "", " two", " three"]
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return sentencepiece_tokenizer(
+        f"{MARK}Hello", f"{MARK}world", f"{MARK}big", f"{MARK}x", "s", special=("<tag>",), added=(MARK * 2,)
+    )
+
+
+def ids(tokenizer: Any, *names: str) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(name) for name in names]
+
+
+@pytest.mark.parametrize("between", [[], ["<tag>"] * 9])
+def test_an_output_goes_on_where_its_prompt_ends(words: Any, between: list[str]) -> None:
+    prompt = ids(words, "<s>", f"{MARK}Hello", *between)
+    output = ids(words, f"{MARK}world", "<tag>", f"{MARK}big", MARK * 2, "s")
+    detokenizer = Detokenizer(words, prompt)
+    pieces = [detokenizer.append([token_id]) for token_id in output]
+    assert pieces == [" world", "", " big", "  ", "s"]
+    processor, params = OutputProcessor(words), SamplingParams(stop=" big").checked()
+    assert processor.decode(prompt, output, params, ends=False) == "".join(pieces)
+    whole = words.decode(prompt + output, skip_special_tokens=True)
+    assert words.decode(prompt, skip_special_tokens=True) + "".join(pieces) == whole
+    # Stop strings may begin with a space.
+    state = OutputState(words, params, prompt)
+    assert [state.append(token_id, False, b"") for token_id in output[:3]] == [False, False, True]
+    assert state.take(True).text == " world"
+    assert TextOffsets(words, 5, prompt, skip_special_tokens=True).take(output[:3]) == [5, 11, 11]
+    assert Detokenizer(words).append(output[:1]) == "world"
+
+
+def test_a_character_that_a_prompt_begins_belongs_to_the_output(words: Any) -> None:
+    half, rest = ids(words, "<0xC3>", "<0xA9>")
+    detokenizer = Detokenizer(words, [*ids(words, f"{MARK}Hello"), half])
+    assert [detokenizer.append([rest]), detokenizer.append(ids(words, "s"))] == ["é", "s"]
+    # One that a text has by itself says nothing of a character to come.
+    byte_level = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    assert Detokenizer(byte_level, byte_level.encode("\ufffd")).append(byte_level.encode("\ufffda")) == "\ufffda"
+
+
+def test_the_bytes_of_a_token_are_its_bytes_in_a_text(words: Any) -> None:
+    get_bytes = token_bytes_function(words)
+    names = (f"{MARK}world", "s", MARK * 2, "<0xC3>", "<0xA9>", "</s>")
+    assert [get_bytes(token_id) for token_id in ids(words, *names)] == [
+        b" world", b"s", b"  ", b"\xc3", b"\xa9", b"</s>",
+    ]  # fmt: skip
+    assert OutputProcessor(words).decode_token(*ids(words, f"{MARK}world")) == " world"
+    byte_level = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    get_bytes = token_bytes_function(byte_level)
+    text = " sea 字😀 \ufffd"
+    assert b"".join(get_bytes(i) or b"" for i in byte_level.encode(text)).decode() == text
+
+
+def test_beams_go_on_where_their_prompt_ends(words: Any) -> None:
+    prompt, output = ids(words, f"{MARK}Hello"), ids(words, f"{MARK}world")
+    search = BeamSearch(prompt, BeamSearchParams(1, 4), frozenset(), 4)
+    search.finished = [(0.0, Beam(output, 0.0))]
+    assert beam_search_output(search, words).sequences[0].text == " world"
 
 
 class ByteTokenizer:

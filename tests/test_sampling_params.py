@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.request_limits import RequestLimits
 from nanovllm.outputs import RequestOutput
 from tests.reference import check_logprobs, processed, prompt, reference_logits
 
@@ -172,3 +173,12 @@ def test_draws_have_the_distribution_of_transformers_warpers(llm: LLM, folder: P
     # Chi-square's cube root is nearly normal (Wilson and Hilferty 1931).
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert z < 4
+
+
+def test_minus_one_stands_for_none_and_for_all() -> None:
+    params = SamplingParams(seed=-1, logprobs=-1, prompt_logprobs=-1, top_k=-1)
+    assert (params.seed, params.top_k) == (None, 0)
+    checked = RequestLimits(100, 64, 64, 64, 100).check_params(params)
+    assert (checked.logprobs, checked.prompt_logprobs) == (100, 100)
+    with pytest.raises(ValueError, match="logprobs=-1, all 100 tokens, is over max_logprobs=20"):
+        RequestLimits(100, 64, 64, 64, 20).check_params(params)

@@ -17,7 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.structured_output import ConstraintFactory
+from nanovllm.text.grammar_text import lark_json
+from nanovllm.text.structured_output import ConstraintFactory, GrammarError
 from nanovllm.text.thinking import AfterThinkingConstraint
 from tests.mock_runner import make_request
 
@@ -383,3 +384,42 @@ def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPat
         other.input_processor._grammars.__dict__.pop("library", None)
         with pytest.raises(ValueError, match=r"pip install 'nanovllm\[structured\]'"):
             other.generate([[1, 2]], constrained(regex="a"))
+
+
+def test_a_tokenizer_may_have_more_tokens_than_its_model() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    vocab_size = len(tokenizer)
+    tokenizer.add_tokens([f"<more {i}>" for i in range(40)])
+    factory = ConstraintFactory(tokenizer, vocab_size, frozenset({2}))
+    fewer = ConstraintFactory(AutoTokenizer.from_pretrained(BUNDLED_MODEL), vocab_size, frozenset({2}))
+    masks = []
+    for own in (factory, fewer):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]+"))
+        request = make_request([5], params.checked())
+        request.grammar = own.compile(StructuredOutputsParams(regex="[ab]+"))
+        words = np.zeros((4, -(-vocab_size // 32)), dtype=np.int32)
+        first, second = (own(request) for _ in range(2))
+        assert first is not None
+        first.fill([(first, 1), (second, 3)], words)
+        masks.append(words)
+    assert (masks[0] == masks[1]).all() and masks[0][1].any() and not masks[0][[0, 2]].any()
+
+
+def test_formats_that_no_grammar_expresses_are_ignored(llm: LLM) -> None:
+    schema = {"properties": {"format": {"type": "string", "format": "password", "maxLength": 2}}, **COMPACT}
+    compile_grammar = llm.input_processor._grammars.compile
+    with pytest.warns(UserWarning, match="a format in a JSON schema is ignored"):
+        compile_grammar(StructuredOutputsParams(json=schema))
+    with pytest.warns(UserWarning, match="ignored"):
+        compile_grammar(StructuredOutputsParams(grammar=f"start: {lark_json(schema)}"))
+    # This one is known, and binds.
+    date = {"type": "string", "format": "date"}
+    (output,) = llm.generate(PROMPT, constrained(1, json=date), use_tqdm=False)
+    assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', output.outputs[0].text)
+
+
+def test_grammars_in_another_syntax_are_told(llm: LLM) -> None:
+    with pytest.raises(GrammarError, match=r"Lark's syntax .* not in GBNF"):
+        llm.generate(PROMPT, constrained(grammar='root ::= "yes" | "no"'), use_tqdm=False)
+    (output,) = llm.generate(PROMPT, constrained(grammar='start: "::="'), use_tqdm=False)
+    assert output.outputs[0].text == "::="

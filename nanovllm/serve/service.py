@@ -97,7 +97,7 @@ class Service:
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
         reasoning = settings.reasoning_parser or "auto"
-        self.answer_format = AnswerFormat(self.tokenizer, settings.tool_call_parser, reasoning)
+        self.answer_format = AnswerFormat(self.tokenizer, settings.tool_call_parser, reasoning, self.chat_template)
         template = getattr(self.tokenizer, "apply_chat_template", None)
         self._reserved = {"self", *inspect.signature(template).parameters} - {"kwargs"} if template else set()
 

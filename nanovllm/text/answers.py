@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.harmony import CHANNEL_TAGS, HarmonyParser
-from nanovllm.text.reasoning import ReasoningSplitter, Start, is_taught, prompt_end, reasoning_format
+from nanovllm.text.reasoning import ReasoningSplitter, Start, prompt_end, reasoning_format, template_text
 from nanovllm.text.text_reader import partial_start
 from nanovllm.text.tool_call_parser import ToolCallParser
 from nanovllm.text.tool_call_reader import ToolCallDelta
@@ -30,6 +30,7 @@ class AnswerFormat:
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
         tool_call_parser, reasoning_parser: names of formats; "auto": what the chat template shows.
+        template: a chat template instead of the tokenizer's.
 
     Attributes:
         calls: how it writes calls.
@@ -40,12 +41,20 @@ class AnswerFormat:
         ValueError: an unknown name.
     """
 
-    def __init__(self, tokenizer: Any, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        template: str | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self.calls = tool_call_format(tool_call_parser, tokenizer)
-        self.reasoning = reasoning_format(reasoning_parser, tokenizer)
+        self.calls = tool_call_format(tool_call_parser, tokenizer, template)
+        self.reasoning = reasoning_format(reasoning_parser, tokenizer, template)
         self.has_channels = self.calls.has_channels or self.reasoning.has_channels
-        self._is_taught = is_taught(self.reasoning, tokenizer)
+        shown = template or template_text(tokenizer)
+        # A model that has learned to think may leave the first tag out.
+        self._is_taught = any(end in shown for _, end in self.reasoning.tags)
         tags = CALL_TAGS | {tag for pair in self.reasoning.tags for tag in pair} | set(CHANNEL_TAGS)
         special = [str(token) for token in getattr(tokenizer, "all_special_tokens", [])]
         # Tags that are special tokens are part of a text if it has all special tokens; the others are dropped then.

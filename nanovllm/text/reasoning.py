@@ -58,8 +58,13 @@ REASONING_FORMATS = {
 HARMONY_MARK = "<|channel|>"
 
 
-def reasoning_format(name: str, tokenizer: Any) -> ReasoningFormat:
-    """Return a format by its name; "auto": the one that the tokenizer's chat template shows, else any tags.
+def reasoning_format(name: str, tokenizer: Any, template: str | None = None) -> ReasoningFormat:
+    """Return a format by its name; "auto": the one that the chat template shows, else any tags.
+
+    Args:
+        name: of the format.
+        tokenizer: a transformers tokenizer, or None.
+        template: instead of the tokenizer's.
 
     Raises:
         ValueError: an unknown name.
@@ -68,13 +73,7 @@ def reasoning_format(name: str, tokenizer: Any) -> ReasoningFormat:
         if name not in REASONING_FORMATS:
             raise ValueError(f"reasoning_parser must be auto or one of {', '.join(REASONING_FORMATS)}, not {name!r}")
         return REASONING_FORMATS[name]
-    return _HARMONY if HARMONY_MARK in template_text(tokenizer) else ANY
-
-
-def is_taught(form: ReasoningFormat, tokenizer: Any) -> bool:
-    """Whether a tokenizer's chat template has the tags of a format."""
-    template = template_text(tokenizer)
-    return any(end in template for _, end in form.tags)
+    return _HARMONY if HARMONY_MARK in (template or template_text(tokenizer)) else ANY
 
 
 def template_text(tokenizer: Any) -> str:

@@ -97,8 +97,13 @@ _UNKNOWN = (
 )
 
 
-def tool_call_format(name: str, tokenizer: Any) -> ToolCallFormat:
-    """Return a format by its name; "auto": the one that the tokenizer's chat template or vocabulary shows.
+def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> ToolCallFormat:
+    """Return a format by its name; "auto": the one that the chat template or the tokenizer's vocabulary shows.
+
+    Args:
+        name: of the format.
+        tokenizer: a transformers tokenizer, or None.
+        template: instead of the tokenizer's.
 
     Raises:
         ValueError: an unknown name.
@@ -109,7 +114,7 @@ def tool_call_format(name: str, tokenizer: Any) -> ToolCallFormat:
             known = ", ".join(sorted([*TOOL_CALL_FORMATS, *_SAME]))
             raise ValueError(f"tool_call_parser must be auto or one of {known}, not {name!r}")
         return found
-    template = template_text(tokenizer)
+    template = template or template_text(tokenizer)
     for form in TOOL_CALL_FORMATS.values():
         if all(mark in template for mark in form.marks):
             return form

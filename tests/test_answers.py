@@ -1,0 +1,167 @@
+"""Answers of chats taken apart: thoughts, text and calls, in streams and whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter
+from nanovllm.text.reasoning import REASONING_FORMATS, ReasoningSplitter, Start, reasoning_format
+from nanovllm.text.tool_calls import HERMES, whole_calls
+from tests.small_tokenizers import MARK, sentencepiece_tokenizer
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+THINK, HARMONY = "</think>", "<|channel|>"
+
+# Format, where an answer begins, text; thoughts and answer.
+REASONING: list[tuple[str, Start, str, tuple[str, str]]] = [
+    ("auto", "unknown", "They greet me.\n</think>\n\nHello!", ("They greet me.", "Hello!")),
+    ("auto", "unknown", "<seed:think>They greet me.</seed:think>Hello!", ("They greet me.", "Hello!")),
+    ("auto", "unknown", "[THINK]They greet me.[/THINK]Hello!", ("They greet me.", "Hello!")),
+    ("auto", "unknown", "Hello <b>", ("", "Hello <b>")),
+    ("auto", "unknown", " <think>\na </seed:think> b\n</think>\n\n c </think>", ("a </seed:think> b", "c </think>")),
+    ("auto", "before", "Hello </think>", ("", "Hello </think>")),
+    ("auto", "inside", "a < b </thin", ("a < b </thin", "")),
+    ("auto", "answer", "<think>a</think>", ("", "<think>a</think>")),
+    ("seed_oss", "unknown", "<think>a</think>", ("", "<think>a</think>")),
+    ("granite", "before", "Here is my thought process: a\nHere is my response: b", ("a", "b")),
+    ("gemma4", "before", "<|channel>thought\na<channel|>b", ("a", "b")),
+]
+
+
+@pytest.mark.parametrize(("name", "start", "text", "found"), REASONING)
+def test_thoughts_are_found_however_text_comes(name: str, start: Start, text: str, found: tuple[str, str]) -> None:
+    form = reasoning_format(name, None)
+    for at in range(len(text) + 1):
+        splitter = ReasoningSplitter(start, form)
+        first, second = splitter.append(text[:at]), splitter.append(text[at:], final=True)
+        assert (first[0] + second[0], first[1] + second[1]) == found
+        # With their tags they are the text, to the letter.
+        whole, parts = ReasoningSplitter(start, form, keeps_tags=True), []
+        for piece, final in ((text[:at], False), (text[at:], True)):
+            parts += [*whole.append(piece, final)]
+        assert "".join(parts) == text
+
+
+def test_thoughts_and_answers_come_as_they_are_written() -> None:
+    inside, before = ReasoningSplitter("inside"), ReasoningSplitter("before")
+    assert [inside.append("a"), inside.append("b </think>"), inside.append("c")] == [("a", ""), ("b", ""), ("", "c")]
+    assert [before.append("a"), before.append(" b")] == [("", "a"), ("", " b")]
+    # Only an end tag says whether there were thoughts.
+    assert ReasoningSplitter("unknown").append("a") == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "taught", "start"),
+    [
+        ("auto", "assistant\n<think>\n", True, "inside"),
+        ("auto", "<think>\n\n</think>\n\n", True, "answer"),
+        ("auto", "assistant\n", True, "unknown"),
+        ("auto", "assistant\n", False, "before"),
+        ("deepseek_r1", "assistant\n", False, "inside"),
+        ("seed_oss", "<seed:think>", True, "inside"),
+    ],
+)
+def test_a_prompt_says_where_its_answer_begins(name: str, prompt: str, taught: bool, start: Start) -> None:
+    assert reasoning_format(name, None).start(prompt, taught) == start
+
+
+def make(template: str = "", special: tuple[str, ...] = (), **names: str) -> AnswerFormat:
+    tokenizer = sentencepiece_tokenizer(f"{MARK}a", special=special)
+    tokenizer.chat_template = template
+    return AnswerFormat(tokenizer, **names)
+
+
+def split(splitter: AnswerSplitter, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    deltas = [splitter.append(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    calls = whole_calls(call for delta in deltas for call in delta.calls)
+    return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), calls
+
+
+@pytest.mark.parametrize("separates", [False, True])
+def test_calls_in_thoughts_are_none(separates: bool) -> None:
+    options = AnswerOptions.of(make(), TOOLS, separates=separates)
+    text = f"<think>\nMaybe {CALL}\n</think>\n\nYes. {CALL}"
+    for pieces in ([text], [*text]):
+        reasoning, content, calls = split(options.make_splitter([], SamplingParams())(), pieces)
+        assert calls == [("f", "{}")]
+        if separates:
+            assert (reasoning, content) == (f"Maybe {CALL}", "Yes.")
+        else:
+            assert (reasoning, content) == ("", f"<think>\nMaybe {CALL}\n</think>\n\nYes.")
+
+
+def test_tags_that_are_special_tokens_are_kept_and_others_dropped() -> None:
+    form = make("{{ '<tool_call>' }}", ("<tool_call>", "</tool_call>", "<|im_end|>"))
+    params, options = SamplingParams(), AnswerOptions.of(form, TOOLS)
+    assert not options.constrain(params).skip_special_tokens and options.form.calls is HERMES
+    text = f"Hi<|im_end|> {CALL}<|im_end|>"
+    for pieces in ([text], [*text]):
+        assert split(options.make_splitter([], params)(), pieces)[1:] == ("Hi", [("f", "{}")])
+    # Who asks for special tokens gets all of them.
+    shown = SamplingParams(skip_special_tokens=False)
+    assert split(options.make_splitter([], shown)(), [text])[1] == "Hi<|im_end|><|im_end|>"
+    output = RequestOutput(0, None, [1], [CompletionOutput(0, text, [1], finish_reason="stop")], True)
+    options.complete(output, params)
+    assert [call.name for call in output.outputs[0].tool_calls] == ["f"] and output.outputs[0].text == f"Hi {CALL}"
+    # Nothing changes for texts that are not taken apart, or whose tags are no special tokens.
+    assert AnswerOptions.of(form).constrain(params).skip_special_tokens
+    assert AnswerOptions.of(make(), TOOLS).constrain(params).skip_special_tokens
+
+
+def test_answers_of_channels_are_always_taken_apart() -> None:
+    options = AnswerOptions.of(make(HARMONY, ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")))
+    assert options.separates and not options.constrain(SamplingParams()).skip_special_tokens
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello"
+    for pieces in ([text], [*text]):
+        assert split(options.make_splitter([], SamplingParams())(), pieces) == ("Hm.", "Hello", [])
+
+
+def test_calls_have_the_ids_that_templates_take() -> None:
+    ids = {}
+    for name in ("hermes", "mistral", "kimi_k2"):
+        splitter = AnswerOptions.of(make(tool_call_parser=name), TOOLS).make_splitter([], SamplingParams())()
+        kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        splitter.append(kimi if name == "kimi_k2" else CALL * 2, True)
+        ids[name] = splitter.call_ids
+    assert ids["kimi_k2"] == ["functions.f:0"] and len(set(ids["hermes"])) == 2
+    assert all(found.startswith("call_") for found in ids["hermes"])
+    assert all(len(found) == 9 and found.isalnum() for found in ids["mistral"])
+
+
+def test_what_a_request_asks_of_its_answer() -> None:
+    form, params = make("{{ '<tool_call></think>' }}"), SamplingParams()
+    assert AnswerOptions.of(form, TOOLS).constrain(params) == params
+    forced = AnswerOptions.of(form, TOOLS, {"type": "function", "function": {"name": "f"}})
+    structured = forced.constrain(params).structured_outputs
+    # Thoughts may come first.
+    assert structured is not None and structured.after_thinking and '"f"' in str(structured.grammar)
+    # Then text need not wait for the end of thoughts that have no beginning.
+    assert forced.make_splitter([], params)().append("x", False).content == "x"
+    assert AnswerOptions.of(form, TOOLS).make_splitter([], params)().append("x", False).content == ""
+    json_params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"enum": [1]}))
+    for separates in (False, True):
+        answer = AnswerOptions.of(form, separates=separates).constrain(json_params).structured_outputs
+        assert answer is not None and answer.after_thinking is separates and answer.json == {"enum": [1]}
+    assert AnswerOptions.of(form, TOOLS, "none").template_tools() is None
+    for tools, choice, message in (
+        (TOOLS, {"function": {"name": "g"}}, "none of the tools"),
+        (None, "required", "there are no tools"),
+        (TOOLS, "any", "auto, none, required or a function"),
+        ([{"name": "f"}], None, "a tool is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AnswerOptions.of(form, tools, choice)
+
+
+def test_formats_have_names_and_unknown_ones_are_told() -> None:
+    for name, form in REASONING_FORMATS.items():
+        assert make(reasoning_parser=name).reasoning is form
+    with pytest.raises(ValueError, match=r"reasoning_parser must be auto or one of .*, not 'x'"):
+        make(reasoning_parser="x")
+    with pytest.warns(UserWarning, match="not known"):
+        make("{{ tools }}")

@@ -33,7 +33,7 @@ from nanovllm.replicas.loaded_model import LoadedModel, load_model
 from nanovllm.runner.block_files import remove_abandoned
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
-from nanovllm.text.answers import AnswerFormat, AnswerOptions
+from nanovllm.text.answers import AnswerFormat, AnswerOptions, kept_tags
 from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
 from nanovllm.text.chat_template import (
     ChatTemplateOptions,
@@ -112,7 +112,9 @@ class LLM(EngineControl, Unpicklable):
         self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
-        self.input_processor = InputProcessor(self.tokenizer, self.limits, files.constraints, loaded.seeds)
+        self.input_processor = InputProcessor(
+            self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
+        )
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
 
@@ -208,7 +210,7 @@ class LLM(EngineControl, Unpicklable):
 
         return self._run(
             Job(
-                self.input_processor, conversation_source(messages), _kept_tags(answer, sampling_params), priority,
+                self.input_processor, conversation_source(messages), kept_tags(answer, sampling_params), priority,
                 schedule=schedule,
                 template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
             ),
@@ -257,7 +259,7 @@ class LLM(EngineControl, Unpicklable):
             ...     print(output.outputs[0].text, end="")
             1, 2, 3, 4, 5
         """
-        params = _kept_tags(self.answer_options(template), sampling_params)
+        params = kept_tags(self.answer_options(template), sampling_params)
         return self.stream(self._render(messages, template), params, priority=priority)
 
     @cached_property
@@ -609,12 +611,3 @@ class LLM(EngineControl, Unpicklable):
 
     def __exit__(self, *exception: object) -> None:
         self.exit()
-
-
-def _kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
-    """Return sampling parameters, one or a list, for texts that have the tags of calls if there are tools."""
-    if answer is None:
-        return params
-    if isinstance(params, (list, tuple)):
-        return [_kept_tags(answer, item) for item in params]
-    return answer.kept_tags(params) if isinstance(params, SamplingParams | None) else params

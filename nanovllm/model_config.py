@@ -6,6 +6,7 @@ has `rope_parameters`; `torch_dtype` became `dtype`.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -101,6 +102,7 @@ class ModelConfig:
         experts: None of a model without layers that have them.
         quantization: None if all is stored in the dtype of the activations.
         max_position: in tokens.
+        has_head: whether logits can be computed; a model without an LM head makes embeddings alone.
         hf: transformers' config of a model that its code runs, of which the sizes here say only what the engine needs;
             None of a native model.
     """
@@ -121,6 +123,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     experts: ExpertsConfig | None = None
     quantization: QuantizationConfig | None = None
+    has_head: bool = True
     hf: Any = None
 
     @property
@@ -196,6 +199,13 @@ class ModelConfig:
         if self.experts is None:
             raise ValueError("enable_expert_parallel=True: the model has no mixtures of experts that run natively")
         return replace(self, experts=replace(self.experts, is_parallel=True))
+
+    def without_head(self) -> ModelConfig:
+        """Return the config of the same model without an LM head, in whose place its embedding is."""
+        hf = copy.deepcopy(self.hf)
+        if hf is not None:
+            hf.tie_word_embeddings = hf.get_text_config().tie_word_embeddings = True
+        return replace(self, has_head=False, tie_word_embeddings=True, hf=hf)
 
     def with_quantization(self, quantization: Quantization) -> ModelConfig:
         """Return the config of the same model whose linear layers and experts are stored so.
@@ -299,6 +309,8 @@ def _is_native(hf: Any) -> bool:
 
 def _architecture(hf: Any) -> Architecture:
     name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
+    # Decoders without a head are published under the name of the trunk.
+    name = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
     if name not in MODELS:
         raise UnsupportedError(f"architecture {name!r} is not supported: only {', '.join(MODELS)}")
     return MODELS[name]

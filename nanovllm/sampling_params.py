@@ -36,15 +36,15 @@ class StructuredOutputsParams:
         json: a JSON schema, as a dict or as text, or a pydantic model's class.
         regex: a regular expression for the whole output.
         choice: texts, of which the output is one.
-        grammar: a context-free grammar in Lark's syntax.
+        grammar: a context-free grammar in Lark's syntax, not in GBNF.
         json_object: any JSON object.
         disable_any_whitespace: where JSON may have white space. None: one space after each comma and colon, as
             `json.dumps` writes it, unless the schema's "x-guidance" says otherwise; True: nowhere; False: everywhere,
             which small models fill up to `max_tokens`.
         whitespace_pattern: a regular expression for the white space that JSON may have everywhere.
         disable_additional_properties: objects of the schema have no other properties than those that it names.
-        after_thinking: what a model thinks between <think> and </think> is free; the answer after it must match. The
-            prompt may have begun the thoughts; otherwise the model may, if it has a token for <think>.
+        after_thinking: a model's thoughts, such as those between <think> and </think>, are free; the answer after them
+            must match. The prompt may have begun them; otherwise the model may, if the begin tag is one token.
 
     Raises:
         ValueError: none of the five is set, or more than one; or a value of another type.

@@ -141,14 +141,28 @@ def test_an_adapter_and_a_gguf_file_are_no_models(copy: Path, tmp_path: Path) ->
         load(gguf)
 
 
-def test_a_head_that_is_not_there(copy: Path) -> None:
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_a_model_for_embeddings_alone_has_no_head(checkpoint: Path, copy: Path, model_impl: str) -> None:
     weights = load_file(copy / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"missing \['lm_head.weight'\].*\"tie_word_embeddings\": true"):
-        load(copy)
-    write_json(copy / "config.json", json.loads((copy / "config.json").read_text()) | {"tie_word_embeddings": True})
-    load(copy).exit()
+    config = json.loads((copy / "config.json").read_text())
+    # Nothing says that none is wanted.
+    with pytest.raises(ValueError, match=r"missing \['lm_head.weight'\], left over \[\]"):
+        load(copy, model_impl=model_impl)
+    trunk = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(trunk, copy / "model.safetensors", metadata={"format": "pt"})
+    write_json(copy / "config.json", config | {"architectures": ["Qwen3Model"]})
+    with load(checkpoint, model_impl=model_impl) as whole, load(copy, model_impl=model_impl) as llm:
+        assert torch.equal(*(each.embed([[1, 2, 3]], use_tqdm=False) for each in (whole, llm)))
+        for call in (llm.generate, llm.stream, lambda prompts: llm.score(prompts, [[4]])):
+            with pytest.raises(ValueError, match="no LM head"):
+                call([[1, 2, 3]])
+    # As sentence-transformers writes them, with the architecture's own name.
+    write_json(copy / "config.json", config)
+    write_modules(copy, {"pooling_mode_mean_tokens": True})
+    with load(copy, model_impl=model_impl) as llm:
+        assert llm.default_pooling == "mean" and llm.embed([[1, 2]], use_tqdm=False).shape == (1, 64)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,7 @@ def shown(names: list[str]) -> str:
 
 def misfit(folder: str, missing: list[str], surplus: list[str]) -> str:
     """Return why the weights in a folder do not fit a model, by the names of tensors."""
-    hint = ""
-    if missing == ["lm_head.weight"] and not surplus:
-        hint = '; a model for embeddings alone has no head: "tie_word_embeddings": true in its config.json lets it load'
-    return f"checkpoint in {folder!r} does not fit: tensors missing {shown(missing)}, left over {shown(surplus)}{hint}"
+    return f"checkpoint in {folder!r} does not fit: tensors missing {shown(missing)}, left over {shown(surplus)}"
 
 
 def weight_files(folder: str) -> list[str]:

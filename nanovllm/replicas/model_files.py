@@ -9,8 +9,10 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.stored_tensors import stored_tensors
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.utils.checks import read_json
 from nanovllm.utils.hub import resolve_model
 
 
@@ -43,6 +45,8 @@ def read_model_files(config: Config) -> ModelFiles:
     """
     folder = resolve_model(config.model, config.revision, config.load_format != "dummy", config.trust_remote_code)
     model_config = ModelConfig.from_folder(folder, config.trust_remote_code, config.model_impl)
+    if config.load_format != "dummy" and _lacks_head(folder, model_config):
+        model_config = model_config.without_head()
     if config.enable_expert_parallel:
         model_config = model_config.with_expert_parallel()
     if config.quantization is not None:
@@ -56,6 +60,15 @@ def read_model_files(config: Config) -> ModelFiles:
     eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
     constraints = ConstraintFactory(tokenizer, model_config.vocab_size, eos_token_ids)
     return ModelFiles(folder, model_config, tokenizer, max_model_len, eos_token_ids, constraints)
+
+
+def _lacks_head(folder: str, model_config: ModelConfig) -> bool:
+    """Whether a folder is of a model for embeddings alone, which is published without its LM head."""
+    names = read_json(os.path.join(folder, "config.json")).get("architectures") or [""]
+    is_trunk = str(names[0]).endswith("Model") or os.path.isfile(os.path.join(folder, "modules.json"))
+    if model_config.tie_word_embeddings or not is_trunk:
+        return False
+    return not any(name.endswith("lm_head.weight") for _, name, _ in stored_tensors(folder))
 
 
 def _read_tokenizer(config: Config, folder: str) -> Any:

@@ -13,7 +13,9 @@ class PoolingBody(Body):
     """What requests for hidden states share."""
 
     model: str | None = None
-    pooling: Literal["last", "mean"] = Field("last", description="of which token; of all")
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="of which token; of all; what the model's folder asks for"
+    )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
     user: str | None = Field(None, description="without effect")
 

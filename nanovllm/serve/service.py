@@ -236,7 +236,7 @@ class Service:
         return outputs
 
     async def embed(
-        self, prompts: list[Any], pooling: Pooling, priority: int | None
+        self, prompts: list[Any], pooling: Pooling | None, priority: int | None
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
         """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and what they were made of."""
         self._check_request(prompts, SamplingParams(max_tokens=1), priority)
@@ -250,7 +250,7 @@ class Service:
         return embeddings(outputs, self.hidden_size), outputs
 
     async def relevance(
-        self, queries: list[str], documents: list[str], pooling: Pooling, priority: int | None
+        self, queries: list[str], documents: list[str], pooling: Pooling | None, priority: int | None
     ) -> tuple[list[float], list[RequestOutput]]:
         """Return how relevant each document is to its query, or to the only one, and what tells it; see `LLM.rank`."""
         pairs = text_pairs(queries, documents)

@@ -209,6 +209,15 @@ class AnswerOptions:
         return AnswerSplitter(reasoning, calls, dropped, make_id, separates=self.separates)
 
 
+def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
+    """Return sampling parameters, one or a list, of texts that have the tags of calls if these are looked for."""
+    if answer is None:
+        return params
+    if isinstance(params, (list, tuple)):
+        return [kept_tags(answer, item) for item in params]
+    return answer.kept_tags(params) if isinstance(params, SamplingParams | None) else params
+
+
 def function_of(tool: Any) -> Mapping[str, Any]:
     """Return the function of a tool, or of a choice of one, as in OpenAI's API.
 

@@ -21,6 +21,8 @@ T = TypeVar("T")
 LONG_TEXT = 2**16
 """Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
+_NO_HEAD = "the model's folder has no LM head (lm_head.weight): it makes embeddings alone, by embed and rank"
+
 
 class CheckedParams(NamedTuple):
     """Sampling parameters, checked, and what follows from them for all requests that share them.
@@ -74,9 +76,18 @@ class InputProcessor:
         limits: what the engine can serve.
         grammars: compiles grammars.
         seeds: numbers requests in the order in which they come.
+        has_head: whether the model has an LM head, so that it can generate.
     """
 
-    def __init__(self, tokenizer: Any, limits: RequestLimits, grammars: ConstraintFactory, seeds: RequestSeeds) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        limits: RequestLimits,
+        grammars: ConstraintFactory,
+        seeds: RequestSeeds,
+        has_head: bool = True,
+    ) -> None:
+        self._has_head = has_head
         self.tokenizer = tokenizer
         self.limits = limits
         self._grammars = grammars
@@ -128,6 +139,8 @@ class InputProcessor:
             seeds: of each; None numbers the requests in this order.
             checker: of earlier chunks of the same job, so that their parameters are not checked again.
         """
+        if pooling is None and not self._has_head:
+            return [ValueError(_NO_HEAD)] * len(prompts)
         checker = self.params_checker() if checker is None else checker
         encoded = self._encode(prompts, template is None, template)
         packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)

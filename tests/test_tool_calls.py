@@ -110,6 +110,13 @@ CASES: list[tuple[str, str, Found]] = [
     ),
     ("qwen3_coder", "<tool_call><function=add><parameter=b>1</parameter><parameter=a>", ("", [("add", '{"b": "1"')])),
     (
+        "qwen3_coder",
+        "<function=f><parameter=a>\n  if x:\n\n</parameter></function>",
+        ("", [("f", '{"a": "  if x:\\n"}')]),
+    ),
+    ("qwen3_coder", '<function=f>{"a": 1}</function>.', (".", [("f", '{"a": 1}')])),
+    ("qwen3_coder", "<function=f> is no call", ("<function=f> is no call", [])),
+    (
         "seed_oss",
         "<seed:tool_call><function=f><parameter=a>True</parameter><parameter=c>{'d': None}</parameter>"
         "</function></seed:tool_call>",
@@ -179,6 +186,8 @@ CASES: list[tuple[str, str, Found]] = [
     ("openai", " to=functions.now<|channel|>commentary json<|message|>{}", ("", [("now", "{}")])),
     ("openai", "<|channel|>final<|message|>Hello <|world<|return|>", ("Hello <|world", [])),
     ("openai", "plain", ("plain", [])),
+    ("openai", "final words", ("final words", [])),
+    ("openai", "<|channel|>analysis", ("", [])),
 ]
 
 
@@ -252,7 +261,7 @@ def test_the_format_follows_from_the_tokenizer() -> None:
     for name, form in TOOL_CALL_FORMATS.items():
         tokenizer.chat_template = "".join(form.marks)
         assert tool_call_format("auto", tokenizer) is form is tool_call_format(name, None)
-    with pytest.raises(ValueError, match=r"auto or one of deepseek_r1, .*, not 'x'"):
+    with pytest.raises(ValueError, match=r"auto or one of cohere, .*, not 'x'"):
         tool_call_format("x", tokenizer)
 
 

@@ -22,6 +22,7 @@ from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.input_processor import LONG_TEXT, takes_long
 from nanovllm.text.pooling import embeddings
@@ -213,7 +214,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     ) -> RequestOutput:
         """Answer a conversation; see `generate` and, for `template`, `LLM.chat`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
-        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
+        params = kept_tags(answer, sampling_params)
         output = await self.generate(prompt, params, priority=priority, request_id=request_id)
         if answer is not None:
             answer.complete(output, sampling_params)
@@ -230,7 +231,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation and yield what is new in the answer; see `chat` and `stream`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
-        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
+        params = kept_tags(answer, sampling_params)
         async with aclosing(self.stream(prompt, params, priority=priority, request_id=request_id)) as outputs:
             async for output in outputs:
                 yield output

@@ -20,8 +20,6 @@ from nanovllm.text.tool_call_syntax import CALL_TAGS
 from nanovllm.text.tool_calls import tool_call_format, tool_call_grammar, tool_calls
 
 Tool = Mapping[str, Any]
-_PROMPT_END = 64
-"""Tokens of a prompt that a splitter may look at."""
 
 
 class AnswerFormat:
@@ -166,10 +164,6 @@ class AnswerOptions:
         several = self.parallel and (is_auto or self.choice == "required") and not calls.has_channels
         return tool_call_grammar(functions, calls, several=several, answer=answer, tokens=self.form.tag_tokens)
 
-    def kept_tags(self, params: SamplingParams | None) -> SamplingParams:
-        """Return the parameters of an answer in which calls are looked for when it is whole."""
-        return self.form.kept_tags(params or SamplingParams())
-
     def complete(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Set the `tool_calls` of whole answers; `params`: of the request, before its tags were kept."""
         params = params or SamplingParams()
@@ -188,7 +182,7 @@ class AnswerOptions:
             params: of the request, before `constrain`.
         """
         is_forced = bool(self.tools) and (self.choice != "auto" or params.structured_outputs is not None)
-        start = self.form.start(prompt[-_PROMPT_END:])
+        start = self.form.start(prompt) if self._is_taken_apart else "answer"
         if is_forced and start == "unknown":
             # A grammar binds from the start, or from where thoughts that have a begin tag end.
             start = "before"
@@ -215,7 +209,8 @@ def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
         return params
     if isinstance(params, (list, tuple)):
         return [kept_tags(answer, item) for item in params]
-    return answer.kept_tags(params) if isinstance(params, SamplingParams | None) else params
+    # What is neither is refused later.
+    return answer.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from nanovllm.text.text_reader import TextReader, partial_start
 from nanovllm.text.tool_call_reader import ToolCallDelta
 
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_HEADER_WORDS = ("assistant", "to=", "analysis", "commentary", "final")
 _HEADER = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 CHANNEL_TAGS = (*_ENDS, "<|message|>", "<|constrain|>")
 _RECIPIENT = re.compile(r"to=([\w.-]+)")
@@ -60,11 +61,12 @@ class HarmonyParser:
             reader.trim()
             if not reader.text:
                 return
+            header, is_tagged = "", bool((yield from reader.peek(*_HEADER)))
             # A prompt may end within a header, and a text need not have one.
-            is_header = bool((yield from reader.peek(*_HEADER, "assistant", "to=", "analysis", "commentary", "final")))
-            header = ""
-            if is_header:
-                header, _ = yield from reader.until("<|message|>")
+            if is_tagged or (yield from reader.peek(*_HEADER_WORDS)):
+                header, end = yield from reader.until("<|message|>")
+                if not end and not is_tagged:
+                    yield header
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             if recipient is not None and recipient[1].startswith("functions."):
                 yield ToolCallDelta(self._num_calls, recipient[1].removeprefix("functions."), "")

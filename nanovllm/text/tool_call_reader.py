@@ -322,8 +322,9 @@ class CallReader:
             if not (yield from reader.skip(form.key)):
                 break
             key, _ = yield from reader.until(form.key_end)
-            yield from reader.skip_space()
-            yield from reader.skip(form.value or " ")
+            if form.value:
+                yield from reader.skip_space()
+                yield from reader.skip(form.value)
             value, value_end = yield from reader.until(form.value_end)
             if not value_end:
                 # The answer was cut: what is not whole is not told.
@@ -333,5 +334,5 @@ class CallReader:
             yield self._more(f"{before}{json_text(key)}: {json_text(argument_value(value, schema))}")
             before = ", "
         if reader.at < len(reader.text):
-            yield from reader.skip(form.call_end or " ")
+            yield from self._skip_ends((form.call_end,) if form.call_end else ())
             yield self._more("{}" if before == "{" else "}")

@@ -6,15 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessage
 from transformers import AutoTokenizer
 
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.serve.anthropic_input import chat_messages
-from nanovllm.serve.anthropic_protocol import CountTokensBody
-from nanovllm.serve.protocol import ChatMessage
-from nanovllm.serve.response_input import response_messages
-from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.text.chat_template import (
     conversation_source,
     conversations,
@@ -180,7 +174,7 @@ def test_messages_are_not_changed() -> None:
 
 def test_the_openai_packages_messages() -> None:
     fields = {"role": "assistant", "content": None, "tool_calls": call('{"a": 1}')["tool_calls"]}
-    message = ChatCompletionMessage.model_validate(fields)
+    message = pytest.importorskip("openai.types.chat").ChatCompletionMessage.model_validate(fields)
     right = '{"a": 1}Hi'
     assert render(OBJECTS, message, USER) == right
     assert render(OBJECTS, {"role": "assistant", "tool_calls": message.tool_calls}, USER) == right
@@ -232,6 +226,12 @@ def test_named_templates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_other_apis_give_the_same_messages() -> None:
+    pytest.importorskip("pydantic")
+    from nanovllm.serve.anthropic_input import chat_messages  # noqa: PLC0415
+    from nanovllm.serve.anthropic_protocol import CountTokensBody  # noqa: PLC0415
+    from nanovllm.serve.response_input import response_messages  # noqa: PLC0415
+    from nanovllm.serve.response_protocol import ResponseBody  # noqa: PLC0415
+
     anthropic = CountTokensBody.model_validate(
         {
             "model": "m",
@@ -252,6 +252,7 @@ def test_the_other_apis_give_the_same_messages() -> None:
 
 
 def test_a_requests_contents() -> None:
+    protocol = pytest.importorskip("nanovllm.serve.protocol", exc_type=ImportError)
     for content in (None, "a", ["a"], text_parts("a")):
-        assert ChatMessage.model_validate({"role": "user", "content": content}).content == content
-    assert ChatMessage.model_validate({"role": "user"}).content is None
+        assert protocol.ChatMessage.model_validate({"role": "user", "content": content}).content == content
+    assert protocol.ChatMessage.model_validate({"role": "user"}).content is None

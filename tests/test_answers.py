@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -111,6 +112,14 @@ def test_tags_that_are_special_tokens_are_kept_and_others_dropped() -> None:
     # Nothing changes for texts that are not taken apart, or whose tags are no special tokens.
     assert AnswerOptions.of(form).constrain(params).skip_special_tokens
     assert AnswerOptions.of(make(), TOOLS).constrain(params).skip_special_tokens
+
+
+def test_a_special_token_need_not_have_a_name() -> None:
+    tokenizer = sentencepiece_tokenizer(f"{MARK}a")
+    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    assert "[TOOL_CALLS]" not in tokenizer.all_special_tokens
+    options = AnswerOptions.of(AnswerFormat(tokenizer, "mistral"), TOOLS)
+    assert not options.constrain(SamplingParams()).skip_special_tokens
 
 
 def test_answers_of_channels_are_always_taken_apart() -> None:

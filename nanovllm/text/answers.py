@@ -54,10 +54,10 @@ class AnswerFormat:
         # A model that has learned to think may leave the first tag out.
         self._is_taught = any(end in shown for _, end in self.reasoning.tags)
         tags = CALL_TAGS | {tag for pair in self.reasoning.tags for tag in pair} | set(CHANNEL_TAGS)
-        special = [str(token) for token in getattr(tokenizer, "all_special_tokens", [])]
+        special = _special_tokens(tokenizer)
         # Tags that are special tokens are part of a text if it has all special tokens; the others are dropped then.
         self._has_special_tags = not tags.isdisjoint(special)
-        self._dropped = tuple(text for text in special if text not in tags)
+        self._dropped = tuple(sorted(special - tags))
 
     @cached_property
     def tag_tokens(self) -> dict[str, int]:
@@ -223,6 +223,13 @@ def function_of(tool: Any) -> Mapping[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool is {{'type': 'function', 'function': {{'name': ...}}}}, not {tool!r:.80}")
     return function
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    """Return the texts of the tokens that decoding skips: those that have a name, and added ones that are marked."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    marked = {str(token) for token in added if getattr(token, "special", True)}
+    return marked | {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
 
 
 def _call_id() -> str:

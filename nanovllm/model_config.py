@@ -200,6 +200,13 @@ class ModelConfig:
             raise ValueError("enable_expert_parallel=True: the model has no mixtures of experts that run natively")
         return replace(self, experts=replace(self.experts, is_parallel=True))
 
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the LM head is the embedding."""
+        if self.hf is None:
+            return self.tie_word_embeddings
+        return bool(getattr(self.hf.get_text_config(), "tie_word_embeddings", False))
+
     def without_head(self) -> ModelConfig:
         """Return the config of the same model without an LM head, in whose place its embedding is."""
         hf = copy.deepcopy(self.hf)
@@ -309,11 +316,12 @@ def _is_native(hf: Any) -> bool:
 
 def _architecture(hf: Any) -> Architecture:
     name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
-    # Decoders without a head are published under the name of the trunk.
-    name = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
-    if name not in MODELS:
+    # Decoders without a head are published under the name of the trunk; early Llamas have another spelling.
+    other = f"{name.removesuffix('Model')}ForCausalLM".replace("ForCausalLMForCausalLM", "ForCausalLM")
+    other = other.replace("LLaMA", "Llama")
+    if name not in MODELS and other not in MODELS:
         raise UnsupportedError(f"architecture {name!r} is not supported: only {', '.join(MODELS)}")
-    return MODELS[name]
+    return MODELS.get(name) or MODELS[other]
 
 
 def _check_supported(hf: Any, architecture: Architecture) -> None:
@@ -384,4 +392,5 @@ def _generation_eos(path: str) -> list[int]:
 
 def _as_ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [check_int("eos_token_id", token, 0) for token in values]
+    # -1 stands for none.
+    return [token for token in (check_int("eos_token_id", token, -1) for token in values) if token >= 0]

@@ -164,7 +164,7 @@ def sampling_values(
         values |= {} if structured is None else {"structured_outputs": structured}
     if endpoint.is_chat:
         wanted = values.pop("logprobs", False)
-        if not isinstance(wanted, bool) or ("top_logprobs" in body and not wanted):
+        if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
             raise ValueError("logprobs must be true or false, and true with top_logprobs")
         values |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
     return values

@@ -44,7 +44,8 @@ class StructuredOutputsParams:
         whitespace_pattern: a regular expression for the white space that JSON may have everywhere.
         disable_additional_properties: objects of the schema have no other properties than those that it names.
         after_thinking: a model's thoughts, such as those between <think> and </think>, are free; the answer after them
-            must match. The prompt may have begun them; otherwise the model may, if the begin tag is one token.
+            must match. The prompt may have begun them; otherwise the model may, if the begin tag is one token. Given as
+            the text that ends them, they have begun in any case, unless the prompt ends with it.
 
     Raises:
         ValueError: none of the five is set, or more than one; or a value of another type.
@@ -62,7 +63,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
     disable_additional_properties: bool = False
-    after_thinking: bool = False
+    after_thinking: bool | str = False
 
     def __post_init__(self) -> None:
         names = "json", "regex", "choice", "grammar", "json_object"
@@ -74,8 +75,9 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name))
-        for name in ("disable_additional_properties", "after_thinking"):
-            check_bool(name, getattr(self, name))
+        check_bool("disable_additional_properties", self.disable_additional_properties)
+        if not (isinstance(self.after_thinking, str) and self.after_thinking):
+            check_bool("after_thinking", self.after_thinking)
         if isinstance(self.json, type):
             if not hasattr(self.json, "model_json_schema"):
                 raise ValueError(f"json is a schema or a pydantic model's class, not {self.json!r}")

@@ -142,6 +142,24 @@ def test_calls_have_the_ids_that_templates_take() -> None:
     assert all(len(found) == 9 and found.isalnum() for found in ids["mistral"])
 
 
+def test_answers_that_begin_within_thoughts_are_bound_after_them() -> None:
+    form = make(reasoning_parser="deepseek_r1")
+    json_params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"enum": [1]}))
+    for options, params in (
+        (AnswerOptions.of(form, separates=True), json_params),
+        (AnswerOptions.of(form, TOOLS, "required", separates=True), SamplingParams()),
+    ):
+        structured = options.constrain(params).structured_outputs
+        assert structured is not None and structured.after_thinking == THINK
+        assert options.make_splitter([], params)().append(f"a{THINK}", False).reasoning == "a"
+
+
+def test_a_template_that_knows_both_tags_has_answers_that_stream() -> None:
+    for template, content in (("<think></think>", "x"), ("</think>", "")):
+        options = AnswerOptions.of(make(f"{{{{ '{template}' }}}}"), separates=True)
+        assert options.make_splitter([], SamplingParams())().append("x", False).content == content
+
+
 def test_what_a_request_asks_of_its_answer() -> None:
     form, params = make("{{ '<tool_call></think>' }}"), SamplingParams()
     assert AnswerOptions.of(form, TOOLS).constrain(params) == params

@@ -251,6 +251,12 @@ def test_the_other_apis_give_the_same_messages() -> None:
         assert one_conversation(found) == one_conversation(right)
 
 
+def test_a_call_has_arguments_and_a_type() -> None:
+    for function in ({"name": "f"}, {"name": "f", "arguments": None}):
+        (found,) = one_conversation([{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}])
+        assert found["tool_calls"] == [{"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}]
+
+
 def test_a_requests_contents() -> None:
     protocol = pytest.importorskip("nanovllm.serve.protocol", exc_type=ImportError)
     for content in (None, "a", ["a"], text_parts("a")):

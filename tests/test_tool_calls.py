@@ -114,6 +114,15 @@ CASES: list[tuple[str, str, Found]] = [
         "<function=f><parameter=a>\n  if x:\n\n</parameter></function>",
         ("", [("f", '{"a": "  if x:\\n"}')]),
     ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f>\n<parameter=a>\nParis\n<parameter=b>\n3\n</function></tool_call>",
+        ("", [("f", '{"a": "Paris", "b": 3}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</toll', ("</toll", [("f", "{}")])),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|><|tool_call_end|>", ("", [("f", "{}")])),
+    ("openai", "<|channel|>commentary to=functions.f<|message|><|call|>", ("", [("f", "{}")])),
     ("qwen3_coder", '<function=f>{"a": 1}</function>.', (".", [("f", '{"a": 1}')])),
     ("qwen3_coder", "<function=f> is no call", ("<function=f> is no call", [])),
     (
@@ -335,6 +344,7 @@ A, B = ({"type": "object", "properties": {k: {"enum": [1]}}, "required": [k]} fo
         ({"properties": {"p": {"allOf": [A, B]}}, "required": ["p"]}, ['{"p": {"a": 1, "b": 1}}']),
         ({**A, "allOf": [B]}, ['{"a": 1, "b": 1}']),
         ({"type": "object", "required": ["a"]}, ['{"a": "x"}']),
+        ({"properties": {"p": {"allOf": [A]}}, "required": None}, ['{"p": {"a": 1}}', "{}"]),
         ({"type": "object", "additionalProperties": {"type": "integer"}}, ['{"x": 1}']),
     ],
 )
@@ -344,6 +354,26 @@ def test_schemas_of_forced_calls_may_have_parts(
     grammar = tool_call_grammar([{"name": "f", "parameters": schema}], LLAMA3_JSON, several=False)
     assert all(fits(factory, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in good)
     assert not fits(factory, grammar, written(LLAMA3_JSON, ("f", "[]")))
+
+
+def test_objects_that_are_no_parts_of_others_are_closed(factory: ConstraintFactory) -> None:
+    definitions = {"A": A, "B": B, "C": {"$ref": "#/$defs/B"}}
+    both = {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/C"}], "$defs": definitions}
+    schema = {"properties": {"p": {"allOf": [A, B]}, "q": A}, "$defs": definitions}
+    for own, good, bad in (
+        (schema, '{"p": {"a": 1, "b": 1, "c": 1}, "q": {"a": 1}}', '{"q": {"a": 1, "c": 1}}'),
+        (schema, '{"q": {"a": 1}}', '{"q": {"a": 1}, "r": 1}'),
+        ({"properties": {"p": {"allOf": [A]}}}, '{"p": {"a": 1}}', '{"p": {"a": 1, "c": 1}}'),
+        (both, '{"a": 1, "b": 1}', "[]"),
+    ):
+        grammar = tool_call_grammar([{"name": "f", "parameters": own}], LLAMA3_JSON, several=False)
+        found = [fits(factory, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in (good, bad)]
+        assert found == [True, False], own
+
+
+def test_code_in_arguments_may_have_line_breaks() -> None:
+    (call,) = parse_tool_calls('<tool_call>{"name": "f", "arguments": {"code": "a\nb"}}</tool_call>')
+    assert call.arguments == {"code": "a\nb"}
 
 
 def test_calls_are_rendered_as_objects() -> None:

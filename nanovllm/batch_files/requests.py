@@ -128,6 +128,8 @@ class RequestParser:
         """
         if not record.keys().isdisjoint(_OPENAI_ONLY):
             return self._parse_openai(record)
+        # null stands for what is not given, as in tables that lack it.
+        record = {name: value for name, value in record.items() if value is not None}
         _refuse_unknown(record, _OWN)
         if ("prompt" in record) == ("messages" in record):
             raise ValueError("a line has either a prompt or messages")

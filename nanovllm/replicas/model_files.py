@@ -65,8 +65,8 @@ def read_model_files(config: Config) -> ModelFiles:
 def _lacks_head(folder: str, model_config: ModelConfig) -> bool:
     """Whether a folder is of a model for embeddings alone, which is published without its LM head."""
     names = read_json(os.path.join(folder, "config.json")).get("architectures") or [""]
-    is_trunk = str(names[0]).endswith("Model") or os.path.isfile(os.path.join(folder, "modules.json"))
-    if model_config.tie_word_embeddings or not is_trunk:
+    is_trunk = str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")
+    if model_config.has_tied_head or not (is_trunk or os.path.isfile(os.path.join(folder, "modules.json"))):
         return False
     return not any(name.endswith("lm_head.weight") for _, name, _ in stored_tensors(folder))
 

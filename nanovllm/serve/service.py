@@ -99,7 +99,9 @@ class Service:
         reasoning = settings.reasoning_parser or "auto"
         self.answer_format = AnswerFormat(self.tokenizer, settings.tool_call_parser, reasoning, self.chat_template)
         template = getattr(self.tokenizer, "apply_chat_template", None)
-        self._reserved = {"self", *inspect.signature(template).parameters} - {"kwargs"} if template else set()
+        reserved = {"self", *inspect.signature(template).parameters} if template else set()
+        # A variable that requests have a field for.
+        self._reserved = reserved - {"kwargs", "documents"}
 
     def check_model(self, model: str | None) -> None:
         """Raise if a request is for another model."""

@@ -51,8 +51,8 @@ class AnswerFormat:
         self.reasoning = reasoning_format(reasoning_parser, tokenizer, template)
         self.has_channels = self.calls.has_channels or self.reasoning.has_channels
         shown = template or template_text(tokenizer)
-        # A model that has learned to think may leave the first tag out.
-        self._is_taught = any(end in shown for _, end in self.reasoning.tags)
+        # A template that knows the end of thoughts alone is of a model that may leave out their beginning.
+        self._is_taught = any(end in shown and begin not in shown for begin, end in self.reasoning.tags)
         tags = CALL_TAGS | {tag for pair in self.reasoning.tags for tag in pair} | set(CHANNEL_TAGS)
         special = _special_tokens(tokenizer)
         # Tags that are special tokens are part of a text if it has all special tokens; the others are dropped then.
@@ -143,11 +143,13 @@ class AnswerOptions:
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of the answer: calls are forced, or come instead of JSON; tags are in it."""
         grammar, structured = self._grammar(params.structured_outputs), params.structured_outputs
+        thoughts = self.form.reasoning
+        after: bool | str = thoughts.tags[0][1] if thoughts.begins_inside else True
         if grammar is not None:
             # Where thoughts are a message of their own, a grammar leaves none.
-            structured = StructuredOutputsParams(grammar=grammar, after_thinking=not self.form.has_channels)
+            structured = StructuredOutputsParams(grammar=grammar, after_thinking=not self.form.has_channels and after)
         elif structured is not None and self.separates:
-            structured = replace(structured, after_thinking=True)
+            structured = replace(structured, after_thinking=after)
         params = replace(params, structured_outputs=structured)
         return self.form.kept_tags(params) if self._is_taken_apart else params
 
@@ -181,9 +183,9 @@ class AnswerOptions:
             prompt: its token ids.
             params: of the request, before `constrain`.
         """
-        is_forced = bool(self.tools) and (self.choice != "auto" or params.structured_outputs is not None)
+        is_bound = params.structured_outputs is not None or (bool(self.tools) and self.choice != "auto")
         start = self.form.start(prompt) if self._is_taken_apart else "answer"
-        if is_forced and start == "unknown":
+        if is_bound and start == "unknown":
             # A grammar binds from the start, or from where thoughts that have a begin tag end.
             start = "before"
         names = ("name", "parameters")

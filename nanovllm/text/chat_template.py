@@ -149,9 +149,10 @@ def _normal_call(given: Any) -> Any:
         return given
     call = _fields(given)
     function = call.get("function")
-    if not isinstance(function, dict) or "arguments" not in function:
+    if not isinstance(function, dict):
         return call
-    return {**call, "function": {**function, "arguments": _parsed(function["arguments"])}}
+    # Templates write both, and fail where they are missing.
+    return {"type": "function", **call, "function": {**function, "arguments": _parsed(function.get("arguments"))}}
 
 
 def _parsed(arguments: Any) -> dict[str, Any]:

@@ -120,44 +120,43 @@ def _without_unknown_formats(schema: Any) -> Any:
 def _closed(schema: Any) -> Any:
     """Return a schema whose objects have no other properties than those that it names.
 
-    A schema that puts objects together from parts is left as it is: a part that is closed excludes the other parts.
+    An object that is put together from parts stays open, and so do its parts: one that is closed excludes the others.
     """
-    return schema if _is_composed(schema) else _closed_objects(schema)
+    parts: set[str] = set()
+    while True:
+        count, closed = len(parts), _close(schema, False, parts)
+        # A definition does not know who refers to it: it is closed once all references are known.
+        if len(parts) == count:
+            return closed
 
 
-def _is_composed(schema: Any) -> bool:
-    """Whether an object of a schema may get properties from several places, or must have some that it does not name."""
+def _close(schema: Any, is_part: bool, parts: set[str]) -> Any:
+    """Return a closed schema.
+
+    Args:
+        schema: or a list of them, or a value that is none.
+        is_part: whether objects of it are parts of others.
+        parts: references to schemas that are parts; those that are found are added.
+    """
     if isinstance(schema, list):
-        return any(map(_is_composed, schema))
-    if not isinstance(schema, dict):
-        return False
-    parts = _COMPOSING & set(schema)
-    named, required = schema.get("properties"), schema.get("required")
-    if "allOf" in parts or (parts and named) or len(parts) > 1:
-        return True
-    if isinstance(required, list) and any(name not in (named or {}) for name in required):
-        return True
-    inner = [item for name, value in schema.items() if name not in _VALUES for item in _schemas_in(name, value)]
-    return any(map(_is_composed, inner))
-
-
-def _schemas_in(name: str, value: Any) -> list[Any]:
-    """Return the schemas that are a field of one."""
-    return list(value.values()) if name in _SCHEMAS_BY_NAME and isinstance(value, dict) else [value]
-
-
-def _closed_objects(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed_objects(item) for item in schema]
+        return [_close(item, is_part, parts) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    composing, named = _COMPOSING & set(schema), schema.get("properties")
+    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    is_open = is_part or several or len(composing) > 1 or bool(composing and named)
+    if is_open and isinstance(schema.get("$ref"), str):
+        parts.add(schema["$ref"])
     closed = dict(schema)
     for name, value in schema.items():
         if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[name] = {key: _closed_objects(item) for key, item in value.items()}
+            closed[name] = {key: _close(item, f"#/{name}/{key}" in parts, parts) for key, item in value.items()}
         elif name not in _VALUES:
-            closed[name] = _closed_objects(value)
-    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & set(schema):
+            closed[name] = _close(value, is_open and name in _COMPOSING, parts)
+    required = schema.get("required")
+    names = required if isinstance(required, list) else []
+    is_named = isinstance(named, dict) and all(isinstance(name, str) and name in named for name in names)
+    if is_named and not is_open and not {"additionalProperties", "patternProperties"} & set(schema):
         closed["additionalProperties"] = False
     return closed
 

@@ -77,19 +77,21 @@ class HarmonyParser:
 
     def _message(self, kind: str) -> Events:
         """Yield a message as it comes."""
-        reader = self._reader
+        reader, is_empty = self._reader, True
         reader.trim()
         while True:
             end = partial_start(reader.text, _ENDS) if not reader.is_final else len(reader.text)
             places = [(at, tag) for tag in _ENDS if (at := reader.text.find(tag)) >= 0]
             at, tag = min(places, default=(end, ""))
             if at:
-                piece = reader.text[:at]
+                is_empty, piece = False, reader.text[:at]
                 yield piece if kind == "final" else self._piece(kind, piece)
             # What begins the next message is part of its header.
             reader.at = at if tag in _HEADER else at + len(tag)
             reader.trim()
             if tag or reader.is_final:
+                if kind == "call" and is_empty:
+                    yield self._piece(kind, "{}")
                 return
             yield None
 

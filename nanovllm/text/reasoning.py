@@ -45,16 +45,20 @@ _THINK = ReasoningFormat()
 _DEEPSEEK_R1 = ReasoningFormat(begins_inside=True)
 _SEED = ReasoningFormat((("<seed:think>", "</seed:think>"),))
 _MISTRAL = ReasoningFormat((("[THINK]", "[/THINK]"),))
-_GRANITE = ReasoningFormat((("Here is my thought process:", "Here is my response:"),))
+_GRANITE = ReasoningFormat(
+    tuple((f"{here} my thought process:", f"{here} my response:") for here in ("Here is", "Here's"))
+)
+_COHERE = ReasoningFormat((("<|START_THINKING|>", "<|END_THINKING|>"),))
 _GEMMA = ReasoningFormat((("<|channel>thought\n", "<channel|>"),))
 _HARMONY = ReasoningFormat((("<|start|>assistant", "<|channel|>final<|message|>"),), has_channels=True)
-ANY = ReasoningFormat((*_THINK.tags, *_SEED.tags, *_MISTRAL.tags, *_GEMMA.tags))
+ANY = ReasoningFormat((*_THINK.tags, *_SEED.tags, *_MISTRAL.tags, *_GEMMA.tags, *_COHERE.tags))
 REASONING_FORMATS = {
-    "deepseek_r1": _DEEPSEEK_R1, "deepseek_v3": _THINK, "gemma4": _GEMMA, "glm45": _THINK, "granite": _GRANITE,
-    "kimi_k2": _THINK, "minimax_m2": _DEEPSEEK_R1, "mistral": _MISTRAL, "nemotron_v3": _DEEPSEEK_R1, "olmo3": _THINK,
-    "openai_gptoss": _HARMONY, "qwen3": _THINK, "seed_oss": _SEED, "step3": _DEEPSEEK_R1,
+    "cohere": _COHERE, "deepseek_r1": _DEEPSEEK_R1, "deepseek_v3": _THINK, "ernie45": _THINK, "gemma4": _GEMMA,
+    "glm45": _THINK, "granite": _GRANITE, "holo2": _THINK, "kimi_k2": _THINK, "minimax_m2": _DEEPSEEK_R1,
+    "mistral": _MISTRAL, "nemotron_v3": _DEEPSEEK_R1, "olmo3": _THINK, "openai_gptoss": _HARMONY, "qwen3": _THINK,
+    "seed_oss": _SEED, "step3": _DEEPSEEK_R1, "step3p5": _THINK,
 }  # fmt: skip
-"""By vLLM's names."""
+"""By vLLM's names where it has one."""
 HARMONY_MARK = "<|channel|>"
 
 

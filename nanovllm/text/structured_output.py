@@ -118,7 +118,8 @@ class ConstraintFactory:
             constraint = GrammarConstraint(self.executor, grammar.compiled.deep_copy(), self._num_tokens)
             structured = request.params.structured_outputs
             if structured is not None and structured.after_thinking:
-                constraint = AfterThinkingConstraint(self._hf_tokenizer, constraint, request.token_ids)
+                end = structured.after_thinking if isinstance(structured.after_thinking, str) else None
+                constraint = AfterThinkingConstraint(self._hf_tokenizer, constraint, request.token_ids, end)
         return BadWordsConstraint(request.bad_sequences, constraint) if request.bad_sequences else constraint
 
     @cached_property

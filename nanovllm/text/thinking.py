@@ -22,19 +22,23 @@ class AfterThinkingConstraint:
         tokenizer: a transformers tokenizer.
         inner: masks the answer.
         prompt_token_ids: the prompt, which may end within thoughts, or after them.
+        end: what ends thoughts that begin with the output; None: the prompt, or the model, begins them.
     """
 
-    def __init__(self, tokenizer: Any, inner: TokenConstraint, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, inner: TokenConstraint, prompt_token_ids: Sequence[int], end: str | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._inner = inner
         self._tail: list[int] = []
         before = prompt_end(tokenizer, prompt_token_ids).rstrip()
-        tags = reasoning_format("auto", tokenizer).tags
+        tags = reasoning_format("auto", tokenizer).tags if end is None else ((before, end),)
         # What ends the thoughts; None where the answer has begun.
-        self._end = next((end for begin, end in tags if before.endswith(begin.rstrip())), None)
-        has_ended = self._end is not None or any(before.endswith(end) for _, end in tags)
+        has_ended = any(before.endswith(end.rstrip()) for _, end in tags)
+        begun = [end for begin, end in tags if before.endswith(begin.rstrip())]
+        self._end = None if has_ended or not begun else begun[0]
         # The tokens with which the model may begin to think now.
-        self._begins = {} if has_ended else _single_tokens(tokenizer, tags)
+        self._begins = {} if has_ended or begun else _single_tokens(tokenizer, tags)
 
     def accept(self, token_id: int) -> None:
         """Take a token of the output; raises as the answer's constraint does."""

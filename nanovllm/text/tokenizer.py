@@ -13,6 +13,7 @@ from nanovllm.utils.checks import read_json, refuse_remote_code
 from nanovllm.utils.folder_faults import refuse_pointer
 
 _CONFIG, _FAST, _TEKKEN = "tokenizer_config.json", "tokenizer.json", "tekken.json"
+_TEMPLATE = "chat_template.jinja"
 _VOCABULARIES = (_FAST, _TEKKEN, "vocab.json", "merges.txt", "vocab.txt")
 _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
 _OTHER_FILES = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
@@ -29,6 +30,8 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
     found = sorted(name for name in names if name in _VOCABULARIES or name.endswith(_VOCABULARY_SUFFIXES))
     if not found and _CONFIG not in names:
         return None
+    if _TEMPLATE in names:
+        refuse_pointer(os.path.join(folder, _TEMPLATE))
     # Where tokenizer.json is, nothing else of a vocabulary is read. A pointer can be read as merges.
     for name in [_FAST] if _FAST in found else found:
         refuse_pointer(os.path.join(folder, name))

@@ -112,11 +112,15 @@ class CallReader:
 
     def _skip_ends(self, ends: tuple[str, ...]) -> Wait:
         """Move past tags that end a call."""
+        reader = self._reader
         while ends:
-            start = self._reader.at
-            yield from self._reader.skip_space()
-            if not (yield from self._reader.skip(*ends)):
-                self._reader.at = start
+            start = reader.at
+            yield from reader.skip_space()
+            if not (yield from reader.skip(*ends)):
+                rest = reader.text[reader.at :]
+                # A limit may have cut the answer within the tag.
+                is_cut = bool(rest) and reader.is_final and any(end.startswith(rest) for end in ends)
+                reader.at = len(reader.text) if is_cut else start
                 return
 
     def _begin(self, name: str, arguments: str = "", call_id: str | None = None) -> ToolCallDelta:
@@ -267,6 +271,10 @@ class CallReader:
         if not (yield from reader.skip("<|tool_call_argument_begin|>")):
             return False
         name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id
+        yield from reader.skip_space()
+        if name and (yield from reader.peek("<|tool_call_end|>")):
+            yield self._begin(name, "{}", call_id)
+            return True
         return (yield from self._named_call(name, call_id))
 
     def _named_call(self, name: str, call_id: str | None = None) -> Events:
@@ -325,10 +333,13 @@ class CallReader:
             if form.value:
                 yield from reader.skip_space()
                 yield from reader.skip(form.value)
-            value, value_end = yield from reader.until(form.value_end)
+            # Models forget the tag after a value.
+            call_end = form.call_end or "</tool_call>"
+            value, value_end = yield from reader.until(form.value_end, form.key, call_end)
             if not value_end:
                 # The answer was cut: what is not whole is not told.
                 return
+            reader.at -= 0 if value_end == form.value_end else len(value_end)
             key, _, is_text = key.partition('" string="')
             schema = {"type": "string"} if is_text == "true" else schemas.get(key)
             yield self._more(f"{before}{json_text(key)}: {json_text(argument_value(value, schema))}")

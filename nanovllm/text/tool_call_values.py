@@ -121,7 +121,7 @@ def call_of(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
 def json_value(text: str) -> Any:
     """Return what JSON says; None if it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
 

@@ -85,6 +85,7 @@ TOOL_CALL_FORMATS = {
 a later one too."""
 _SAME = {
     "deepseek_r1": "deepseek_v3", "glm4_moe": "glm45", "glm47": "glm45", "granite4": "hermes",
+    "hunyuan_a13b": "minimax", "jamba": "minimax",
     "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "phi4_mini": "phi4_mini_json",
     "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
 }  # fmt: skip
@@ -152,7 +153,8 @@ def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
     calls = []
     for name, arguments in whole_calls(deltas):
         try:
-            value = json.loads(arguments)
+            # Models that write code forget to escape line breaks.
+            value = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
@@ -218,4 +220,5 @@ def _object_schema(parameters: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or "$ref" in parameters:
         return parameters
-    return {**parameters, "type": "object"}
+    # Some clients write null for what is not there.
+    return {**{name: value for name, value in parameters.items() if value is not None}, "type": "object"}

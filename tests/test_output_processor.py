@@ -173,6 +173,9 @@ def test_a_character_that_a_prompt_begins_belongs_to_the_output(words: Any) -> N
     half, rest = ids(words, "<0xC3>", "<0xA9>")
     detokenizer = Detokenizer(words, [*ids(words, f"{MARK}Hello"), half])
     assert [detokenizer.append([rest]), detokenizer.append(ids(words, "s"))] == ["é", "s"]
+    # Decoders see bytes that follow each other as one text, which must not begin within a character.
+    detokenizer = Detokenizer(words, [half])
+    assert [detokenizer.append([token_id]) for token_id in (rest, half, rest)] == ["é", "", "é"]
     # One that a text has by itself says nothing of a character to come.
     byte_level = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     assert Detokenizer(byte_level, byte_level.encode("\ufffd")).append(byte_level.encode("\ufffda")) == "\ufffda"

@@ -20,7 +20,7 @@ from nanovllm.serve.protocol import CompletionBody, prompt_list
 from nanovllm.serve.service import Service
 from nanovllm.serve.text_offsets import TextOffsets
 from nanovllm.serve.usage import Usage
-from nanovllm.text.detokenizer import Detokenizer, decode_options
+from nanovllm.text.detokenizer import decode_options
 
 _ENDPOINT = ENDPOINTS["/v1/completions"]
 
@@ -181,11 +181,10 @@ class _CompletionAnswer:
         return text_logprobs(positions, token_ids, places, first, self._names)
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None or self._service.tokenizer is None:
-            return output.prompt or ""
+        if output.prompt is not None:
+            return output.prompt
         # A character that token ids begin is the output's, which completes it.
-        detokenizer = Detokenizer(self._service.tokenizer, skip_special_tokens=False)
-        return detokenizer.append(list(output.prompt_token_ids))
+        return self._service.decode(output.prompt_token_ids).rstrip("\ufffd")
 
 
 def _joined(first: TextLogprobs | None, second: TextLogprobs) -> TextLogprobs:

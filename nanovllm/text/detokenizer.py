@@ -52,11 +52,12 @@ class Detokenizer:
         before, text = self._before, self._decode(self._context + self._waiting)
         if (text.endswith(_REPLACEMENT) or len(text) < len(before)) and not final:
             return ""
+        context = self._waiting
         if before.endswith(_REPLACEMENT) and not text.startswith(before):
-            # The prompt ends within a character, which these tokens complete.
-            before = before.rstrip(_REPLACEMENT)
+            # The prompt ends within a character, which these tokens complete: the context must have all of it.
+            before, context = before.rstrip(_REPLACEMENT), self._context + self._waiting
         if len(text) > len(before):
-            self._context, self._before = self._waiting, None
+            self._context, self._before = context, None
         elif not before:
             # Of the first tokens even those without text matter: a space that begins a text is left out.
             self._context, self._before = (self._context + self._waiting)[:_MAX_START], None

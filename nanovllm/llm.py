@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -116,6 +115,7 @@ class LLM(EngineControl, Unpicklable):
             self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
         )
         self.output_processor = OutputProcessor(self.tokenizer)
+        self._answer_format: AnswerFormat | None = None
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
 
     @property
@@ -262,13 +262,25 @@ class LLM(EngineControl, Unpicklable):
         params = kept_tags(self.answer_options(template), sampling_params)
         return self.stream(self._render(messages, template), params, priority=priority)
 
-    @cached_property
+    @property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes calls of tools and thoughts, as its chat template shows."""
-        return AnswerFormat(self.tokenizer)
+        """How the model writes calls of tools and thoughts, as its chat template shows.
+
+        Example:
+            >>> llm.answer_format.has_channels
+            False
+        """
+        if self._answer_format is None:
+            self._answer_format = AnswerFormat(self.tokenizer)
+        return self._answer_format
 
     def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
-        """Return how answers are taken apart; None if there are no tools, and answers are text."""
+        """Return how answers are taken apart; None if there are no tools, and answers are text.
+
+        Example:
+            >>> llm.answer_options({"tools": None}) is None
+            True
+        """
         tools = template.get("tools")
         return AnswerOptions.of(self.answer_format, tools) if tools else None
 

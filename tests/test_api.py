@@ -128,7 +128,7 @@ def test_calls_of_tools_are_parsed(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert parse_tool_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
     for wrong in ("{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}'):
         assert parse_tool_calls(f"<tool_call>{wrong}</tool_call>{call}") == want
-    monkeypatch.setattr("nanovllm.text.tool_calls.parse_tool_calls", lambda text, form: want if text else [])
+    monkeypatch.setattr("nanovllm.text.answers.tool_calls", lambda _: want)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     (output,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
     assert output.outputs[0].tool_calls == want

@@ -103,6 +103,9 @@ def test_tags_that_are_special_tokens_are_kept_and_others_dropped() -> None:
     text = f"Hi<|im_end|> {CALL}<|im_end|>"
     for pieces in ([text], [*text]):
         assert split(options.make_splitter([], params)(), pieces)[1:] == ("Hi", [("f", "{}")])
+    # In a grammar a tag that is a token goes by its id.
+    structured = AnswerOptions.of(form, TOOLS, "required").constrain(params).structured_outputs
+    assert structured is not None and f"<[{form.tag_tokens['<tool_call>']}]>" in str(structured.grammar)
     # Who asks for special tokens gets all of them.
     shown = SamplingParams(skip_special_tokens=False)
     assert split(options.make_splitter([], shown)(), [text])[1] == "Hi<|im_end|><|im_end|>"

@@ -163,6 +163,10 @@ def test_a_model_for_embeddings_alone_has_no_head(checkpoint: Path, copy: Path, 
     write_modules(copy, {"pooling_mode_mean_tokens": True})
     with load(copy, model_impl=model_impl) as llm:
         assert llm.default_pooling == "mean" and llm.embed([[1, 2]], use_tqdm=False).shape == (1, 64)
+    # A head that is the embedding needs no tensor.
+    write_json(copy / "config.json", config | {"tie_word_embeddings": True})
+    with load(copy, model_impl=model_impl) as llm:
+        assert len(tokens(llm)) == 4
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,9 @@ class LLM(EngineControl, Unpicklable):
             True
         """
         tools = template.get("tools")
-        return AnswerOptions.of(self.answer_format, tools) if tools else None
+        form = self.answer_format
+        # Chat templates may take more as tools than OpenAI's API does.
+        return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
 
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
         found, _ = conversations(messages)

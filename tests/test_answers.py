@@ -163,6 +163,11 @@ def test_a_template_that_knows_both_tags_has_answers_that_stream() -> None:
         assert options.make_splitter([], SamplingParams())().append("x", False).content == content
 
 
+def test_tools_may_be_what_templates_alone_take() -> None:
+    options = AnswerOptions(make(), [{"name": "f"}, print])  # type: ignore[list-item]
+    assert split(options.make_splitter([], SamplingParams())(), [CALL])[2] == [("f", "{}")]
+
+
 def test_what_a_request_asks_of_its_answer() -> None:
     form, params = make("{{ '<tool_call></think>' }}"), SamplingParams()
     assert AnswerOptions.of(form, TOOLS).constrain(params) == params

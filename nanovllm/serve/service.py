@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from hashlib import sha256
@@ -97,7 +98,11 @@ class Service:
         # Where a request does not say.
         self._defaults = llm.llm.recommended_values()
         reasoning = settings.reasoning_parser or "auto"
-        self.answer_format = AnswerFormat(self.tokenizer, settings.tool_call_parser, reasoning, self.chat_template)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            self.answer_format = AnswerFormat(self.tokenizer, settings.tool_call_parser, reasoning, self.chat_template)
+        for warning in told:
+            _logger.warning("%s", warning.message)
         template = getattr(self.tokenizer, "apply_chat_template", None)
         reserved = {"self", *inspect.signature(template).parameters} if template else set()
         # A variable that requests have a field for.

@@ -188,8 +188,10 @@ class AnswerOptions:
         if is_bound and start == "unknown":
             # A grammar binds from the start, or from where thoughts that have a begin tag end.
             start = "before"
-        names = ("name", "parameters")
-        functions: list[Tool] = [{name: tool["function"].get(name) for name in names} for tool in self.tools]
+        # What is no tool of OpenAI's API may be one for a chat template.
+        given = [tool.get("function") for tool in self.tools if isinstance(tool, Mapping)]
+        named = [function for function in given if isinstance(function, Mapping) and "name" in function]
+        functions: list[Tool] = [{name: function.get(name) for name in ("name", "parameters")} for function in named]
         dropped = self.form.dropped_tokens(params) if self._is_taken_apart else ()
         return partial(self.splitter, start, functions, dropped)
 
@@ -201,7 +203,7 @@ class AnswerOptions:
             return AnswerSplitter(None, HarmonyParser(), dropped, make_id, separates=True)
         # What is in thoughts is no call, also where these are not split off.
         reasoning = ReasoningSplitter(start, form.reasoning, not self.separates) if self._is_taken_apart else None
-        calls = ToolCallParser(form.calls, self.parallel, functions) if functions else None
+        calls = ToolCallParser(form.calls, self.parallel, functions) if self.tools else None
         return AnswerSplitter(reasoning, calls, dropped, make_id, separates=self.separates)
 
 

@@ -102,14 +102,14 @@ def request_params(
 ) -> SamplingParams:
     """Return a request's sampling parameters.
 
-    What the request says comes first, then what whoever runs the model has chosen, then the endpoint's defaults, then
-    what the model recommends. So a completion has 16 tokens unless somebody says more.
+    The request comes first, then the operator's choice, then the endpoint's default, then the model's recommendation: a
+    completion has 16 tokens unless the request or the operator says more.
 
     Args:
         body: without null values.
         endpoint: the request's.
         recommended: by the model's `generation_config.json`.
-        chosen: for requests that do not say.
+        chosen: by the operator, for requests that do not say.
         supported: further fields of the API, which the caller takes care of.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a folder of sentence-transformers makes an embedding of hidden states."""
+"""Reads how a folder of sentence-transformers pools hidden states into an embedding."""
 
 from __future__ import annotations
 

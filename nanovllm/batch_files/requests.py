@@ -1,4 +1,4 @@
-"""From a line of a batch file to a request.
+"""Turns a line of a batch file into a request.
 
 A line is `{"prompt": ...}` or `{"messages": ...}` with sampling parameters beside it, or a request of OpenAI's batch
 API, which `openai_format` translates.

@@ -1,4 +1,4 @@
-"""What a chat asks of its answer: tools, and thoughts that are split off."""
+"""Reads from a chat what it asks of its answer: calls of tools, and thoughts apart from the text."""
 
 from __future__ import annotations
 

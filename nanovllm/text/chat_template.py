@@ -1,4 +1,4 @@
-"""From messages to prompts, by the tokenizer's chat template.
+"""Turns messages into prompts by the tokenizer's chat template.
 
 Clients write the same conversation in many ways. `one_conversation` brings it to one form, the one that transformers
 documents: what is null is left out, contents are texts or parts of type text, arguments of calls are objects.

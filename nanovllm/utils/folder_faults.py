@@ -1,4 +1,4 @@
-"""What a model's folder has instead of the files that it should have, told in one sentence with what to do about it."""
+"""Says in one sentence what is wrong with a model's folder, and what to do about it."""
 
 from __future__ import annotations
 

@@ -147,6 +147,14 @@ def test_a_completion_has_16_tokens_and_a_chat_what_the_model_recommends() -> No
     assert asyncio.run(run({})) == [16, None]
 
 
+def test_an_echo_leaves_a_character_that_its_prompt_begins_to_the_output() -> None:
+    # A replacement is what the tokens of half a character decode to.
+    whole = RequestOutput(0, None, [ord("a"), 0xFFFD], output("éb").outputs, True)
+    body = CompletionBody.model_validate({"prompt": [97, 233], "echo": True})
+    answer = asyncio.run(answer_completion(make_service(PlayedLLM([whole])), body))
+    assert json.loads(bytes(answer.body))["choices"][0]["text"] == "aéb"
+
+
 def test_the_best_is_the_likeliest_by_token_however_long() -> None:
     # By the whole text the short one is likelier.
     short, long = output("x", logprob=-1.0).outputs[0], output("wxyz", logprob=-0.5).outputs[0]

@@ -459,6 +459,53 @@ def test_sequences_run_and_are_preempted_by_their_key(depth: int) -> None:
     assert finished == ids[::-1] and engine.stats()["num_preemptions"] > 0
 
 
+@DEPTHS
+def test_a_higher_priority_takes_a_slot_from_the_last_of_lower_priority(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, num_blocks=200, max_num_seqs=6, max_num_batched_tokens=32)
+    low = [engine.add_request([i] * 5, greedy(40), 1) for i in range(6)]
+    equal = [engine.add_request([20 + i] * 5, greedy(40), 0) for i in range(2)]
+    for _ in range(5):
+        engine.step()
+    assert [seq.seq_id for seq in engine.scheduler.running] == [*equal, *low[:4]]
+
+    def step(num_preemptions: int, *running: int) -> None:
+        engine.step()
+        assert [seq.seq_id for seq in engine.scheduler.running] == [*equal, *running]
+        assert engine.stats()["num_preemptions"] == num_preemptions
+
+    # Only the first of the queue has a higher priority than what runs.
+    first = engine.add_request([30] * 5, greedy(40), 0)
+    step(1, first, *low[:3])
+    # The step has tokens to begin two of these prompts; no row of their own priority ever makes way.
+    high = [engine.add_request([31 + i] * 15, greedy(40), 0) for i in range(4)]
+    step(3, first, *high[:2], low[0])
+    begun = {request_id for _ in range(depth + 1) for request_id in engine.step().new_token_ids}
+    assert {first, high[0]} <= begun
+    step(4, first, *high[:3])
+    outputs = run(engine)
+    assert engine.stats()["num_preemptions"] == 4
+    assert [outputs[request_id]["token_ids"] for request_id in low] == [
+        complete([i] * 5, 40, frozenset(), engine.scheduler.max_model_len) for i in range(6)
+    ]
+
+
+@DEPTHS
+def test_a_higher_priority_takes_the_blocks_that_it_lacks_one_sequence_a_step(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, block_size=4, num_blocks=12, max_num_seqs=8)
+    low = [engine.add_request([i] * 9, greedy(8 + i), 1) for i in range(4)]
+    engine.step()
+    assert len(engine.scheduler.running) == 4 and not engine.block_manager.num_free_blocks
+    high = engine.add_request([9] * 17, greedy(2))
+    counts = []
+    while not any(seq.seq_id == high for seq in engine.scheduler.running):
+        engine.step()
+        counts.append(engine.stats()["num_preemptions"])
+        check_engine(engine)
+    assert counts == [1, 2]
+    outputs = run(engine)
+    assert [len(outputs[request_id]["token_ids"]) for request_id in low] == [8, 9, 10, 11]
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(data: st.DataObject) -> None:

@@ -19,6 +19,7 @@ import typing
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, zip_longest
 
 from nanovllm.engine.block import Block
@@ -30,6 +31,25 @@ from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, NewBlock
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What a waiting sequence would be given now.
+
+    Attributes:
+        found: cached blocks of each group that it would share; empty if there are none.
+        spans: first and end index of the blocks that it would hold, of each group.
+        num_matched: leading blocks that are not computed.
+        num_computed: leading tokens that are not computed.
+        num_missing: blocks that it needs beyond the free ones; at most 0 if it fits.
+    """
+
+    found: list[list[Block]]
+    spans: list[tuple[int, int]]
+    num_matched: int
+    num_computed: int
+    num_missing: int
 
 
 class BlockManager:
@@ -106,6 +126,26 @@ class BlockManager:
             return True
         if self._num_gained < seq.fits_from:
             return False
+        fit = self._fit(seq)
+        if fit.num_missing > 0:
+            # With a window, one block more may make a whole prefix usable.
+            seq.fits_from = self._num_gained + (fit.num_missing if not self.held.windowed else 1)
+            return False
+        self._make_tables(seq, fit.found, fit.spans)
+        seq.num_registered_blocks = fit.num_matched
+        seq.num_computed_tokens = fit.num_computed
+        seq.num_shared_tokens = 0
+        for other in (self.host, self.source):
+            if other is not None:
+                self._fetch(other, seq)
+        return True
+
+    def num_missing_blocks(self, seq: Sequence) -> int:
+        """Return how many more blocks must be free before `allocate` succeeds; at most 0 if it does now."""
+        source = seq.fork_source
+        return 0 if source is not None and self._can_fork(source, seq) else self._fit(seq).num_missing
+
+    def _fit(self, seq: Sequence) -> _Fit:
         matched = self._match_prefix(seq)
         num_matched = len(matched[0])
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
@@ -115,18 +155,7 @@ class BlockManager:
         if num_matched:
             found = [list(filter(None, blocks[first:])) for blocks, (first, _) in zip(matched, spans, strict=True)]
             num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
-        if num_missing > 0:
-            # With a window, one block more may make a whole prefix usable.
-            seq.fits_from = self._num_gained + (num_missing if not self.held.windowed else 1)
-            return False
-        self._make_tables(seq, found, spans)
-        seq.num_registered_blocks = num_matched
-        seq.num_computed_tokens = num_computed
-        seq.num_shared_tokens = 0
-        for other in (self.host, self.source):
-            if other is not None:
-                self._fetch(other, seq)
-        return True
+        return _Fit(found, spans, num_matched, num_computed, num_missing)
 
     def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
         """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""

@@ -7,7 +7,7 @@ full, the newest sequence loses its blocks and is computed again later (preempti
 before it still runs.
 
 Running and waiting sequences are ordered by `Sequence.sort_key`: by priority, then by arrival. The last running one is
-the one to preempt, and the first is never preempted, so that it always makes progress.
+the one to preempt. The first is preempted only for a waiting one of higher priority, so that one always makes progress.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Reversible
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
@@ -115,10 +116,12 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan one step; None if nothing can run now.
 
-        Preemption is settled (by the decode rows) before any block of the step is registered (by the chunks).
+        Preemption is settled (by priorities and the decode rows) before any block of the step is registered (by the
+        chunks).
         """
         if not self.waiting and not self.running:
             return None
+        self._preempt_for_priority()
         batch = ScheduledBatch(self.stats.num_steps + 1)
         self._budget = self.max_num_batched_tokens
         self.block_manager.begin_step()
@@ -141,6 +144,30 @@ class Scheduler:
             batch.transfers += self.block_manager.loads.take()
         batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
         return batch
+
+    def _preempt_for_priority(self) -> None:
+        """Preempt the last running sequences for waiting ones of higher priority that lack a slot or blocks.
+
+        At most one for each that this step has the tokens to begin. Blocks are counted for the first alone, since the
+        others may share its prefix; a long prompt gets the blocks of several sequences in successive steps.
+        """
+        budget = self.max_num_batched_tokens - len(self.decoding)
+        for index, seq in enumerate(self._outranking()):
+            # A preempted sequence waits for its token in flight.
+            if budget <= 0 or seq.num_in_flight or not self.running or seq.priority >= self.running[-1].priority:
+                return
+            lacks_blocks = not index and self.block_manager.num_missing_blocks(seq) > 0
+            if lacks_blocks or len(self._free_slots) <= index:
+                self._preempt(self.running[-1])
+            budget -= seq.num_tokens
+
+    def _outranking(self) -> list[Sequence]:
+        """Return the waiting sequences of higher priority than the last running one, at most one for each slot."""
+        first = self.waiting.first()
+        # The usual case must cost nothing.
+        if first is None or not self.running or first.priority >= self.running[-1].priority:
+            return []
+        return list(islice(self.waiting.in_order(), len(self.running)))
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan a token for every sequence that decodes; return those that end with it."""

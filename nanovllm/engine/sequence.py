@@ -177,6 +177,11 @@ class Sequence:
         self.sort_key = (request.priority, seq_id)
 
     @property
+    def priority(self) -> int:
+        """The request's priority; lower ones run first."""
+        return self.sort_key[0]
+
+    @property
     def token_ids(self) -> array[int]:
         """The tokens whose values are known, prompt and output."""
         if self.rows is not None:

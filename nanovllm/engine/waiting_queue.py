@@ -65,3 +65,18 @@ class WaitingQueue:
                 return seq
             heappop(self._heap)
         return None
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate over the sequences in the order in which they are to run; the queue must not change meanwhile."""
+        # Children of a heap's entry come after it, so those of the entries seen so far are enough to find the next.
+        seen = [(self._heap[0], 0)] if self._heap else []
+        before = -1
+        while seen:
+            (_, seq_id), index = heappop(seen)
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(self._heap):
+                    heappush(seen, (self._heap[child], child))
+            # A sequence that was taken out and came back has two entries.
+            if seq_id in self._sequences and seq_id != before:
+                yield self._sequences[seq_id]
+            before = seq_id

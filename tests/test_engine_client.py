@@ -53,6 +53,13 @@ def test_aborted_requests_are_forgotten() -> None:
     engine.abort([ids[1]], keep_outputs=True)
     assert [request_id for request_id, _ in client.step().finished] == [ids[1]]
     assert client.is_finished() and not client._states
+    done, never = (client.enqueue(make_request([1, 2], params)).request_id for params in (greedy(1), greedy(30)))
+    with client.driving():
+        client.run_step()
+    client.abort([done, never])
+    # What has finished waits for its caller.
+    assert set(client._states) == {done}
+    assert [request_id for request_id, _ in client.step().finished] == [done] and not client._states
 
 
 def test_what_has_finished_is_returned_after_the_device_is_lost() -> None:

@@ -93,6 +93,20 @@ def test_new_weights_are_those_of_a_fresh_engine(
     assert llm.load_weights({}) == 0 and llm.reset_prefix_cache() and answers(llm) == before
 
 
+def test_an_abort_between_steps_loses_no_new_token(llm: LLM) -> None:
+    request_id = llm.add_request("one", SamplingParams(0, 40, ignore_eos=True))
+    streamed: list[int] = []
+    finished: list[tuple[int, Any]] = []
+    while not finished:
+        result = llm.step()
+        streamed += result.new_token_ids.get(request_id, [])
+        finished += result.finished
+        for other in ("two", "three"):
+            llm.abort([llm.add_request(other)])
+            time.sleep(0.005)
+    assert [i for i, _ in finished] == [request_id] and streamed == finished[0][1].outputs[0].token_ids
+
+
 def test_mistakes_are_those_of_one_engine(llm: LLM, old: dict[str, Any], wanted: tuple[list[Any], Any]) -> None:
     for weights, message in (
         ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\]"),

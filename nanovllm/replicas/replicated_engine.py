@@ -161,7 +161,7 @@ class ReplicatedEngine(Unpicklable):
         """Let a call drive the engine if no other does; see `Engine`."""
         if not self._guard.begin(call):
             return False
-        if call.wants_tokens != self._wants_steps:
+        if not call.brief and call.wants_tokens != self._wants_steps:
             self._wants_steps = call.wants_tokens
             for replica in self._replicas:
                 replica.add(SendNewTokens(call.wants_tokens))

@@ -121,6 +121,19 @@ class EngineClient:
             self._states.pop(request_id, None)
         return results.finished, results.failures
 
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drop requests, from any thread; see `LLMEngine.abort`.
+
+        What is kept for them goes at once, or with the next step of another thread that drives the engine.
+        """
+        self.engine.abort(request_ids)
+        call = Call(brief=True)
+        try:
+            if self.engine.begin(call):
+                self._take_in()
+        finally:
+            self.engine.end(call)
+
     def drop(self, request_ids: set[int]) -> None:
         """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
         with deferred_signals():

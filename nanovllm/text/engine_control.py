@@ -31,7 +31,7 @@ class EngineControl:
             >>> request_id = llm.add_request("Hello")
             >>> llm.abort([request_id])
         """
-        self.engine_client.engine.abort(request_ids)
+        self.engine_client.abort(request_ids)
 
     def is_finished(self) -> bool:
         """Whether no request is left, and every result has been returned."""

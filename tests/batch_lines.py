@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +46,4 @@ def lines_of_every_kind() -> list[Any]:
 def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     # One thread, as in the tests' own process: on a busy machine more of them wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # A shell that starts the tests in the background ignores Ctrl-C, which a terminal does not.
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([sys.executable, "-m", "nanovllm", *arguments], cwd=ROOT, env=environment, **options)

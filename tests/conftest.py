@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from nanovllm import LLM
 
 # Its assertions hold under `python -O` too, as those of tests do.
 pytest.register_assert_rewrite("tests.mock_runner")
+
+# A shell that starts the tests in the background, and nohup, have it ignored, by all processes that tests start, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests' tensors are too small to share between threads.
 torch.set_num_threads(1)

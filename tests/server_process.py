@@ -56,8 +56,8 @@ class ServerProcess:
 
     def log(self) -> str:
         """What the server has written to stderr."""
-        self._log.seek(0)
-        return self._log.read()
+        # The server goes on writing at the file's position, which must stay.
+        return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,9 +67,12 @@ def test_ranks_that_share_memory(tmp_path: Path) -> None:
         processes.append(context.Process(target=symmetric_buffer_ranks.run_process, args=args, daemon=True))
         processes[-1].start()
     try:
-        for process in processes:
-            process.join(60)
-            assert process.exitcode == 0
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in wait(running):
+                process = running.pop(cast("int", sentinel))
+                process.join()
+                assert process.exitcode == 0
     finally:
         # The others of one that failed wait for it.
         abort.fill_(1)

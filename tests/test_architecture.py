@@ -153,4 +153,4 @@ def test_files_stay_short() -> None:
             if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
         ]
         num_prose = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in docstrings)
-        assert text.count("\n") - num_prose <= 350, file
+        assert text.count("\n") - num_prose <= 500, file

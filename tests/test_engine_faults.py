@@ -103,32 +103,28 @@ def test_signals_that_were_held_back_all_act() -> None:
 
 @DEPTHS
 def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, depth: int) -> None:
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with LLM(checkpoint, device="cpu", max_model_len=128, num_kvcache_blocks=2) as llm:
-            runner: Any = llm.llm_engine._runner
-            runner.pipeline_depth = depth
-            launch = runner.forward
+    with LLM(checkpoint, device="cpu", max_model_len=128, num_kvcache_blocks=2) as llm:
+        runner: Any = llm.llm_engine._runner
+        runner.pipeline_depth = depth
+        launch = runner.forward
 
-            def failing_launch(batch: Any) -> Any:
-                if llm.llm_engine.scheduler.stats.num_steps == 3:
-                    signal.raise_signal(signal.SIGINT)
-                    raise MemoryError("no room")
-                return launch(batch)
+        def failing_launch(batch: Any) -> Any:
+            if llm.llm_engine.scheduler.stats.num_steps == 3:
+                signal.raise_signal(signal.SIGINT)
+                raise MemoryError("no room")
+            return launch(batch)
 
-            runner.forward = failing_launch
-            other = llm.add_request([3, 2, 1], greedy(9))
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate([[1, 2]], greedy(9), use_tqdm=False)
-            assert not llm.is_finished()
-            runner.forward = launch
-            with pytest.raises(StepError, match="no room") as caught:
-                llm.step()
-            assert caught.value.request_ids == [other] and isinstance(caught.value.__cause__, MemoryError)
-            assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
-            assert len(llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        runner.forward = failing_launch
+        other = llm.add_request([3, 2, 1], greedy(9))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], greedy(9), use_tqdm=False)
+        assert not llm.is_finished()
+        runner.forward = launch
+        with pytest.raises(StepError, match="no room") as caught:
+            llm.step()
+        assert caught.value.request_ids == [other] and isinstance(caught.value.__cause__, MemoryError)
+        assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
+        assert len(llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
 
 
 def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +137,8 @@ def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pyt
         return request_id
 
     monkeypatch.setattr(llm.llm_engine, "enqueue", interrupted_enqueue)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[i] for i in range(5)], greedy(4), use_tqdm=False)
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i] for i in range(5)], greedy(4), use_tqdm=False)
     assert llm.is_finished()
     assert llm.step() == ([], {}, 0, 0)
 

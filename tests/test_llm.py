@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
-from nanovllm.text.input_processor import takes_long
+from nanovllm.text.input_processor import work_of
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -260,7 +259,7 @@ def test_a_tokenizer_of_another_folder(make_checkpoint: MakeCheckpoint, tmp_path
 def test_a_prompt_is_counted_and_cut_alike_as_a_text_and_in_a_dict(bundled: LLM) -> None:
     text, processor = "1, 2, 3, " * 30_000, bundled.input_processor
     whole: list[Any] = [text, {"prompt": text}, [7] * 70_000, {"prompt_token_ids": [7] * 70_000}]
-    assert [takes_long([prompt], None) for prompt in whole] == [True] * 4
+    assert [work_of([prompt], None) for prompt in whole] == ["long"] * 4
     as_text, as_dict = (processor.encode([prompt], max_tokens=5)[0] for prompt in whole[:2])
     assert as_text == as_dict and len(as_text["prompt_token_ids"]) == 5
 
@@ -423,16 +422,8 @@ def test_generate_leaves_the_requests_of_others_alone(llm: LLM) -> None:
     assert len(finished[other]["token_ids"]) == 3
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT as in a terminal: a shell that starts the tests in the background has it ignored."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
 @pytest.mark.parametrize("depth", [0, 1])
-def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int, ctrl_c: None) -> None:
+def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int) -> None:
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
@@ -465,7 +456,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_c: None) -> None:
+def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int) -> None:
     with make_llm(checkpoint) as llm:
         runner: Any = llm.llm_engine._runner
         runner.pipeline_depth = depth
@@ -490,7 +481,7 @@ def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int, ctrl_
         assert list(finished) == [request]
 
 
-def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM, ctrl_c: None) -> None:
+def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM) -> None:
     class Interrupted:
         def decode(self, token_ids: list[int], **_: Any) -> str:
             signal.raise_signal(signal.SIGINT)

@@ -365,11 +365,9 @@ def test_bad_weights_are_a_value_error_as_ever(folder: Path, tmp_path: Path) -> 
 
 
 SCRIPT = f"""
-import signal
 from nanovllm import LLM, SamplingParams
 
 def main():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with LLM({BUNDLED_MODEL!r}, device="cpu", tensor_parallel_size=2, max_model_len=512) as llm:
         print("ready", flush=True)
         long, short = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (500, 3))
@@ -497,7 +495,7 @@ def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
 
 
 def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_rank, previous = start_worker, signal.signal(signal.SIGINT, signal.default_int_handler)
+    start_rank = start_worker
 
     def interrupted_start(*args: Any) -> Any:
         rank = start_rank(*args)
@@ -505,11 +503,8 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.Mo
         return rank
 
     monkeypatch.setattr("nanovllm.workers.processes.start_worker", interrupted_start)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            WorkerProcesses(3)
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    with pytest.raises(KeyboardInterrupt):
+        WorkerProcesses(3)
     assert not rank_pids()
 
 

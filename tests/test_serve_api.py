@@ -485,7 +485,7 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "invalid_value", "chat_template_kwargs",
      "chat_template"),
     ({"extra_body": {"chat_template_kwargs": {"self": "x"}}}, "invalid_value", "chat_template_kwargs", "self"),
-    ({"extra_body": {"chat_template": "x"}}, "invalid_value", "chat_template", "trust_request_chat_template"),
+    ({"extra_body": {"chat_template": "x"}}, "invalid_value", "chat_template", "--chat-template"),
     ({"response_format": {"type": "json_schema"}}, "invalid_value", "response_format", "response_format"),
     ({"response_format": {"type": "json_object"}, "extra_body": {"structured_outputs": {"regex": "a"}}},
      "invalid_value", "response_format", "exclude"),

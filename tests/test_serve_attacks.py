@@ -116,11 +116,12 @@ def others_wait_little(server: ServerProcess) -> Iterator[None]:
 
 
 def most_wait_seconds() -> float:
-    """Return how long an answer may take: longer by as much as other programs slow this one down now."""
+    """Return how long an answer may take: longer by as much as other programs slow this one and the server down now."""
     began, computed = time.perf_counter(), time.thread_time()
-    while (spent := time.thread_time() - computed) < 0.01:
+    while (spent := time.thread_time() - computed) < 0.02:
         pass
-    return MOST_WAIT_SECONDS * max(1, (time.perf_counter() - began) / spent)
+    slowdown = max(1, (time.perf_counter() - began) / spent)
+    return MOST_WAIT_SECONDS * slowdown * slowdown
 
 
 def wait_until(condition: Any) -> None:
@@ -281,6 +282,24 @@ def test_a_large_body_holds_nobody_up(server: ServerProcess, name: str) -> None:
             assert status(ask(server, tiny)) == 200
             assert time.perf_counter() - began < most_wait_seconds()
     assert expected in attack.result(), attack.result()[-300:]
+
+
+def test_a_schema_that_compiles_for_minutes_is_refused_while_others_are_answered(server: ServerProcess) -> None:
+    def ask_for(schema: dict[str, Any]) -> bytes:
+        answer = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer", **schema}}}
+        messages = [{"role": "user", "content": "a number"}]
+        return ask(server, post("/v1/chat/completions", {"messages": messages, "response_format": answer}))
+
+    assert status(ask_for({})) == 200
+    num_answered = 0
+    with others_wait_little(server), ThreadPoolExecutor(2) as executor:
+        attacks = [executor.submit(ask_for, {"multipleOf": number}) for number in (999_983, 4_000_037)]
+        while not all(attack.done() for attack in attacks):
+            num_answered += 1
+            assert status(ask_for({"minimum": num_answered})) == 200
+    assert num_answered > 2
+    for attack in attacks:
+        assert status(attack.result()) == 400 and b"takes more than 2 s of processor time" in attack.result()
 
 
 def test_an_answer_is_bounded_and_a_large_one_holds_nobody_up(server: ServerProcess) -> None:

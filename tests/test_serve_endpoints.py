@@ -27,6 +27,7 @@ httpx = pytest.importorskip("httpx")
 KEYS = ["first", "second"]
 NAMES = ["tiny", "gpt-4o"]
 TEMPLATE = (
+    "{% for d in documents or [] %}{{ d.text }}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ tail }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant"
 )
@@ -39,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = [part for key in KEYS for part in ("--api-key", key)]
     flags += [part for name in NAMES for part in ("--served-model-name", name)]
     flags += ["--chat-template", str(template), "--default-chat-template-kwargs", '{"tail": "!"}']
-    flags += ["--root-path", "/llm", "--trust-request-chat-template"]
+    flags += ["--root-path", "/llm"]
     with serving(*flags, key=KEYS[1]) as server:
         yield server
 
@@ -135,12 +136,9 @@ def test_names_keys_and_templates(client: Any, server: ServerProcess, llm: LLM) 
     for kwargs, tail in (({}, "!"), ({"chat_template_kwargs": {"tail": "?"}}, "?")):
         tokens = client.post("/tokenize", json={"messages": messages, **kwargs}).json()["tokens"]
         assert llm.tokenizer.decode(tokens) == f"<|im_start|>user\nhi{tail}<|im_end|>\n<|im_start|>assistant"
-    own = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
-    tokens = client.post("/tokenize", json={"messages": messages, "chat_template": "{{ messages[0].content }}"}).json()
-    assert llm.tokenizer.decode(tokens["tokens"]) == "hi"
-    body = {"messages": messages, "documents": [{"text": "one, "}], "chat_template": own, "max_tokens": 2}
+    body = {"messages": messages, "documents": [{"text": "one, "}], "max_tokens": 2}
     answer = client.post("/v1/chat/completions", json={**body, "return_token_ids": True}).json()
-    assert llm.tokenizer.decode(answer["prompt_token_ids"]) == "one, hi"
+    assert llm.tokenizer.decode(answer["prompt_token_ids"]).startswith("one, <|im_start|>user\nhi!")
     assert client.get("/tokenizer_info").json()["chat_template"] == TEMPLATE
     assert client.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 

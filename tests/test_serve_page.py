@@ -145,7 +145,7 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
     def visit(key: str = KEY, url: str = page_url, **options: Any) -> Page:
         visited.add(url)
         contexts.append(context := browser.new_context(**options))
-        context.set_default_timeout(5000)
+        context.set_default_timeout(60_000)
         context.on("request", lambda request: urls.append(request.url))
         page = context.new_page()
         # Not when it is loaded again.

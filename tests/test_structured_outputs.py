@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import signal
+import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +23,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.grammar_compiler import GrammarError, GrammarTrials
 from nanovllm.text.grammar_text import lark_json
-from nanovllm.text.structured_output import ConstraintFactory, GrammarError
+from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.thinking import AfterThinkingConstraint
 from tests.mock_runner import make_request
 
@@ -265,7 +272,7 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
         setattr(counted, name, getattr(matcher, name))
     monkeypatch.setattr(grammars.library, "LLMatcher", counted)
     monkeypatch.setattr("nanovllm.text.structured_output._MAX_GRAMMARS", 2)
-    grammars._matchers.clear()
+    grammars._grammars.clear()
     # Each output has a state of its own; parameters that are equal share a grammar though they are other objects.
     params = [constrained(i, regex="[a-d]{6}", n=3) for i in range(3)]
     outputs = [item.text for output in llm.generate([PROMPT] * 3, params, use_tqdm=False) for item in output.outputs]
@@ -274,10 +281,74 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
     # The two used last are kept.
     for regex in ("[ab]", "[a-d]{6}", "[bc]", "[a-d]{6}", "[ab]"):
         llm.generate(PROMPT, constrained(1, regex=regex), use_tqdm=False)
-    assert len(compiled) == 4 and len(grammars._matchers) == 2
+    assert len(compiled) == 4 and len(grammars._grammars) == 2
     # Those of a call are all compiled before its first step, and none again as it is queued.
     llm.generate([PROMPT] * 4, [constrained(1, regex=regex) for regex in "efgh"], use_tqdm=False)
     assert len(compiled) == 8
+
+
+@pytest.fixture
+def bounded() -> ConstraintFactory:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    factory = ConstraintFactory(tokenizer, len(tokenizer), frozenset({2}))
+    factory.bound(compiles_here=False)
+    return factory
+
+
+def process_of(trials: GrammarTrials) -> subprocess.Popen[bytes]:
+    assert isinstance(trials._end, weakref.finalize)
+    alive = trials._end.peek()
+    assert alive is not None
+    process: subprocess.Popen[bytes] = alive[2][1]
+    return process
+
+
+def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: ConstraintFactory) -> None:
+    trials = bounded._trials
+    assert trials is not None
+    grammar = bounded.compile(StructuredOutputsParams(regex="[ab]{3}"))
+    # The engine compiles it, in another process, and counts the same bytes.
+    assert grammar.compiled is None and pickle.loads(pickle.dumps(grammar)).num_bytes == grammar.num_bytes > 0
+    with pytest.raises(GrammarError, match=r"invalid regex|unclosed"):
+        bounded.compile(StructuredOutputsParams(regex="("))
+    process = process_of(trials)
+    process.kill()
+    process.wait()
+    assert bounded.compile(StructuredOutputsParams(regex="[ab]{3}")) is grammar
+    assert bounded.compile(StructuredOutputsParams(regex="[ab]{4}")).num_bytes > 0
+    process = process_of(trials)
+    bounded._trials = trials = None
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not limit memory")
+def test_memory_to_compile_is_limited() -> None:
+    program = """
+        from nanovllm.text.grammar_compiler import MOST_BYTES, _compile_within_limits
+
+        def reserve(num_bytes):
+            _compile_within_limits(lambda text, is_choice: bytearray(num_bytes), "", False)
+
+        reserve(MOST_BYTES // 2)
+        print("half")
+        reserve(2 * MOST_BYTES)
+    """
+    run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, check=False)
+    assert run.stdout == "half\n" and run.stderr.endswith("MemoryError\n")
+
+
+def test_grammars_are_kept_up_to_a_number_of_bytes(bounded: ConstraintFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded._compiles_here = True
+    sizes = {"a": 10, "b": 10, "c": 10, "d": 31}
+    trials = SimpleNamespace(start=int, num_bytes=lambda text, _: sizes[text.partition("/")[2][0]] * 2**20)
+    monkeypatch.setattr(bounded, "_trials", trials)
+    monkeypatch.setattr("nanovllm.text.structured_output._MAX_GRAMMAR_BYTES", 30.5 * 2**20)
+    kept = {}
+    for name in "abcd":
+        assert bounded.compile(StructuredOutputsParams(regex=name)).compiled is not None
+        kept[name] = len(bounded._grammars)
+    # One that is larger than all of it is compiled for its request alone.
+    assert kept == {"a": 1, "b": 2, "c": 3, "d": 0}
 
 
 def chain(count: int) -> dict[str, Any]:

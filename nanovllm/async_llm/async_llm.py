@@ -24,7 +24,7 @@ from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, To
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
-from nanovllm.text.input_processor import LONG_TEXT, takes_long
+from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
 from nanovllm.utils.unpicklable import Unpicklable
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     # Of Python 3.11.
     from typing_extensions import Unpack
 
+_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8}
+"""A grammar may take two seconds to be refused, and the next ones need not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
 
@@ -83,8 +85,9 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         self.max_pending_requests = max_pending_requests
         self._thread = EngineThread(self.llm.engine_client)
         # Grammars and long texts can take seconds, and must not hold other requests up.
-        self._executor = ThreadPoolExecutor(1, "nanovllm-input")
-        self._slow_executor = ThreadPoolExecutor(1, "nanovllm-slow")
+        self._executors = {
+            work: ThreadPoolExecutor(count, f"nanovllm-{work}") for work, count in _NUM_INPUT_THREADS.items()
+        }
         self._request_ids = count()
         # None while the prompt is encoded.
         self._pending: dict[int | str, weakref.ref[RequestStream] | None] = {}
@@ -133,8 +136,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         """Return the outputs of which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
         process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
-        is_slow = takes_long(prompts, SamplingParams())
-        return await self._gather(await self._enqueue(len(prompts), process, is_slow, None))
+        return await self._gather(await self._enqueue(len(prompts), process, work_of(prompts, None), None))
 
     async def rank(
         self,
@@ -270,14 +272,14 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
             raise ValueError("messages must be one conversation, a list of dicts")
         render, options = self.llm.input_processor.render_chat, template_options(template)
         rendered = partial(render, found[0], options, add_special_tokens, max_tokens)
-        return await self.run_beside(rendered, is_slow=len(str((found[0], template))) > LONG_TEXT)
+        return await self.run_beside(rendered, work_of_size(len(str((found[0], template)))))
 
     async def encode(
         self, prompts: list[Any], *, add_special_tokens: bool = True, max_prompt_tokens: int | None = None
     ) -> list[TokensPrompt]:
         """Return prompts as token ids; see `InputProcessor.encode`."""
         encode = partial(self.llm.input_processor.encode, prompts, add_special_tokens, max_prompt_tokens)
-        return await self.run_beside(encode, is_slow=takes_long(prompts, None))
+        return await self.run_beside(encode, work_of(prompts, None))
 
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""
@@ -296,15 +298,14 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         elif (stream := reference()) is not None:
             self._thread.abort(stream)
 
-    async def run_beside(self, function: Callable[[], Result], *, is_slow: bool = False) -> Result:
-        """Call a function in the thread that encodes prompts, or in that for what takes long; each does one at a time.
+    async def run_beside(self, function: Callable[[], Result], work: Work = "short") -> Result:
+        """Call a function in a thread for its kind of work on input.
 
         Raises:
             RuntimeError: the engine is closed.
         """
         self._thread.require_running()
-        executor = self._slow_executor if is_slow else self._executor
-        return await asyncio.get_running_loop().run_in_executor(executor, function)
+        return await asyncio.get_running_loop().run_in_executor(self._executors[work], function)
 
     @property
     def is_running(self) -> bool:
@@ -328,13 +329,13 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     def exit(self) -> None:
         """Do the same from outside of an event loop."""
         self._thread.close()
-        for executor in (self._executor, self._slow_executor):
+        for executor in self._executors.values():
             executor.shutdown(wait=False)
         self.llm.exit()
 
     def __del__(self) -> None:
         # A constructor that raised leaves nothing behind. The thread would keep the engine, and so the device.
-        if "_slow_executor" in vars(self):
+        if "_executors" in vars(self):
             self.exit()
 
     async def __aenter__(self: Self) -> Self:
@@ -355,13 +356,13 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
         process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)
-        return await self._enqueue(len(prompts), process, takes_long(prompts, params), request_id)
+        return await self._enqueue(len(prompts), process, work_of(prompts, params), request_id)
 
     async def _enqueue(
         self,
         num_requests: int,
         process: Callable[[], list[Request]],
-        is_slow: bool,
+        work: Work,
         request_id: int | str | None,
     ) -> list[RequestStream]:
         """Queue requests, all or none.
@@ -369,7 +370,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         Args:
             num_requests: how many they are.
             process: makes them, in another thread.
-            is_slow: whether that takes long.
+            work: what kind of work that is.
             request_id: of a single one; None: numbers.
         """
         # The thread knows why the engine is closed.
@@ -386,7 +387,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         self._pending.update(dict.fromkeys(request_ids))
         streams: list[RequestStream] = []
         try:
-            requests = await self.run_beside(process, is_slow=is_slow)
+            requests = await self.run_beside(process, work)
             for own_id, request in zip(request_ids, requests, strict=True):
                 stream = RequestStream(request, own_id, self._mailbox_here(), self._leave)
                 self._thread.submit(stream)

@@ -12,7 +12,7 @@ from nanovllm.async_llm.request_stream import RequestStream
 from nanovllm.engine.call_guard import Call, drive
 from nanovllm.outputs import StepError
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.structured_output import GrammarError
+from nanovllm.text.grammar_compiler import GrammarError
 
 _POLL_SECONDS = 0.2
 """How long an idle thread takes to notice that the engine was closed."""

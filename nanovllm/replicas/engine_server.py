@@ -39,6 +39,8 @@ MOST_CHARACTERS = 16000
 """Of a traceback."""
 _LAST_SECONDS = 2.0
 """How long a front end may take for the last messages."""
+_NUM_COMPILERS = 4
+"""Threads that compile grammars, so that one of seconds does not hold the others up."""
 
 
 class FrontEnd:
@@ -130,7 +132,7 @@ class EngineServer:
         self._engine = engine
         self._info = info
         self._make_constraint = make_constraint
-        self._compiler = ThreadPoolExecutor(1, "nanovllm-grammars")
+        self._compiler = ThreadPoolExecutor(_NUM_COMPILERS, "nanovllm-grammars")
         self._front_ends: set[FrontEnd] = set()
         # Of unfinished requests, by the id of each output.
         self._routes: dict[int, Route] = {}

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from nanovllm.async_llm import QueueFullError
 from nanovllm.engine.request_limits import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.structured_output import GrammarError
+from nanovllm.text.grammar_compiler import GrammarError
 
 _KINDS = {
     401: "authentication_error",

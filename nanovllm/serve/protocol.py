@@ -263,7 +263,7 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
     echo: bool | None = Field(None, description="put the last message, if it is the assistant's, before the answer")
-    chat_template: str | None = Field(None, description="if the server lets requests have one")
+    chat_template: str | None = Field(None, description="refused: the server has one")
     documents: Objects | None = Field(None, description="for the chat template")
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -309,7 +309,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: Objects | None = None
-    chat_template: str | None = Field(None, description="if the server lets requests have one")
+    chat_template: str | None = Field(None, description="refused: the server has one")
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 

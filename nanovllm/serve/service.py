@@ -179,10 +179,10 @@ class Service:
             raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
         plain = await self.llm.run_beside(partial(_plain, messages))
         variables = {**(self.settings.default_chat_template_kwargs or {}), **(template or {})}
-        if options.get("chat_template") is None:
-            options["chat_template"] = self.chat_template
-        elif not self.settings.trust_request_chat_template:
-            raise ValueError("chat_template: this server does not take those of requests (trust_request_chat_template)")
+        if options.get("chat_template") is not None:
+            # A program: one that takes minutes, or gigabytes, would hold up everybody's.
+            raise ValueError("chat_template: a template comes with the server (--chat-template), not with a request")
+        options["chat_template"] = self.chat_template
         return await self.llm.render_chat(plain, chat_template_kwargs=variables, **options)
 
     async def encode(self, prompts: list[Any], body: SamplingBody, params: SamplingParams) -> list[TokensPrompt]:

@@ -36,7 +36,6 @@ class ServeSettings:
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
         served_model_name: the model's names in the API, of which answers have the first; that of its folder if None.
         chat_template: a Jinja template, or a file of one, instead of the tokenizer's.
-        trust_request_chat_template: whether requests may have a `chat_template` of their own, which is a program.
         default_chat_template_kwargs: variables of the chat template for requests that do not set them.
         separate_reasoning: whether thoughts are split off the answers of chats that do not say.
         reasoning_parser: how the model marks its thoughts, which then are split off, by vLLM's names
@@ -85,7 +84,6 @@ class ServeSettings:
     allowed_origins: list[str] | None = None
     served_model_name: list[str] | None = None
     chat_template: str | None = None
-    trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = False
     reasoning_parser: str | None = None
@@ -112,7 +110,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
         for name in (
-            "trust_request_chat_template", "separate_reasoning", "allow_priority", "access_log", "log_requests",
+            "separate_reasoning", "allow_priority", "access_log", "log_requests",
             "exit_when_engine_fails", "control",
         ):  # fmt: skip
             check_bool(name, getattr(self, name))

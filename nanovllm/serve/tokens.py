@@ -7,17 +7,16 @@ from typing import Any
 
 from nanovllm.serve.protocol import DetokenizeBody, TokenizeBody
 from nanovllm.serve.service import Service
-from nanovllm.text.input_processor import LONG_TEXT
+from nanovllm.text.input_processor import work_of_size
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """Return the token ids of a text, or of messages by the chat template.
 
     Raises:
-        ValueError: there are both or none, or they cannot be encoded.
+        ValueError: there are both or none, they cannot be encoded, or are too long.
     """
     service.check_model(body.model)
-    llm = service.llm.llm
     if body.messages is not None and body.prompt is None:
         token_ids = await service.render_chat(
             body.messages,
@@ -28,14 +27,15 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
             continue_final_message=body.continue_final_message,
         )
     elif body.prompt is not None and body.messages is None:
-        tokenize = partial(llm.input_processor.tokenize, [body.prompt], body.add_special_tokens)
-        (token_ids,) = await service.llm.run_beside(tokenize, is_slow=len(body.prompt) > LONG_TEXT)
+        # It refuses a text that the model could not take.
+        (prompt,) = await service.llm.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+        token_ids = list(prompt["prompt_token_ids"])
     else:
         raise ValueError("give either a prompt or messages")
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": service.limits.max_model_len}
     if body.return_token_strs:
         convert = partial(service.tokenizer.convert_ids_to_tokens, token_ids)
-        answer["token_strs"] = await service.llm.run_beside(convert, is_slow=len(token_ids) > LONG_TEXT)
+        answer["token_strs"] = await service.llm.run_beside(convert, work_of_size(len(token_ids)))
     return answer
 
 
@@ -51,7 +51,7 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     if highest >= vocab_size:
         raise ValueError(f"token id {highest} is outside the vocabulary, 0 ... {vocab_size - 1}")
     decode = partial(service.decode, body.tokens)
-    return {"prompt": await service.llm.run_beside(decode, is_slow=len(body.tokens) > LONG_TEXT)}
+    return {"prompt": await service.llm.run_beside(decode, work_of_size(len(body.tokens)))}
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.sampling_params import StructuredOutputsParams
+if TYPE_CHECKING:
+    # The process that compiles on trial does without numpy, which starts threads.
+    from nanovllm.sampling_params import StructuredOutputsParams
 
 _MAX_MESSAGE = 500
 MAX_RULES = 20_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from nanovllm.config import Pooling
 from nanovllm.engine.request import Grammar, Request
@@ -18,6 +18,8 @@ from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 
 T = TypeVar("T")
 
+Work = Literal["short", "long", "grammar"]
+"""Kinds of work on a request's input that do not wait for one another."""
 LONG_TEXT = 2**16
 """Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
 
@@ -100,6 +102,10 @@ class InputProcessor:
         Encoding a text takes time in proportion to it, so longer ones are refused before. 0 without a tokenizer.
         """
         return 0 if self.tokenizer is None else self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+
+    def bound_grammars(self, *, compiles_here: bool) -> None:
+        """Refuse grammars that take long to compile; see `ConstraintFactory.bound`."""
+        self._grammars.bound(compiles_here=compiles_here)
 
     def process(
         self, prompts: list[Any], params: list[SamplingParams], priorities: list[int], *, streams: bool = False
@@ -391,12 +397,17 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     )
 
 
-def takes_long(prompts: list[Any], params: Any) -> bool:
-    """Whether the requests need a grammar, or have so much text that it takes long to encode."""
+def work_of(prompts: list[Any], params: Any) -> Work:
+    """Return what kind of work it is to make requests of prompts with these parameters, which may be None."""
     # What is of no such type is refused by the input processor.
     if getattr(params, "structured_outputs", None) is not None:
-        return True
+        return "grammar"
     texts = [p.get("prompt_token_ids") or p.get("prompt") if isinstance(p, dict) else p for p in prompts]
     bad_words = getattr(params, "bad_words", None)
     texts += bad_words if isinstance(bad_words, list) else []
-    return sum(len(text) for text in texts if isinstance(text, (str, list))) > LONG_TEXT
+    return work_of_size(sum(len(text) for text in texts if isinstance(text, (str, list))))
+
+
+def work_of_size(size: int) -> Work:
+    """Return what kind of work it is to encode or decode so many characters, or tokens."""
+    return "long" if size > LONG_TEXT else "short"

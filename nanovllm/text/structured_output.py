@@ -7,10 +7,10 @@ grammars and no regular expressions of its own, and brings a second tensor libra
 
 from __future__ import annotations
 
-import importlib
+import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,23 +19,20 @@ import numpy as np
 from nanovllm.engine.request import Grammar, Request, TokenConstraint
 from nanovllm.engine.token_masks import fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.grammar_compiler import (
+    GrammarError,
+    GrammarTrials,
+    TokenizerParts,
+    call_with_large_stack,
+    compile_grammar,
+)
 from nanovllm.text.grammar_text import grammar_text, with_advice
 from nanovllm.text.thinking import AfterThinkingConstraint
 from nanovllm.utils.extras import install_hint
 
-_MAX_GRAMMARS = 64
-"""Compiled ones that are kept; one of a large schema takes about a megabyte, and a hostile one `max_lexer_states`."""
-_STACK_BYTES = 2**29
-"""Of the thread that compiles: address space, of which a usual grammar touches a few pages. See `MAX_RULES`."""
-_LIMITS = {"step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
-"""llguidance's own, so that a mask takes about 0.01 s at most."""
-_LEXER_FUEL, _CHOICE_FUEL = 100_000, 1_000_000
-"""For compiling in about a second. A pattern's time grows with the square of its length, that of texts does not."""
+_MAX_GRAMMARS, _MAX_GRAMMAR_BYTES = 64, 64 * 2**20
+"""Grammars that are kept; bytes count where they are compiled on trial, see `ConstraintFactory.bound`."""
 _INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be used, or that llguidance has given up on."""
 
 
 class GrammarConstraint:
@@ -102,9 +99,22 @@ class ConstraintFactory:
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        # A matcher at the start of each grammar, the least recently used one first; several threads make constraints.
-        self._matchers: dict[str, Any] = {}
+        # The least recently used one first; several threads make constraints.
+        self._grammars: dict[str, Grammar] = {}
         self._lock = threading.Lock()
+        self._trials: GrammarTrials | None = None
+        self._compiles_here = True
+
+    def bound(self, *, compiles_here: bool) -> None:
+        """Refuse grammars that take seconds or much memory to compile, which `compile` finds out on trial from now on.
+
+        Where processes cannot fork (Windows), nothing changes.
+
+        Args:
+            compiles_here: whether the engine is in this process; another one compiles them itself.
+        """
+        if hasattr(os, "fork") and getattr(self._hf_tokenizer, "is_fast", False):
+            self._trials, self._compiles_here = GrammarTrials(self._parts), compiles_here
 
     def __reduce__(self) -> tuple[type[ConstraintFactory], tuple[Any, ...]]:
         return ConstraintFactory, (self._hf_tokenizer, self._vocab_size, self._eos_token_ids)
@@ -114,7 +124,7 @@ class ConstraintFactory:
         constraint: TokenConstraint | None = None
         if (grammar := request.grammar) is not None:
             if grammar.compiled is None:
-                grammar.compiled = self._matcher(grammar.text, grammar.is_choice)
+                grammar = request.grammar = self._compiled(grammar)
             constraint = GrammarConstraint(self.executor, grammar.compiled.deep_copy(), self._num_tokens)
             structured = request.params.structured_outputs
             if structured is not None and structured.after_thinking:
@@ -134,13 +144,17 @@ class ConstraintFactory:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer in llguidance's form."""
-        if self._hf_tokenizer is None or not getattr(self._hf_tokenizer, "is_fast", False):
+        return self._parts.tokenizer(self.library)
+
+    @cached_property
+    def _parts(self) -> TokenizerParts:
+        if not getattr(self._hf_tokenizer, "is_fast", False):
             raise ValueError("structured_outputs needs a model with a fast tokenizer")
-        # Before the tokenizer: it says how to install what is missing.
-        library = self.library
-        importlib.import_module("llguidance.hf")
-        eos = sorted(self._eos_token_ids)
-        return library.hf.from_tokenizer(self._hf_tokenizer, n_vocab=self._num_tokens, eos_token=eos or None)
+        backend = copy(self._hf_tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        eos: Any = sorted(self._eos_token_ids) or self._hf_tokenizer.eos_token_id
+        return TokenizerParts(backend.to_str(), self._num_tokens, eos)
 
     @cached_property
     def _num_tokens(self) -> int:
@@ -160,55 +174,38 @@ class ConstraintFactory:
             ValueError: the library is not installed, or there is no fast tokenizer.
         """
         # Before the grammar: they say what is missing.
-        library, _ = self.library, self.tokenizer
+        library, _ = self.library, self._parts
         try:
             text = grammar_text(library, params)
         except (TypeError, ValueError, RuntimeError) as error:
             raise GrammarError(with_advice(str(error))) from error
-        is_choice = params.choice is not None
-        return Grammar(text, is_choice, self._matcher(text, is_choice))
+        return self._compiled(Grammar(text, params.choice is not None))
 
-    def _matcher(self, text: str, is_choice: bool) -> Any:
-        """Return the matcher at the start of a grammar."""
+    def _compiled(self, grammar: Grammar) -> Grammar:
+        """Return a grammar as it is kept, compiled if the engine is in this process."""
         with self._lock:
-            matcher = self._matchers.pop(text, None)
-        if matcher is None:
-            try:
-                matcher = _call_with_large_stack(partial(self._compile, self.tokenizer, text, is_choice))
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise GrammarError(with_advice(str(error))) from error
-        if matcher.is_error():
-            raise GrammarError(with_advice(matcher.get_error()))
+            known = self._grammars.pop(grammar.text, None)
+        if known is None:
+            known = Grammar(grammar.text, grammar.is_choice, grammar.num_bytes)
+            if self._trials is not None:
+                # It starts while this process makes its own tokenizer.
+                self._trials.start()
+                _ = self.tokenizer if self._compiles_here else None
+                known.num_bytes = self._trials.num_bytes(known.text, known.is_choice)
+            if self._compiles_here:
+                compile_here = partial(compile_grammar, self.library, self.tokenizer, known.text, known.is_choice)
+                known.compiled = call_with_large_stack(compile_here)
         with self._lock:
-            self._matchers[text] = matcher
-            while len(self._matchers) > _MAX_GRAMMARS:
-                del self._matchers[next(iter(self._matchers))]
-        return matcher
+            self._grammars[known.text] = known
+            while len(self._grammars) > _MAX_GRAMMARS or self._num_bytes > _MAX_GRAMMAR_BYTES:
+                del self._grammars[next(iter(self._grammars))]
+        return known
 
-    def _compile(self, tokenizer: Any, grammar: str, is_choice: bool) -> Any:
-        """Return a matcher, perhaps in error, that knows its first mask, which takes longest."""
-        fuel = _CHOICE_FUEL if is_choice else _LEXER_FUEL
-        limits = self.library.LLParserLimits(initial_lexer_fuel=fuel, **_LIMITS)
-        # Warnings, which level 1 has, go to stderr.
-        matcher = self.library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return matcher
-
-
-_stack_lock = threading.Lock()
-
-
-def _call_with_large_stack(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread whose stack allows deep native recursion."""
-    with ThreadPoolExecutor(1, "nanovllm-grammar") as executor:
-        with _stack_lock:
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                future = executor.submit(function)
-            finally:
-                threading.stack_size(before)
-        return future.result()
+    @property
+    def _num_bytes(self) -> int:
+        """Memory of the grammars that are kept."""
+        grammars = self._grammars.values()
+        return sum([len(grammar.text) + (grammar.num_bytes if self._compiles_here else 0) for grammar in grammars])
 
 
 class BadWordsConstraint:

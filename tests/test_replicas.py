@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
@@ -149,8 +148,7 @@ def test_routing_by_prefix_against_round_robin(capsys: pytest.CaptureFixture[str
 
 
 def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("nanovllm.replicas.replica_devices.num_gpus", lambda: 4)
 
     def devices(size: int, ranks: int = 1, device: str = "auto", share: float = 0.9) -> list[str]:
         settings = {"data_parallel_size": size, "tensor_parallel_size": ranks, "device": device}
@@ -165,7 +163,7 @@ def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
         devices(2, device="cuda:3")
     assert devices(2, device="cuda:3", share=0.45) == ["cuda:3", "cuda:3"]
     assert devices(6, share=0.5) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("nanovllm.replicas.replica_devices.num_gpus", lambda: 0)
     with pytest.raises(ValueError, match=r"needs 2 GPUs, but there are 0"):
         devices(2, device="cuda")
 

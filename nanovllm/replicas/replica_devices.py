@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.config import Config
+from nanovllm.utils.gpu_count import num_gpus
 
 
 def replica_devices(config: Config) -> list[str]:
@@ -17,12 +18,9 @@ def replica_devices(config: Config) -> list[str]:
     size, num_ranks, name = config.data_parallel_size, config.tensor_parallel_size, config.device
     if size == 1 or name == "cpu":
         return [name] * size
-    # Whoever starts engines may need it for nothing else.
-    import torch  # noqa: PLC0415
-
-    if name == "auto" and not torch.cuda.is_available():
+    count = num_gpus()
+    if name == "auto" and not count:
         return ["cpu"] * size
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     first = int(name.partition(":")[2] or 0)
     num_free = count - first
     if size * num_ranks <= num_free:

@@ -10,11 +10,14 @@ import shutil
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 from nanovllm.config import Config
 from nanovllm.engine.request_seeds import RequestSeeds
@@ -37,7 +40,6 @@ class FrontEndPlan:
         folder: of the model.
         index, size: which front end it is, and how many there are.
         number: how many were started before it, those too that have ended.
-        engines: descriptors of its connections to the engines that are alive, by their numbers.
         listener: descriptor of the socket to listen on.
         counts: descriptor of the memory of the `ServerCounts`.
         metrics_folder: of the counters of all front ends.
@@ -50,7 +52,6 @@ class FrontEndPlan:
     index: int
     size: int
     number: int
-    engines: dict[int, int]
     listener: int
     counts: int
     metrics_folder: str
@@ -93,6 +94,8 @@ def run_front_end(descriptor: int, parent: int) -> None:
     except EOFError:
         return
     end_with_parent(parent, partial(shutil.rmtree, plan.metrics_folder, ignore_errors=True))
+    # The engines say it.
+    warnings.filterwarnings("ignore", "max_model_len=.* is capped")
     # Prometheus' client looks at it when it is imported.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
     logging.config.dictConfig(log_config(plan.settings.access_log))
@@ -100,6 +103,7 @@ def run_front_end(descriptor: int, parent: int) -> None:
 
 
 def _answer(plan: FrontEndPlan, control: Connection) -> int:
+    """Get ready while the engines load, then answer; returns the exit code."""
     # What imports torch and Prometheus' client.
     from nanovllm.llm import LLM  # noqa: PLC0415
     from nanovllm.replicas.loaded_model import over_replicas  # noqa: PLC0415
@@ -109,15 +113,20 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
     from nanovllm.serve.server_counts import ServerCounts, memory_size  # noqa: PLC0415
 
-    causes = EngineCauses(control, plan.engines)
+    # What is wrong with the model the engines find as well.
+    reading = ThreadPoolExecutor(1).submit(read_model_files, replace(plan.config, model=plan.folder))
+    try:
+        engines: list[int] = control.recv()
+        connections = [Connection(recv_handle(control)) for _ in engines]
+    except EOFError:
+        # The engines could not be started, which the process that has started this one says.
+        return 1
+    causes = EngineCauses(control, engines)
     # Requests without a seed have other noise than those of any other front end.
     seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
-    exit_texts = [partial(causes.text, index) for index in plan.engines]
-    connections = [Connection(descriptor) for descriptor in plan.engines.values()]
+    exit_texts = [partial(causes.text, index) for index in engines]
     engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)
-    # The engines have said it if a longer one was asked for.
-    config = replace(plan.config, model=plan.folder, max_model_len=engine.limits.max_model_len)
-    llm = LLM.over(plan.config, over_replicas(engine, read_model_files(config), seeds))
+    llm = LLM.over(plan.config, over_replicas(engine, reading.result(), seeds))
     memory = mmap.mmap(plan.counts, memory_size(plan.size))
     place = ServerPlace(
         socket.socket(fileno=plan.listener),

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from types import FrameType
 
 from nanovllm.config import Config
@@ -90,15 +91,20 @@ class FrontEnds:
         self._signal: int | None = None
 
     def load(self) -> None:
-        """Load the model; see `EngineProcesses.load`."""
-        with self._engines.stopped_on_error():
+        """Load the model, while the front ends get ready; see `EngineProcesses.load`."""
+        with self._engines.stopped_on_error(), ExitStack() as stack:
+            stack.callback(self._kill_front_ends)
+            self._metrics_folder = tempfile.mkdtemp(prefix="nanovllm-metrics-")
+            for index in range(self._size):
+                self._front_ends.append(self._start(index))
             self._engines.load(self._folder)
+            stack.pop_all()
+        for front_end in self._front_ends:
+            self._connect(front_end)
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM, which is then raised again, or until nobody can; return the exit code."""
         with self._signals(), self._stopping():
-            self._metrics_folder = tempfile.mkdtemp(prefix="nanovllm-metrics-")
-            self._front_ends = [self._start(index) for index in range(self._size)]
             code = self._wait_for_all()
             if code is None:
                 self._say_where()
@@ -108,25 +114,36 @@ class FrontEnds:
         return code or 0
 
     def _start(self, index: int) -> FrontEndProcess:
-        """Start a front end, with a connection to each engine and a socket of its own."""
+        """Start a front end with a socket of its own, which gets ready and waits for `_connect`."""
         control, other = Pipe()
-        engines = {engine.index: engine.connect() for engine in self._engines.all if not engine.has_ended()}
         listener = _bound(*self._place.getsockname()[:2])
-        numbers = {number: connection.fileno() for number, connection in engines.items()}
         plan = FrontEndPlan(
-            self._config, self._settings, self._folder, index, self._size, self._num_started, numbers,
+            self._config, self._settings, self._folder, index, self._size, self._num_started,
             listener.fileno(), self._memory.fileno(), self._metrics_folder, self._created,
         )  # fmt: skip
         self._num_started += 1
         with other, listener:
-            descriptors = [other.fileno(), listener.fileno(), self._memory.fileno(), *numbers.values()]
+            descriptors = [other.fileno(), listener.fileno(), self._memory.fileno()]
             arguments = other.fileno(), os.getpid()
             title = f"nanovllm front end {index}"
             process = start_python("nanovllm.serve.front_end", "run_front_end", arguments, title, descriptors)
-        for connection in engines.values():
-            connection.close()
         control.send(plan)
         return FrontEndProcess(process, control)
+
+    def _connect(self, front_end: FrontEndProcess) -> None:
+        """Give a front end a connection to each engine that is alive; it may have ended by now."""
+        engines = [engine for engine in self._engines.all if not engine.has_ended()]
+        with suppress(OSError):
+            front_end.control.send([engine.index for engine in engines])
+            for engine in engines:
+                with engine.connect() as connection:
+                    send_handle(front_end.control, connection.fileno(), front_end.process.pid)
+
+    def _kill_front_ends(self) -> None:
+        for front_end in self._front_ends:
+            front_end.process.kill()
+            front_end.process.wait()
+        shutil.rmtree(self._metrics_folder, ignore_errors=True)
 
     def _wait_for_all(self) -> int | None:
         """Wait until all front ends answer; return the exit code if one ends before, or a signal has come."""
@@ -185,6 +202,7 @@ class FrontEnds:
         ended.control.close()
         ServerCounts(mmap.mmap(self._memory.fileno(), memory_size(self._size)), index).reset()
         self._front_ends[index] = self._start(index)
+        self._connect(self._front_ends[index])
         return True
 
     @contextmanager

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from importlib.util import find_spec
 
 from nanovllm.config import Config
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.extras import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
+from nanovllm.utils.gpu_count import num_gpus
 
 _INSTALL = f"nanovllm serve needs further packages: {install_hint('serve')}"
 _logger = logging.getLogger(__name__)
@@ -26,9 +27,10 @@ _logger = logging.getLogger(__name__)
 def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the server until it gets SIGINT or SIGTERM, and return the exit code."""
     try:
-        # Those that only front ends import, so that one that is missing is found here.
+        # This process may only start others, which import them.
         for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
-            import_module(package)
+            if find_spec(package) is None:
+                raise ImportError(f"No module named {package!r}")
         from nanovllm.serve.logs import log_config  # noqa: PLC0415
     except ImportError as error:
         parser.error(f"{_INSTALL} ({error})")
@@ -61,11 +63,7 @@ async def _check_port(host: str, port: int) -> None:
 
 
 def _num_front_ends(config: Config, settings: ServeSettings) -> int:
-    is_on_gpu = False
-    if settings.front_ends is None and config.device != "cpu":
-        import torch  # noqa: PLC0415
-
-        is_on_gpu = torch.cuda.is_available()
+    is_on_gpu = settings.front_ends is None and config.device != "cpu" and num_gpus() > 0
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return settings.num_front_ends(is_on_gpu, num_cores)
 

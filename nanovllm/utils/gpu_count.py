@@ -1,0 +1,21 @@
+"""The number of GPUs, for processes that only start others: importing torch takes seconds."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.metadata import version
+
+
+def num_gpus() -> int:
+    """Return how many GPUs torch could use, of those that `CUDA_VISIBLE_DEVICES` allows (CUDA Driver API)."""
+    if version("torch").endswith("+cpu"):
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # There is no driver.
+        return 0
+    count = ctypes.c_int()
+    # Without a GPU, the driver cannot be initialised.
+    has_failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if has_failed else count.value

@@ -23,7 +23,7 @@ from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.pooling_config import folder_pooling
 from nanovllm.text import tokenizer as tokenizer_module
 from nanovllm.text.token_bytes import token_bytes_function
-from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.text.tokenizer import has_chat_template, load_tokenizer
 from nanovllm.utils.hub import resolve_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -292,6 +292,8 @@ def test_tekken_alone(tekken: Path) -> None:
     texts = ["Hello world", "\u00e9t\u00e9 \u65e5\u672c \U0001f642", "[INST] <s> a  b\n"]
     messages = [{"role": "system", "content": "be nice"}, {"role": "user", "content": "h\u00e9llo"}]
     with load(tekken) as llm:
+        # Its code takes the place of a template.
+        assert has_chat_template(llm.tokenizer) and not has_chat_template(None)
         outputs = llm.generate(texts, SamplingParams(0, 8, logprobs=2, stop=["zz"], bad_words=["no"]), use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == [right(text).input_ids for text in texts]
         for output in outputs:

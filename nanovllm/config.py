@@ -42,7 +42,7 @@ class Config:
     """Settings of one engine. Each value is checked here; limits that depend on the model are checked at loading.
 
     Attributes:
-        model: a folder in the Hub's layout, or a Hub id.
+        model: a folder in the Hub's layout, a GGUF file, or a Hub id.
         tokenizer: a folder or Hub id with another tokenizer than the model's; None: the model's, if it has one.
         device: "auto" (CUDA if available, else the CPU), "cpu", "cuda", or "cuda:N", the first GPU if several are used.
         dtype: of what is computed, and of weights and KV cache unless they are quantised; "auto" is the checkpoint's on

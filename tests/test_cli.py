@@ -712,9 +712,9 @@ def test_an_extra_that_is_missing_is_named_in_one_line(
 def test_convert_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.gguf").write_text("no GGUF")
     for file, part in (("text.gguf", "is no GGUF file"), ("absent.gguf", "No such file")):
-        with patch("nanovllm.commands.convert.find_spec"), pytest.raises(SystemExit):
+        with patch("nanovllm.utils.gguf.find_spec"), pytest.raises(SystemExit):
             main(["convert", str(tmp_path / file), str(tmp_path / "out")])
         assert part in capsys.readouterr().err
-    with patch("nanovllm.commands.convert.find_spec", return_value=None), pytest.raises(SystemExit):
+    with patch("nanovllm.utils.gguf.find_spec", return_value=None), pytest.raises(SystemExit):
         main(["convert", "any.gguf", "out"])
     assert "pip install 'nanovllm[gguf]'" in capsys.readouterr().err

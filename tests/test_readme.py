@@ -1,24 +1,89 @@
-"""The README's example runs as it is written, on the bundled model."""
+"""The README's examples run as they are written, and what it says of the package is true."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from tests.plain_install import plain_environment
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_every_capability_runs() -> None:
-    pytest.importorskip("llguidance")
-    (program,) = [block.split("```")[0] for block in README.split("```python\n")[1:] if "BUNDLED_MODEL" in block]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+class Block(NamedTuple):
+    """A block of code, and the comment before it, if it says how the block is run."""
+
+    language: str
+    code: str
+    mark: str
+
+
+def blocks() -> list[Block]:
+    pattern = r"(?:<!-- ((?:not run|extras):[^>]*?) -->\n+)?^```(python|bash)\n(.*?)^```$"
+    found = re.findall(pattern, README, flags=re.MULTILINE | re.DOTALL)
+    return [Block(language, code, mark) for mark, language, code in found]
+
+
+BLOCKS = {f"{number}-{block.code.split(chr(10))[0][:30]}": block for number, block in enumerate(blocks())}
+
+
+def test_marks_stand_before_blocks() -> None:
+    """A block is run as on a machine with a plain install and no network, unless the comment before it says otherwise.
+
+    `<!-- not run: REASON -->` leaves it out, and `<!-- extras: NAME NAME -->` has these installed as well.
+    """
+    marks = re.findall(r"<!-- (?:not run|extras):", README)
+    assert len(marks) == sum(bool(block.mark) for block in BLOCKS.values())
+    run = [block.language for block in BLOCKS.values() if not block.mark]
+    assert {"python", "bash"} <= set(run)
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=name) for name, block in BLOCKS.items()])
+def test_a_block_runs(block: Block, tmp_path: Path) -> None:
+    kind, _, value = block.mark.partition(":")
+    if kind == "not run":
+        pytest.skip(value.strip())
+    (tmp_path / "environment").mkdir()
+    try:
+        environment = plain_environment(tmp_path / "environment", value.split())
+    except PackageNotFoundError as error:
+        pytest.skip(f"needs {error}")
+    # As in the repository; files that it writes stay here.
+    for path in ROOT.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    program = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    done = subprocess.run(
+        [*program, block.code], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=250, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "torch.Size([2, 256])" in done.stdout and "finished=True" in done.stdout
+    assert done.stdout.strip() or block.language == "bash"
+
+
+def test_a_plain_install_lacks_extras_and_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    program = """
+import importlib.util, socket
+import torch, transformers, nanovllm
+assert importlib.util.find_spec("llguidance") is None and importlib.util.find_spec("pytest") is None
+for call in (lambda: __import__("llguidance"), lambda: socket.create_connection(("192.0.2.1", 80))):
+    try:
+        call()
+    except (ImportError, OSError) as error:
+        print(error)
+"""
+    environment = plain_environment(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines() == ["No module named 'llguidance'", "192.0.2.1 is another machine"], done.stderr
 
 
 def test_its_first_screen_can_be_followed_without_a_package_index() -> None:

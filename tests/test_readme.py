@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.plain_install import plain_environment
+from tests.tools.settings_tables import with_tables
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "nanovllm"
+INSIDE = (PACKAGE / "README.md").read_text(encoding="utf-8")
+LOCAL_LINK = r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]*)"
 
 
 class Block(NamedTuple):
@@ -104,9 +109,9 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_the_reading_order_is_true() -> None:
-    section = README.split("## Reading order\n")[1].split("\n## ")[0]
+    section = INSIDE.split("## Reading order\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([\w/.]+)` \| (\d+) \|", section, flags=re.MULTILINE)
-    counts = [len((ROOT / "nanovllm" / file).read_text(encoding="utf-8").splitlines()) for file, _ in rows]
+    counts = [len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file, _ in rows]
     for (file, stated), count in zip(rows, counts, strict=True):
         assert abs(int(stated) - count) <= max(10, count // 10), f"{file} has {count} lines"
     stated_files, stated_lines = re.findall(r"The core is (\d+) files of some ([\d,]+) lines", section)[0]
@@ -142,5 +147,21 @@ assert not [file for file in ran if file.startswith(("workers/", "serve/")) or "
 
 def test_links_to_files_are_named_after_them() -> None:
     # A package index shows the text alone.
-    links = re.findall(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)]*)\)", README)
+    links = re.findall(LOCAL_LINK, README)
     assert links and all(text == path for text, path in links), links
+
+
+def test_the_tables_of_settings_are_those_of_the_code() -> None:
+    assert with_tables(INSIDE) == INSIDE, "python -m tests.tools.settings_tables writes them"
+
+
+def test_every_page_of_the_package_is_in_the_index_and_leads_back() -> None:
+    pages = sorted(PACKAGE.glob("*/**/README.md"))
+    index = [path for _, path in re.findall(LOCAL_LINK, INSIDE.split("\n## ")[0])]
+    for page in pages:
+        assert page.relative_to(PACKAGE).as_posix() in index
+        top = page.read_text(encoding="utf-8").splitlines()[2]
+        assert f"]({os.path.relpath(PACKAGE / 'README.md', page.parent)})" in top, page
+    for page in [PACKAGE / "README.md", *pages]:
+        for _, path in re.findall(LOCAL_LINK, page.read_text(encoding="utf-8")):
+            assert (page.parent / path).exists(), f"{page} leads to {path}"

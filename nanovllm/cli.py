@@ -108,9 +108,11 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate",
-        help="complete a prompt",
-        description="Complete a prompt as it is, without a chat template, and print the text as it comes.",
+        help="answer a prompt",
+        description="Answer a prompt and print the text as it comes. The prompt is a message in the model's chat "
+        "template; a model that has none completes it as it is.",
     )
+    generate.add_argument("--raw", action="store_true", help="complete the prompt as it is, without the chat template")
     chat = commands.add_parser(
         "chat",
         help="talk with a model in the terminal",

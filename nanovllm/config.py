@@ -42,43 +42,50 @@ class Config:
     """Settings of one engine. Each value is checked here; limits that depend on the model are checked at loading.
 
     Attributes:
-        model: a folder in the Hub's layout, or a Hub id.
-        tokenizer: a folder or Hub id with another tokenizer than the model's; None: the model's, if it has one.
-        device: "auto" (CUDA if available, else the CPU), "cpu", "cuda", or "cuda:N", the first GPU if several are used.
-        dtype: of what is computed, and of weights and KV cache unless they are quantised; "auto" is the checkpoint's on
-            CUDA and float32 on the CPU.
-        tensor_parallel_size: number of ranks, each with its own GPU, or all on the CPU; at most the number of KV heads.
+        model: a folder in the Hub's layout, local or one that fsspec opens (`s3://bucket/model`, whose weights are
+            streamed); a GGUF file; or a Hub id, which is downloaded unless `HF_HUB_OFFLINE=1` forbids it.
+        tokenizer: a folder or Hub id of another tokenizer than the model's.
+        device: "cpu", "cuda", or "cuda:N", the first GPU if there are several ranks; "auto" takes CUDA if there is a
+            GPU.
+        dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's on CUDA, and float32 on the CPU. Weights
+            that are stored in another of these are converted.
+        tensor_parallel_size: number of ranks that share the model, each with its own GPU, or all on the CPU; at most
+            the number of KV heads.
         data_parallel_size: number of engines with the same model, in processes of their own, which share the requests;
             each has `tensor_parallel_size` GPUs of its own, or all are on the CPU.
         enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every one.
-        max_model_len: maximum tokens of one request, prompt and output together; capped by the model's maximum.
-        max_num_seqs: maximum sequences that run at once.
-        max_num_batched_tokens: token budget of one step, decode and prompt tokens together.
-        gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
+        max_model_len: most tokens of one request, prompt and output together; capped by the model's own limit. A prompt
+            of exactly this length still gets one token.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens in one step, decode and prompt tokens together; may be below `max_num_seqs`.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
         enforce_eager: launch kernels one by one instead of replaying CUDA graphs.
-        kvcache_block_size: tokens per cache block, a multiple of 16.
-        kv_cache_dtype: "fp8" keeps keys and values in e4m3, twice as many in the same memory, with the scales that the
-            checkpoint has for it, else 1; "auto" in `dtype`.
-        num_kvcache_blocks: number of cache blocks, of tokens in all layers; -1 derives it from the free memory. Where
-            only some layers have sliding windows, and blocks are of one group of layers, there are as many of each.
-        swap_space: GiB of the host's memory, of an engine's ranks together, for blocks that its cache evicts; 0 keeps
-            none. With it, and with `prefix_cache`, layers with sliding windows keep the blocks of those without.
+        kvcache_block_size: tokens in a cache block, a multiple of 16.
+        kv_cache_dtype: "fp8" keeps keys and values in e4m3, twice as many in the same memory, with the checkpoint's
+            scales for them, else 1; "auto" keeps them in `dtype`.
+        num_kvcache_blocks: blocks in the cache; -1 takes the GPU memory that is left, or on the CPU a tenth of the free
+            memory, at most 1 GiB. If only some layers have sliding windows, each kind of layer has this number.
+        swap_space: GiB of the host's memory, for all ranks of an engine together, for blocks that the cache evicts.
+            With it, and with `prefix_cache`, layers with sliding windows keep the blocks of those without.
         enable_prefix_caching: share the cache blocks of equal prefixes.
-        prefix_cache: a folder of blocks that `LLM.save_prefix_cache` has written; requests load theirs from it.
-        attention_backend: "auto", "sdpa", "triton" or "flash_attn".
-        load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
-        quantization: "fp8" rounds linear layers and experts of a checkpoint to e4m3, a scale an output, as it loads;
-            how a quantised one is stored stands in its config.json.
-        model_impl: whose code runs the model: "native" is this library's, "transformers" that of transformers over this
-            library's attention and cache; "auto" is the native one where there is one.
+        prefix_cache: a folder of blocks that `llm.save_prefix_cache(folder, prompts)` has written, in this process or
+            another; requests load theirs from it.
+        attention_backend: "triton" (heads of up to 512 elements), "flash_attn" (block size a multiple of 256, no
+            float32) or "sdpa" (needs no Triton); "auto" is "triton" on CUDA and "sdpa" on the CPU.
+        load_format: "auto" reads safetensors; "dummy" draws seeded random weights, and needs only a `config.json`.
+        quantization: "fp8" rounds linear layers and experts to e4m3 while loading, with a scale for each output;
+            checkpoints that are quantised already need no value.
+        model_impl: "native" runs this library's own code for the model, "transformers" that of transformers over this
+            library's attention and cache; "auto" takes the native one if there is one.
         revision: branch, tag or commit of a Hub id.
-        trust_remote_code: run the code that the model's config or tokenizer names; if False, what transformers has of
-            its own runs, and a model that only such code can run is refused.
-        logprobs_mode: "raw_logprobs", of the model's logits; "processed_logprobs", of what is sampled from: after
-            masks, penalties, temperature, top-k, top-p and min-p; or "scaled_logprobs", as a trainer computes them:
-            without the last three, and without masks of grammars and `min_tokens`.
-        max_logprobs: most log-probabilities that a request may ask for at each position; -1: of the whole vocabulary.
-        seed: of dummy weights (0 if None), and of requests without their own seed (drawn at random if None).
+        trust_remote_code: run the code that the model's config or tokenizer names (`auto_map`). Without it,
+            transformers' own code runs, and a model that it lacks is refused.
+        logprobs_mode: "raw_logprobs" are of the model's logits; "processed_logprobs" of what is sampled from, after
+            masks, penalties, temperature and truncation; "scaled_logprobs" as trainers compute them, without truncation
+            and without masks of grammars and `min_tokens`.
+        max_logprobs: most log-probabilities that a request may ask for at each position; -1 allows the whole
+            vocabulary.
+        seed: of dummy weights (0 if None), and of requests without a seed of their own (random if None).
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.

@@ -72,7 +72,8 @@ class LLM(EngineControl, Unpicklable):
     """A language model, ready to generate: an engine, or several replicas of it, with a tokenizer.
 
     Args:
-        model: a folder in the Hub's layout, or a Hub id, which is fetched unless `HF_HUB_OFFLINE` forbids it.
+        model: a folder in the Hub's layout, a GGUF file, which is converted once, or a Hub id, which is fetched unless
+            `HF_HUB_OFFLINE` forbids it.
         kwargs: settings, which `nanovllm.config.Config` describes: `dtype`, `device`, `max_model_len`,
             `gpu_memory_utilization`, `tensor_parallel_size`, `data_parallel_size`, `max_num_seqs`, `seed`, and more.
 

@@ -144,7 +144,7 @@ class ModelConfig:
             ValueError: the config is missing, unreadable, or has a value that is not supported.
         """
         if not os.path.isfile(file := os.path.join(path, "config.json")):
-            raise ValueError(no_model(path) or f"no config.json in {path!r}")
+            raise ValueError(no_model(path))
         # transformers refuses what is no object without its name.
         if not isinstance(stored := read_json(file).get("quantization_config"), dict | None):
             raise ValueError(f"quantization_config={stored!r:.400} in {file!r} must be an object")

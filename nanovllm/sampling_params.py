@@ -93,37 +93,38 @@ class SamplingParams:
 
     Attributes:
         temperature: divides the logits before the softmax; 0 is greedy.
-        max_tokens: the most tokens to generate, at least 1; None: up to the model's length.
+        max_tokens: most tokens to generate, at least 1; None goes on up to the model's length.
         ignore_eos: go on past end-of-sequence tokens.
-        seed: makes the request's tokens repeatable, in 0 ... 2**64 - 1; without one (None or -1), it follows from the
-            engine's seed and the request's number.
+        seed: makes the request's random draws the same alone, in any batch, and after preemption; in 0 ... 2**64 - 1.
+            Without one (None or -1), it follows from the engine's seed and the request's number.
         n: number of outputs, each with a seed of its own that follows from the request's.
         top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1] (nucleus sampling, Holtzman et
-            al. 2020, arXiv:1904.09751).
-        top_k: keep so many of the most likely tokens; 0 and -1 keep all.
-        min_p: keep tokens at least so likely as this part of the most likely one, in 0 ... 1 (Nguyen et al. 2024,
-            arXiv:2407.01082).
-        presence_penalty: subtracted from the logits of tokens in the output, in -2 ... 2.
-        frequency_penalty: the same for each time that a token is in the output, in -2 ... 2.
+            al. 2020, arXiv:1904.09751). Applied after `min_p` and `top_k`.
+        top_k: keep this number of the most likely tokens; 0 and -1 keep all. Applied after `min_p`.
+        min_p: keep tokens that are at least this fraction as likely as the most likely one, in 0 ... 1 (Nguyen et al.
+            2024, arXiv:2407.01082).
+        presence_penalty: subtracted from the logits of tokens that are in the output, in -2 ... 2.
+        frequency_penalty: subtracted once for each time that a token is in the output, in -2 ... 2.
         repetition_penalty: divides positive logits of tokens in prompt or output, multiplies negative ones; above 0
             (CTRL, Keskar et al. 2019, arXiv:1909.05858).
-        logit_bias: added to the logits of these token ids, -100 ... 100.
+        logit_bias: added to the logits of these token ids, in -100 ... 100.
         bad_words: texts that the output must not contain as tokens.
         allowed_token_ids: the only tokens that may be generated.
-        min_tokens: no EOS, no token of `stop_token_ids` and no end at `stop` before so many tokens, unless nothing
-            else is allowed, as at the end of a structured output.
+        min_tokens: no EOS, no token of `stop_token_ids` and no end at `stop` before this number of tokens, unless
+            nothing else is allowed, as at the end of a structured output.
         stop: texts that end the output.
         include_stop_str_in_output: leave the text that ended the output at its end.
         stop_token_ids: tokens that end the output, as EOS does.
-        logprobs: log-probabilities of the sampled token and of so many most likely ones, at each position; -1: of the
-            whole vocabulary. At most the engine's `max_logprobs`.
+        logprobs: log-probabilities of the sampled token and of this number of most likely ones, at each position; -1
+            gives the whole vocabulary. At most the engine's `max_logprobs`.
         prompt_logprobs: the same for the prompt's tokens.
-        prompt_logprobs_start: position of the prompt from which on they are computed. The prefix cache serves the
+        prompt_logprobs_start: position of the prompt from which on they are computed; the prefix cache serves the
             tokens before it.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
         detokenize: make text of the tokens.
-        structured_outputs: what the output must match.
+        structured_outputs: a JSON schema, regular expression, choice or grammar that the output must match; see
+            `StructuredOutputsParams`.
 
     Raises:
         ValueError: a value out of its range, a contradiction, or an unknown keyword.

@@ -271,6 +271,8 @@ def table(results: dict[str, Result]) -> str:
         [
             "# Families",
             "",
+            "[Index of pages](../README.md). Here: which architectures run, by whose code, and which are refused.",
+            "",
             f"Written by `python -m tests.sweep_models --write` with transformers {transformers.__version__}, on tiny",
             "random models: greedy tokens are those of `generate`, log-probabilities within 1e-4.",
             "",

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -449,6 +450,7 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["chat", "one/model", "--model", "another"], "not allowed with argument MODEL"),
         (["generate", *ENGINE, "--n", "2", "x"], "n must be 1"),
         (["generate", *ENGINE, ""], "empty"),
+        (["generate", *ENGINE, "some/model"], "the prompt is missing: nanovllm generate MODEL PROMPT"),
         (["generate", "/nowhere", *ENGINE, "x"], "/nowhere"),
         (["walk"], "walk"),
         (["run", "-i", "x"], "-o"),
@@ -608,15 +610,31 @@ def test_a_run_on_a_terminal_shows_how_many_lines_are_left(tmp_path: Path) -> No
 def test_a_prompt_from_the_command_line_or_the_standard_input(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (expected,) = llm.generate(["1 + 1"], SamplingParams(0, 8, ignore_eos=True), use_tqdm=False)
-    arguments = [BUNDLED_MODEL, *ENGINE, "--max-tokens", "8", "--ignore-eos"]
+    params = SamplingParams(0, 8, ignore_eos=True)
+    (completed,) = llm.generate(["1 + 1"], params, use_tqdm=False)
+    (answered,) = llm.chat([{"role": "user", "content": "1 + 1"}], params, use_tqdm=False)
+    arguments = [*ENGINE, "--max-tokens", "8", "--temperature", "0", "--ignore-eos"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1\n"))
-    for prompt in ("1 + 1", "-"):
-        position = 2 if prompt == "-" else len(arguments) + 1
-        given = ["generate", *arguments]
-        given.insert(position, prompt)
-        assert main(given) == 0
+    for given, expected in (
+        (["1 + 1", *arguments], answered),
+        ([BUNDLED_MODEL, *arguments, "1 + 1"], answered),
+        ([BUNDLED_MODEL, "-", *arguments], answered),
+        ([*arguments, "1 + 1", "--raw"], completed),
+    ):
+        assert main(["generate", *given]) == 0
         assert capsys.readouterr().out == expected["text"] + "\n"
+
+
+def test_a_model_without_a_chat_template_completes(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (completed,) = llm.generate(["My name is"], SamplingParams(0, 8), use_tqdm=False)
+    assert main(["generate", str(folder), *ENGINE, "--max-tokens", "8", "--temperature", "0", "My name is"]) == 0
+    assert capsys.readouterr().out == completed["text"] + "\n"
 
 
 @pytest.mark.parametrize("recommended", [{"max_new_tokens": 8}, {}])
@@ -636,7 +654,7 @@ def test_commands_take_what_the_model_recommends(
         (completed,) = llm.generate(["x"], params, use_tqdm=False)
         (answered,) = llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
     assert main(["generate", *arguments, "x"]) == 0
-    assert capsys.readouterr().out == completed["text"] + "\n"
+    assert capsys.readouterr().out == answered["text"] + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     assert main(["chat", *arguments]) == 0
     assert capsys.readouterr().out == answered["text"] + "\n"
@@ -694,9 +712,9 @@ def test_an_extra_that_is_missing_is_named_in_one_line(
 def test_convert_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.gguf").write_text("no GGUF")
     for file, part in (("text.gguf", "is no GGUF file"), ("absent.gguf", "No such file")):
-        with patch("nanovllm.commands.convert.find_spec"), pytest.raises(SystemExit):
+        with patch("nanovllm.utils.gguf.find_spec"), pytest.raises(SystemExit):
             main(["convert", str(tmp_path / file), str(tmp_path / "out")])
         assert part in capsys.readouterr().err
-    with patch("nanovllm.commands.convert.find_spec", return_value=None), pytest.raises(SystemExit):
+    with patch("nanovllm.utils.gguf.find_spec", return_value=None), pytest.raises(SystemExit):
         main(["convert", "any.gguf", "out"])
     assert "pip install 'nanovllm[gguf]'" in capsys.readouterr().err

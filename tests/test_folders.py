@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 import pytest
@@ -17,13 +18,12 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.commands.convert import convert_gguf
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.pooling_config import folder_pooling
 from nanovllm.text import tokenizer as tokenizer_module
 from nanovllm.text.token_bytes import token_bytes_function
-from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.text.tokenizer import has_chat_template, load_tokenizer
 from nanovllm.utils.hub import resolve_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -110,7 +110,7 @@ def test_parts_without_an_index_are_a_model(checkpoint: Path, copy: Path, model_
     [
         (["consolidated.safetensors", "params.json"], r"their maker's own layout, 'consolidated\.safetensors'"),
         (["pytorch_model.bin", "optimizer.bin"], r"only pickled weights, .* 'pytorch_model\.bin'.*save_pretrained"),
-        (["m-Q4_K_M.gguf"], "GGUF file, 'm-Q4_K_M.gguf': .*nanovllm convert"),
+        (["m-Q4_K_M.gguf"], "in GGUF files, such as 'm-Q4_K_M.gguf': give the path of one"),
         ([], r"no \*\.safetensors"),
     ],
 )
@@ -119,14 +119,14 @@ def test_weights_in_another_layout(copy: Path, names: list[str], message: str) -
     touch(copy, *names)
     with pytest.raises(ValueError, match=message):
         load(copy)
-    if names and "bin" not in names[0]:
+    if "params.json" in names:
         (copy / "config.json").unlink()
         with pytest.raises(ValueError, match=message):
             load(copy)
 
 
-def test_an_adapter_and_a_gguf_file_are_no_models(copy: Path, tmp_path: Path) -> None:
-    adapter, gguf = tmp_path / "adapter", tmp_path / "model.gguf"
+def test_an_adapter_is_no_model(copy: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
     write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "me/base"})
     for folder in (adapter, copy):
         touch(folder, "adapter_model.safetensors")
@@ -136,9 +136,29 @@ def test_an_adapter_and_a_gguf_file_are_no_models(copy: Path, tmp_path: Path) ->
     for folder in (adapter, copy):
         with pytest.raises(ValueError, match=r"is an adapter of 'me/base', not a model: .*llm\.load_weights\('.*'\)"):
             load(folder)
-    gguf.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"is a GGUF file: .*nanovllm convert"):
-        load(gguf)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("notes.txt", "notes.txt' is a file that holds no model: a model is a folder with config.json"),
+        ("model.safetensors", "model.safetensors' is a file of weights: give its folder"),
+        ("pytorch_model.bin", "pytorch_model.bin' is a file of pickled weights, .*: a model is a folder"),
+        ("empty/", "empty/' is empty: a model is a folder"),
+        ("absent/model", "absent/model' does not exist"),
+        ("others", "others' has no config.json: a model is a folder"),
+        ("models--me--tiny", "is a folder of the Hub's cache: give the Hub id, 'me/tiny'"),
+        ("a.gguf", "a.gguf' is no GGUF file"),
+        ("two", r"has GGUF files of several models: give the path of one of \['a.gguf', 'b.gguf'\]"),
+    ],
+)
+def test_a_path_that_is_no_model_is_named_with_what_to_give(tmp_path: Path, name: str, message: str) -> None:
+    for folder in ("empty", "others", "models--me--tiny/snapshots", "two"):
+        (tmp_path / folder).mkdir(parents=True)
+    touch(tmp_path, "notes.txt", "model.safetensors", "pytorch_model.bin", "a.gguf", "others/notes.txt")
+    touch(tmp_path / "two", "a.gguf", "b.gguf")
+    with patch("nanovllm.utils.gguf.find_spec"), pytest.raises(ValueError, match=message):
+        LLM(f"{tmp_path}/{name}", device="cpu")
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
@@ -292,6 +312,8 @@ def test_tekken_alone(tekken: Path) -> None:
     texts = ["Hello world", "\u00e9t\u00e9 \u65e5\u672c \U0001f642", "[INST] <s> a  b\n"]
     messages = [{"role": "system", "content": "be nice"}, {"role": "user", "content": "h\u00e9llo"}]
     with load(tekken) as llm:
+        # Its code takes the place of a template.
+        assert has_chat_template(llm.tokenizer) and not has_chat_template(None)
         outputs = llm.generate(texts, SamplingParams(0, 8, logprobs=2, stop=["zz"], bad_words=["no"]), use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == [right(text).input_ids for text in texts]
         for output in outputs:
@@ -397,70 +419,3 @@ def test_code_for_a_tokenizer_is_not_needed_where_there_is_other(copy: Path) -> 
     write_json(copy / "config.json", {"model_type": "custom"})
     with pytest.raises(ValueError, match=r"names code to run for AutoTokenizer: .*'custom.Fast'.*trust_remote_code"):
         load_tokenizer(str(copy), False)
-
-
-def write_gguf(path: Path, left_out: tuple[str, ...] = (), **options: Any) -> None:
-    """Write a tied Llama of one layer with the tokenizer of a few words."""
-    gguf = pytest.importorskip("gguf")
-    writer, size, generator = gguf.GGUFWriter(path, "llama", **options), 32, torch.Generator().manual_seed(0)
-    writer.add_context_length(64)
-    writer.add_embedding_length(size)
-    writer.add_feed_forward_length(size)
-    writer.add_block_count(1)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(8)
-    words = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab"]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([-float(i) for i in range(8)])
-    writer.add_token_types([2, 3, 3, 1, 1, 1, 1, 1])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    squares = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (8, size), "output_norm.weight": (size,)}
-    shapes |= {f"blk.0.{name}.weight": (size, size) for name in squares}
-    shapes |= {f"blk.0.{name}.weight": (size,) for name in ("attn_norm", "ffn_norm")}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, generator=generator).numpy()
-        if name not in left_out:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_all_parts_of_a_gguf_file_are_read(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "whole.gguf")
-    write_gguf(tmp_path / "split.gguf", split_max_tensors=4)
-    parts = sorted(tmp_path.glob("split-*.gguf"))
-    assert [part.name for part in parts] == [f"split-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    for source, name in ((tmp_path / "whole.gguf", "whole"), (parts[1], "split")):
-        convert_gguf(source, tmp_path / name, torch.float32)
-    whole, split = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "split"))
-    assert whole.keys() == split.keys() and all(torch.equal(whole[name], split[name]) for name in whole)
-    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("whole", "split")]
-    assert files[0] == files[1]
-    parts[2].unlink()
-    with pytest.raises(ValueError, match=r"one of 3 parts, .*\['split-00003-of-00003.gguf'\] not found"):
-        convert_gguf(parts[0], tmp_path / "out", torch.float32)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_gguf_file_without_all_of_a_model_leaves_nothing_behind(tmp_path: Path) -> None:
-    file, there = tmp_path / "model.gguf", tmp_path / "there"
-    there.mkdir()
-    write_gguf(file, ("blk.0.ffn_up.weight",))
-    for folder in (tmp_path / "new", there):
-        with pytest.raises(ValueError, match=r"has not all of the model: tensors missing \['.*mlp.up_proj.weight'\]"):
-            convert_gguf(file, folder, torch.float32)
-    write_gguf(file)
-    file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"cannot read .*model.gguf"):
-        convert_gguf(file, there, torch.float32)
-    file.write_text(POINTER)
-    with pytest.raises(ValueError, match=r"model.gguf' is a Git LFS pointer"):
-        convert_gguf(file, there, torch.float32)
-    assert list(there.iterdir()) == [] and not (tmp_path / "new").exists()

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -220,29 +227,104 @@ def test_dummy_weights_fetch_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return str(tmp_path)
 
     monkeypatch.setattr("nanovllm.utils.hub.snapshot_download", fake_download)
+    monkeypatch.setattr(HfApi, "model_info", Mock(return_value=Mock(siblings=[])))
     resolve_model("me/large", None)
     resolve_model("me/large", None, weights=False)
     assert ["*.safetensors" in patterns for patterns in wanted] == [True, False]
 
 
-def test_hub_ids_honour_offline_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+@pytest.fixture
+def hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="neither a folder nor a model that the Hub gives"):
-        resolve_model("Qwen/Qwen3-0.6B", None)
-    with pytest.raises(ValueError, match="neither a folder"):
-        resolve_model("no such model", None)
+    return tmp_path
 
 
-def test_a_hub_id_in_the_cache_loads(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path) -> None:
-    repo = tmp_path / "models--me--tiny"
+@pytest.fixture
+def cached(hub_cache: Path, checkpoint: Path) -> Path:
+    """The snapshot of the Hub id me/tiny."""
+    repo = hub_cache / "models--me--tiny"
     snapshot = repo / "snapshots" / ("0" * 40)
     shutil.copytree(checkpoint, snapshot)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
+    return snapshot
+
+
+def test_a_hub_id_without_a_network_comes_from_the_cache_or_ends_with_advice(
+    monkeypatch: pytest.MonkeyPatch, cached: Path
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert Path(resolve_model("me/tiny", None)) == snapshot
+    assert Path(resolve_model("me/tiny", None)) == cached
+    with pytest.raises(
+        ValueError, match=r"HF_HUB_OFFLINE .*`hf download me/other --revision v1` without it, or give a"
+    ):
+        resolve_model("me/other", "v1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    # As a firewall leaves it: it takes the connection, and never answers.
+    monkeypatch.setattr("nanovllm.utils.hub._ANSWER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert Path(resolve_model("me/tiny", None)) == cached
+        with pytest.raises(ValueError, match="the Hub cannot be reached") as info:
+            resolve_model("me/other", None)
+    ways = "run `hf download me/other` where there is a network, give a folder with the model, or set HF_HUB_OFFLINE=1"
+    assert ways in str(info.value)
+    # The traceback is this error's alone.
+    assert info.value.__cause__ is None and info.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("model", "answer", "message"),
+    [
+        ("no such model", None, "neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'"),
+        ("https://huggingface.co/me/tiny", None, "is a page of the Hub: give its id, 'me/tiny'"),
+        ("me/typo", (404, "RepoNotFound"), "the Hub has no model of this name"),
+        ("me/gated", (403, "GatedRepo"), "the Hub asks to accept its terms first: https://huggingface.co/me/gated"),
+        ("me/tiny", (404, "RevisionNotFound"), "the Hub has no revision 'v1' of it"),
+        ("me/tiny", ["README.md", "q4.gguf"], "'me/tiny' has its weights in GGUF files, such as 'q4.gguf'"),
+        ("me/tiny", ["config.json", "pytorch_model.bin"], "only pickled weights, .*from_pretrained\\('me/tiny'\\)"),
+    ],
+)
+def test_what_is_wrong_with_a_hub_id_is_said(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch, model: str, answer: Any, message: str
+) -> None:
+    monkeypatch.setattr("nanovllm.utils.hub._ANSWER_SECONDS", 60.0)
+    with hub_that_answers(answer) as url, pytest.raises(ValueError, match=message) as info:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        resolve_model(model, "v1")
+    assert info.value.__cause__ is None and "\n" not in str(info.value)
+
+
+@contextmanager
+def hub_that_answers(answer: tuple[int, str] | list[str] | None) -> Iterator[str]:
+    """A Hub that has an error for every request, or a model with files of these names; without either, it fails."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert answer is not None
+            content = b"{}"
+            if isinstance(answer, tuple):
+                self.send_response(answer[0])
+                self.send_header("X-Error-Code", answer[1])
+            else:
+                self.send_response(200)
+                names = [{"rfilename": name} for name in answer]
+                content = json.dumps({"id": "me/tiny", "sha": "0" * 40, "siblings": names}).encode()
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(

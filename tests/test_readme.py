@@ -1,24 +1,94 @@
-"""The README's example runs as it is written, on the bundled model."""
+"""The README's examples run as they are written, and what it says of the package is true."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.plain_install import plain_environment
+from tests.tools.settings_tables import with_tables
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "nanovllm"
+INSIDE = (PACKAGE / "README.md").read_text(encoding="utf-8")
+LOCAL_LINK = r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]*)"
 
 
-def test_the_example_of_every_capability_runs() -> None:
-    pytest.importorskip("llguidance")
-    (program,) = [block.split("```")[0] for block in README.split("```python\n")[1:] if "BUNDLED_MODEL" in block]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+class Block(NamedTuple):
+    """A block of code, and the comment before it, if it says how the block is run."""
+
+    language: str
+    code: str
+    mark: str
+
+
+def blocks() -> list[Block]:
+    pattern = r"(?:<!-- ((?:not run|extras):[^>]*?) -->\n+)?^```(python|bash)\n(.*?)^```$"
+    found = re.findall(pattern, README, flags=re.MULTILINE | re.DOTALL)
+    return [Block(language, code, mark) for mark, language, code in found]
+
+
+BLOCKS = {f"{number}-{block.code.split(chr(10))[0][:30]}": block for number, block in enumerate(blocks())}
+
+
+def test_marks_stand_before_blocks() -> None:
+    """A block is run as on a machine with a plain install and no network, unless the comment before it says otherwise.
+
+    `<!-- not run: REASON -->` leaves it out, and `<!-- extras: NAME NAME -->` has these installed as well.
+    """
+    marks = re.findall(r"<!-- (?:not run|extras):", README)
+    assert len(marks) == sum(bool(block.mark) for block in BLOCKS.values())
+    run = [block.language for block in BLOCKS.values() if not block.mark]
+    assert {"python", "bash"} <= set(run)
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=name) for name, block in BLOCKS.items()])
+def test_a_block_runs(block: Block, tmp_path: Path) -> None:
+    kind, _, value = block.mark.partition(":")
+    if kind == "not run":
+        pytest.skip(value.strip())
+    (tmp_path / "environment").mkdir()
+    try:
+        environment = plain_environment(tmp_path / "environment", value.split())
+    except PackageNotFoundError as error:
+        pytest.skip(f"needs {error}")
+    # As in the repository; files that it writes stay here.
+    for path in ROOT.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    program = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    done = subprocess.run(
+        [*program, block.code], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=250, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "torch.Size([2, 256])" in done.stdout and "finished=True" in done.stdout
+    assert done.stdout.strip() or block.language == "bash"
+
+
+def test_a_plain_install_lacks_extras_and_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    program = """
+import importlib.util, socket
+import torch, transformers, nanovllm
+assert importlib.util.find_spec("llguidance") is None and importlib.util.find_spec("pytest") is None
+for call in (lambda: __import__("llguidance"), lambda: socket.create_connection(("192.0.2.1", 80))):
+    try:
+        call()
+    except (ImportError, OSError) as error:
+        print(error)
+"""
+    environment = plain_environment(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines() == ["No module named 'llguidance'", "192.0.2.1 is another machine"], done.stderr
 
 
 def test_its_first_screen_can_be_followed_without_a_package_index() -> None:
@@ -39,9 +109,9 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_the_reading_order_is_true() -> None:
-    section = README.split("## Reading order\n")[1].split("\n## ")[0]
+    section = INSIDE.split("## Reading order\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([\w/.]+)` \| (\d+) \|", section, flags=re.MULTILINE)
-    counts = [len((ROOT / "nanovllm" / file).read_text(encoding="utf-8").splitlines()) for file, _ in rows]
+    counts = [len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file, _ in rows]
     for (file, stated), count in zip(rows, counts, strict=True):
         assert abs(int(stated) - count) <= max(10, count // 10), f"{file} has {count} lines"
     stated_files, stated_lines = re.findall(r"The core is (\d+) files of some ([\d,]+) lines", section)[0]
@@ -77,5 +147,21 @@ assert not [file for file in ran if file.startswith(("workers/", "serve/")) or "
 
 def test_links_to_files_are_named_after_them() -> None:
     # A package index shows the text alone.
-    links = re.findall(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)]*)\)", README)
+    links = re.findall(LOCAL_LINK, README)
     assert links and all(text == path for text, path in links), links
+
+
+def test_the_tables_of_settings_are_those_of_the_code() -> None:
+    assert with_tables(INSIDE) == INSIDE, "python -m tests.tools.settings_tables writes them"
+
+
+def test_every_page_of_the_package_is_in_the_index_and_leads_back() -> None:
+    pages = sorted(PACKAGE.glob("*/**/README.md"))
+    index = [path for _, path in re.findall(LOCAL_LINK, INSIDE.split("\n## ")[0])]
+    for page in pages:
+        assert page.relative_to(PACKAGE).as_posix() in index
+        top = page.read_text(encoding="utf-8").splitlines()[2]
+        assert f"]({os.path.relpath(PACKAGE / 'README.md', page.parent)})" in top, page
+    for page in [PACKAGE / "README.md", *pages]:
+        for _, path in re.findall(LOCAL_LINK, page.read_text(encoding="utf-8")):
+            assert (page.parent / path).exists(), f"{page} leads to {path}"

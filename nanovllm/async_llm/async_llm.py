@@ -59,7 +59,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     Example:
         >>> async def main() -> None:
         ...     async with AsyncLLM(BUNDLED_MODEL) as llm:
-        ...         outputs = await asyncio.gather(*(llm.generate(prompt) for prompt in ["one", "two"]))
+        ...         outputs = await asyncio.gather(*(llm.generate(prompt) for prompt in ["My name is", "count to 5"]))
         ...         print((await llm.chat([{"role": "user", "content": "2 + 3"}])).outputs[0].text)
         ...         async for output in llm.stream_chat([{"role": "user", "content": "count to 5"}]):
         ...             print(output.outputs[0].text, end="")

@@ -37,7 +37,7 @@ def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
         config: the engine's settings.
         defaults: sampling parameters of lines that do not say.
     """
-    model = os.path.realpath(config.model) if os.path.isdir(config.model) else config.model
+    model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
     settings = [model, *(getattr(config, name) for name in _SETTINGS)]
     text = json.dumps([settings, dict(defaults)], sort_keys=True, default=asdict)
     return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -30,7 +30,7 @@ class AsyncLLMEngine(Unpicklable):
         >>> async def main() -> None:
         ...     engine = AsyncLLMEngine(BUNDLED_MODEL)
         ...     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        ...     async for output in engine.generate("Hello", params, "request 1"):
+        ...     async for output in engine.generate("count to 5", params, "request 1"):
         ...         num_tokens = len(output.outputs[0].token_ids)
         ...     print(num_tokens)
         ...     engine.shutdown()

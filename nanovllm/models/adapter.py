@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanovllm.models.stored_tensors import shown
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.folder_faults import ADAPTER_CONFIG, refuse_pointer
+from nanovllm.utils.units import shown
 
 _WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")

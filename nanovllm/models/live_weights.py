@@ -15,9 +15,9 @@ import torch
 from nanovllm.models.adapter import read_adapter
 from nanovllm.models.base import CausalLM
 from nanovllm.models.loader import rows_of, shape_of
-from nanovllm.models.stored_tensors import shown
 from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
 from nanovllm.utils.remote import is_url, weights_place
+from nanovllm.utils.units import shown
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
 Maxima = list[tuple[str, torch.Tensor]]

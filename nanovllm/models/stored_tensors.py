@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.utils.folder_faults import no_weights, refuse_pointer
 from nanovllm.utils.remote import filesystem, is_url, list_names, storage_errors, weights_place
+from nanovllm.utils.units import shown
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -24,13 +25,6 @@ _BUFFERS = re.compile(
 )
 _MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
 """Where it has four dimensions, and is no bias."""
-_MOST_SHOWN = 8
-
-
-def shown(names: list[str]) -> str:
-    """Return the first of these names for a message, and how many more there are: mixtures have 10,000s of tensors."""
-    more = len(names) - _MOST_SHOWN
-    return f"{names[:_MOST_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
 def misfit(folder: str, missing: list[str], surplus: list[str]) -> str:

@@ -99,6 +99,14 @@ def _is_there(module: str) -> bool:
         return False
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether a model's tokenizer, None without one, makes prompts of messages: by a template or own code."""
+    if getattr(tokenizer, "chat_template", None):
+        return True
+    apply = getattr(type(tokenizer), "apply_chat_template", None)
+    return apply not in (None, PreTrainedTokenizerBase.apply_chat_template)
+
+
 def decode_function(tokenizer: Any) -> Callable[..., str]:
     """Return `tokenizer.decode` for lists of token ids.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")
+_FORMS = "a model is a folder with config.json, *.safetensors and a tokenizer, a GGUF file, or a Hub id"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -29,12 +30,26 @@ def refuse_pointer(path: str, start: bytes | None = None) -> None:
         raise ValueError(f"{path!r} is a Git LFS pointer, not the file: run `git lfs pull` in {folder!r}")
 
 
-def no_model(folder: str) -> str | None:
-    """Return what a folder without config.json or weights is, and how to use it; None if that cannot be told."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+def no_folder(path: str) -> str:
+    """Return what a file is that was given for a model's folder, and what to give instead."""
+    if path.endswith(".safetensors"):
+        return f"{path!r} is a file of weights: give its folder"
+    if path.endswith(_PICKLED):
+        return f"{path!r} is a file of pickled weights, which may run code when they are read: {_FORMS}"
+    return f"{path!r} is a file that holds no model: {_FORMS}"
+
+
+def no_model(folder: str) -> str:
+    """Return what a folder without config.json is, and how to use it."""
+    names = sorted(os.listdir(folder))
     if ADAPTER_CONFIG in names:
         return _adapter_advice(folder)
-    return _other_layout(folder, names)
+    if (advice := other_layout(folder, names)) is not None:
+        return advice
+    kind, _, name = os.path.basename(folder.rstrip("/")).partition("--")
+    if kind == "models" and "snapshots" in names:
+        return f"{folder!r} is a folder of the Hub's cache: give the Hub id, {name.replace('--', '/')!r}"
+    return f"{folder!r} {'has no config.json' if names else 'is empty'}: {_FORMS}"
 
 
 def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
@@ -47,9 +62,12 @@ def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
     """
     if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
         return _adapter_advice(folder)
-    if (advice := _other_layout(place, sorted(names))) is not None:
+    if (advice := other_layout(place, sorted(names))) is not None:
         return advice
-    return f"no *.safetensors in {place!r}; load_format='dummy' needs none"
+    return (
+        f"no *.safetensors in {place!r}: fetch the weights too, as `hf download` does, or draw random ones with "
+        "load_format='dummy'"
+    )
 
 
 def _adapter_advice(folder: str) -> str:
@@ -66,10 +84,15 @@ def _adapter_advice(folder: str) -> str:
     )
 
 
-def _other_layout(place: str, names: list[str]) -> str | None:
-    """Return what to do about weights in files that are read otherwise, or not at all."""
+def other_layout(place: str, names: list[str]) -> str | None:
+    """Return what to do about weights in files that are read otherwise, or not at all; None if there are none such.
+
+    Args:
+        place: of the files: a folder, a URL or a Hub id.
+        names: of the files there, sorted.
+    """
     if found := [name for name in names if name.endswith(".gguf")]:
-        return f"{place!r} has a GGUF file, {found[0]!r}: make a folder of it with `nanovllm convert`"
+        return f"{place!r} has its weights in GGUF files, such as {found[0]!r}: give the path of one"
     if found := [name for name in names if name.startswith("consolidated") or name == "params.json"]:
         return (
             f"{place!r} has weights in their maker's own layout, {found[0]!r}: download, or convert to, the layout of "

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
+from nanovllm.utils.folder_faults import no_folder, other_layout
 from nanovllm.utils.remote import fetch_small_files, is_url
 
 _CONFIG_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*_Pooling/config.json"]
@@ -14,33 +22,95 @@ _WEIGHT_FILES = ["*.safetensors"]
 _UNUSED_FILES = ["consolidated*.safetensors", "original/*", "*/adapter_model*.safetensors", "optimizer*.safetensors"]
 """Weights in their maker's own layout, which many repositories have, too, and what is left of a training."""
 _CODE_FILES = ["*.py"]
+_PAGE = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/]+/[^/]+)/?")
+_ANSWER_SECONDS = 5.0
+"""In which the Hub answers. Its own client waits minutes for one that a firewall hides, or for ever."""
 
 
 def resolve_model(model: str, revision: str | None, weights: bool = True, code: bool = False) -> str:
     """Return the folder of a model: `model` itself, or a Hub snapshot, downloaded unless `HF_HUB_OFFLINE` is set.
 
-    Of a folder that fsspec opens, all but the weights is copied; these are read where they are.
+    Of a folder that fsspec opens, all but the weights is copied; these are read where they are. A GGUF file's model is
+    converted to a folder in a cache, once.
 
     Args:
-        model: a folder, a URL of one, or a Hub id.
+        model: a folder, a URL of one, a GGUF file, a folder that has one and no config, or a Hub id.
         revision: branch, tag or commit of a Hub id.
         weights: whether to fetch the weights, or only config and tokenizer.
         code: whether to fetch the Python files of a URL; those of a Hub id transformers fetches.
 
     Raises:
-        ValueError: `model` is neither a folder nor a Hub id that can be downloaded or is cached.
+        ValueError: `model` is none of these, or a Hub id that can neither be downloaded nor is cached; says what to do.
     """
+    if page := _PAGE.fullmatch(model):
+        raise ValueError(f"{model!r} is a page of the Hub: give its id, {page[1]!r}")
     if is_url(model):
+        if model.endswith(".gguf"):
+            raise ValueError(f"{model!r} is a GGUF file, which must be on a local disk: download it")
         return fetch_small_files(model.rstrip("/"), _CONFIG_FILES + (_CODE_FILES if code else []))
     path = os.path.expanduser(model)
-    if os.path.isdir(path):
+    if os.path.exists(path):
+        return _local_folder(path)
+    if not model or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
+        raise ValueError(f"model folder {model!r} does not exist")
+    return _snapshot(model, revision, _CONFIG_FILES + (_WEIGHT_FILES if weights else []))
+
+
+def _local_folder(path: str) -> str:
+    if os.path.isfile(os.path.join(path, "config.json")):
         return path
-    if path.endswith(".gguf") and os.path.isfile(path):
-        raise ValueError(f"{model!r} is a GGUF file: make a folder of it with `nanovllm convert`")
-    if not model or os.path.exists(path) or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
-        raise ValueError(f"model folder {model!r} does not exist, or is no folder")
+    # Imported here because it takes seconds.
+    from nanovllm.utils.gguf import cached_folder, gguf_file  # noqa: PLC0415
+
+    if (file := gguf_file(path)) is not None:
+        return cached_folder(file)
+    if not os.path.isdir(path):
+        raise ValueError(no_folder(path))
+    return path
+
+
+def _snapshot(model: str, revision: str | None, patterns: list[str]) -> str:
+    """Return a Hub id's folder in the cache, brought up to date if the Hub answers.
+
+    Errors are raised without their causes, which have several traces of the HTTP client.
+    """
+    unreached: Exception | None = None
+    names: list[str] = []
     try:
-        patterns = _CONFIG_FILES + (_WEIGHT_FILES if weights else [])
-        return snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_UNUSED_FILES)
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{model!r} is neither a folder nor a model that the Hub gives: {error}") from error
+        info = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS)
+        names = sorted(file.rfilename for file in info.siblings or ())
+    except HFValidationError:
+        raise ValueError(f"{model!r} is neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'") from None
+    except Exception as error:  # each version of the Hub's client has another HTTP client's errors
+        unreached = error
+    if not any(name.endswith(".safetensors") for name in names) and (advice := other_layout(model, names)) is not None:
+        raise ValueError(advice)
+    try:
+        return snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=_UNUSED_FILES,
+            local_files_only=unreached is not None,
+        )  # fmt: skip
+    except Exception as error:
+        reason = _advice(model, revision, unreached or error)
+        raise ValueError(f"{model!r} is neither a folder nor whole in the cache, and {reason}") from None
+
+
+def _advice(model: str, revision: str | None, error: Exception) -> str:
+    """Return why the Hub does not give a model, and what to do."""
+    command = f"`hf download {model}{'' if revision is None else f' --revision {revision}'}`"
+    if isinstance(error, GatedRepoError):
+        return f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the Hub has no model of this name, or none for this account: check the name, or `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the Hub has no revision {revision!r} of it"
+    if isinstance(error, OfflineModeIsEnabled):
+        return (
+            f"HF_HUB_OFFLINE allows no other place than {constants.HF_HUB_CACHE}: run {command} without it, or give a "
+            "folder with the model"
+        )
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return (
+        f"the Hub cannot be reached ({reason}): run {command} where there is a network, give a folder with the model, "
+        "or set HF_HUB_OFFLINE=1 for one that is in the cache"
+    )

@@ -306,6 +306,10 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         executor = self._slow_executor if is_slow else self._executor
         return await asyncio.get_running_loop().run_in_executor(executor, function)
 
+    def require_running(self) -> None:
+        """Raise a RuntimeError that says why, if no requests are taken."""
+        self._thread.require_running()
+
     @property
     def is_running(self) -> bool:
         """Whether requests are taken."""

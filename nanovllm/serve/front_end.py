@@ -95,7 +95,7 @@ def run_front_end(descriptor: int, parent: int) -> None:
     end_with_parent(parent, partial(shutil.rmtree, plan.metrics_folder, ignore_errors=True))
     # Prometheus' client looks at it when it is imported.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
-    logging.config.dictConfig(log_config(plan.settings.access_log))
+    logging.config.dictConfig(log_config(plan.settings.access_log, plan.settings.log_requests))
     sys.exit(_answer(plan, control))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from nanovllm.utils.checks import (
 )
 
 _MAX_BEAMS = 10
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
 _OFF = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "min_tokens": 0,
@@ -234,8 +236,10 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r:.80}")
-            # Keys of JSON objects are strings.
-            items = ((int(k) if isinstance(k, str) and k.isdigit() else k, v) for k, v in self.logit_bias.items())
+            # Keys of JSON objects are strings. Python reads other digits too, and not so many that none is an id.
+            items = (
+                (int(k) if isinstance(k, str) and _TOKEN_ID.fullmatch(k) else k, v) for k, v in self.logit_bias.items()
+            )
             name = "a value of logit_bias"
             bias = {check_int("a token id of logit_bias", k, 0): check_number(name, v, -100, 100) for k, v in items}
             self.logit_bias = bias or None

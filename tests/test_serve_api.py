@@ -34,8 +34,8 @@ INTRODUCTION = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    limits = ("--max-outputs", "8", "--max-output-tokens", "400", "--allow-priority", "--max-logprobs", "100")
-    with serving(*limits, key=KEY, NANOVLLM_API_KEY=KEY) as server:
+    limits = ("--max-outputs", "8", "--max-output-tokens", "400", "--max-logprobs", "100")
+    with serving(*limits, "--allow-priority", "--log-requests", key=KEY, NANOVLLM_API_KEY=KEY) as server:
         yield server
 
 
@@ -475,7 +475,9 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"messages": [{"content": "a"}]}, "missing_required_parameter", "messages[0].role", "messages[0].role"),
     ({"messages": LONG}, "context_length_exceeded", "messages", "this model's maximum context length is 512 tokens; "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", None, "text"),
-    ({"stop": [1]}, "invalid_type", "stop", "stop"),
+    ({"stop": ["a", 1]}, "invalid_type", "stop[1]", "string"),
+    ({"stop": 1}, "invalid_type", "stop", "a string or a list of strings, not 1"),
+    ({"stop": ["a"] * 65}, "invalid_value", "stop", "at most 64 items"),
     ({"functions": [{"name": "f"}]}, "invalid_value", "functions", "functions"),
     ({"extra_body": {"use_beam_search": True}}, "invalid_value", "use_beam_search", "use_beam_search"),
     ({"extra_body": {"guided_regex": "a"}}, "unsupported_parameter", "guided_regex", "structured_outputs={"),
@@ -495,6 +497,10 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"extra_body": {"add_generation_prompt": True, "continue_final_message": True}}, "invalid_value",
      "continue_final_message", "exclude"),
     ({"extra_body": {"include_reasoning": False}}, "invalid_value", "include_reasoning", "include_reasoning"),
+    ({"tool_choice": {"type": "function", "function": {}}}, "missing_required_parameter", "tool_choice.function.name",
+     "required"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "invalid_type", "messages[0].content[0]",
+     "a string or an object"),
     ({"tool_choice": NAMED, "tools": []}, "invalid_value", "tool_choice", "none of the tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name", "name"),
 ]  # fmt: skip
@@ -543,7 +549,7 @@ def test_unknown_fields_are_ignored_and_logged_once(client: Any, server: ServerP
         answer = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
         assert answer.choices[0].message.content == "yes"
     log = server.log()
-    assert log.count("no_such\\nfield") == log.count("guided_choice") == 1
+    assert log.count("no_such\\nfield") == log.count("guided_choice") == log.count("not known") == 1
     neutral: dict[str, Any] = {"n": 1, "audio": None, "functions": [], "modalities": ["text"]}
     # `verbosity` is no argument of older clients.
     neutral["extra_body"] = {"use_beam_search": False, "length_penalty": 1, "guided_json": None, "verbosity": "low"}

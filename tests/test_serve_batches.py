@@ -32,7 +32,7 @@ def lines(bodies: list[dict[str, Any]], url: str = CHAT) -> bytes:
     return b"".join(json.dumps(request).encode() + b"\n" for request in requests)
 
 
-def question(text: str, **fields: Any) -> dict[str, Any]:
+def question(text: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
 
 
@@ -76,16 +76,17 @@ def server(folder: Path) -> Any:
 
 def test_batches_from_end_to_end(server: ServerProcess) -> None:
     client = client_of(server)
-    bodies = [question(f"{i} + 3", max_tokens=8) for i in range(30)] + [question("a", temperature=-1)]
+    bodies = [question(f"{i} + 3", max_tokens=8) for i in range(30)] + [question("a", temperature=-1), question(5)]
     batch = submit(client, lines(bodies))
     done = ended(client, batch.id)
     counts = done.request_counts
-    assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 31, 30, 1)
+    assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 32, 30, 2)
     assert done.metadata == {"of": "test"}
     output, errors = answers(client, done.output_file_id), answers(client, done.error_file_id)
     for i in range(30):
         assert output[f"r{i}"]["body"]["choices"][0]["message"]["content"] == str(i + 3)
     assert errors["r30"]["status_code"] == 400 and "temperature" in errors["r30"]["body"]["error"]["message"]
+    assert errors["r31"]["body"]["error"]["param"] == "messages[0].content"
     embedded = ended(client, submit(client, lines([{"input": "a"}], "/v1/embeddings"), "/v1/embeddings").id)
     assert len(answers(client, embedded.output_file_id)["r0"]["body"]["data"][0]["embedding"]) == 256
     assert next(iter(client.batches.list(limit=1))).id in (batch.id, embedded.id)

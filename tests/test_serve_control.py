@@ -53,7 +53,7 @@ def server(root: Path) -> Iterator[ServerProcess]:
         yield server
         server.check_idle()
         _, log = server.stop()
-        assert all("503 the engine is asleep" in line for line in unexpected_lines(log)), log
+        assert all("503 service_unavailable" in line for line in unexpected_lines(log)), log
     finally:
         server.process.kill()
         server.process.wait()

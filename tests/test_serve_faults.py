@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -85,6 +86,9 @@ def wait_for(server: ServerProcess, name: str, least: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
     # In the prefill of a long prompt, and in mid-answer.
+    num_vanished = num_errors(server, "client_disconnect")
+    # One that stays is not counted.
+    assert post(server, {"messages": HELLO, "max_tokens": 2, "stream": stream})[0] == 200
     long = {"messages": [{"role": "user", "content": "a b " * 110}], "stream": stream, "n": 4, "temperature": 1}
     for body, name in ((long, "num_waiting"), ({**ENDLESS, "stream": stream}, "num_running")):
         before = server.get("/stats")["num_output_tokens"]
@@ -96,6 +100,11 @@ def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
         for connection in connections:
             connection.close()
         server.check_idle()
+        num_vanished += len(connections)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (counted := num_errors(server, "client_disconnect")) < num_vanished:
+            assert time.monotonic() < deadline
+        assert counted == num_vanished
 
 
 @pytest.fixture(scope="module")
@@ -332,10 +341,10 @@ def test_too_many_requests_and_one_that_takes_too_long() -> None:
         for connection in waiting:
             connection.close()
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while num_errors(server, "timeout_error") < 2:
+        while num_errors(server, "client_disconnect") < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        for count, stream in enumerate((False, True), 3):
+        for count, stream in enumerate((False, True), 1):
             status, answer = post(server, {**ENDLESS, "max_tokens": 400, "n": 16, "stream": stream, "logprobs": True})
             assert b"max_request_seconds" in answer and status == (200 if stream else 408)
             assert num_errors(server, "timeout_error") == count
@@ -404,8 +413,10 @@ def test_a_killed_rank_ends_requests_and_health_says_so() -> None:
             thread.join(20)
         assert sorted(status for status, _ in answers) == [200, 503]
         assert all(b"rank" in body for _, body in answers), answers
-        with pytest.raises(Exception, match="503"):
+        with pytest.raises(urllib.error.HTTPError, match="503") as health:
             server.get("/health")
+        said = json.loads(health.value.read())["error"]["message"]
+        assert "rank 1 was killed by SIGKILL" in said and "the engine is closed" in said and "\n" not in said
         assert post(server, {"messages": HELLO})[0] == 503
         assert server.stop()[0] == -signal.SIGTERM
         assert not subprocess.run(["pgrep", "-P", str(server.process.pid)], check=False, stdout=subprocess.PIPE).stdout

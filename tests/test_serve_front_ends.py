@@ -194,6 +194,10 @@ def test_the_death_of_the_engine_is_told_with_its_cause(server: ServerProcess) -
     for _ in range(8):
         status, body = answer(server, CHAT)
         assert status == 503 and b"the engine's process was killed by SIGKILL" in body
+        with pytest.raises(urllib.error.HTTPError) as health:
+            server.get("/health")
+        said = json.loads(health.value.read())["error"]["message"]
+        assert said == "the engine is closed: the engine's process was killed by SIGKILL"
 
 
 def _is_healthy(server: ServerProcess) -> bool:

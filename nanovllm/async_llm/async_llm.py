@@ -307,6 +307,10 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         self._thread.require_running()
         return await asyncio.get_running_loop().run_in_executor(self._executors[work], function)
 
+    def require_running(self) -> None:
+        """Raise a RuntimeError that says why, if no requests are taken."""
+        self._thread.require_running()
+
     @property
     def is_running(self) -> bool:
         """Whether requests are taken."""

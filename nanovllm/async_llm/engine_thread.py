@@ -143,8 +143,8 @@ class EngineThread:
                 stream.finish(output)
         for failure in failures:
             if isinstance(failure.__cause__, GrammarError):
-                # Of that request alone, and no fault of the engine.
-                _logger.warning("%s", failure)
+                # Of that request alone, and no fault of the engine. What it says may quote the grammar.
+                _logger.warning("the grammar of a request cannot be used")
             else:
                 _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
             for request_id in failure.request_ids:
@@ -182,7 +182,8 @@ def _closed_error(cause: BaseException | None) -> RuntimeError:
     """Return the error of calls to an engine that was closed, perhaps by an error."""
     if cause is None:
         return RuntimeError("the engine is closed")
-    error = RuntimeError(f"the engine is closed: {cause.__cause__ or cause}")
+    text = str(cause.__cause__ or cause)
+    error = RuntimeError(text if "the engine is closed" in text else f"the engine is closed: {text}")
     error.__cause__ = cause
     return error
 

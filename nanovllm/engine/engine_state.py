@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from nanovllm.runner.messages import MissingWeights
 
 PauseMode = Literal["keep", "wait", "abort"]
-SLEEP_TAGS = ("weights", "kv_cache")
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: tuple[str, ...] = get_args(SleepTag)
 
 
 @dataclass

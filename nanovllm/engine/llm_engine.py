@@ -290,13 +290,13 @@ class LLMEngine(ControlledEngine, Unpicklable):
         failed = [group.request_id for group in groups.values()]
         for group in groups.values():
             self._abort(group)
-        message = f"a step failed, and with it the requests {failed}: {error}"
+        message = f"a step failed: {type(error).__name__}: {error}"
         try:
             if self._runner is not None:
                 self._runner.synchronize()
         except Exception as lost:
             self._runner = None
-            message += f"; the engine is closed: {lost}"
+            message += "; the engine is closed" + ("" if str(lost) in message else f": {lost}")
         self._results.fail(StepError(message, failed, error))
         if not isinstance(error, Exception):
             raise error

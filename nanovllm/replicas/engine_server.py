@@ -171,7 +171,7 @@ class EngineServer:
                 else:
                     cause = self._step()
         except Exception:
-            cause = traceback.format_exc()[-MOST_CHARACTERS:]
+            cause = f"an error ended the engine:\n{traceback.format_exc()[-MOST_CHARACTERS:]}"
         finally:
             self._engine.end(call)
         for front_end in self._front_ends:
@@ -275,7 +275,7 @@ class EngineServer:
         if not self._engine.is_open:
             # Who can, computes them elsewhere: they have not failed by themselves.
             failure = results.failures.pop()
-            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))}"[-MOST_CHARACTERS:]
+            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-MOST_CHARACTERS:]}"
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
         self._add_steps(reports, tokens)
         self._sort(results, reports)

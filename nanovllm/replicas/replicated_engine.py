@@ -360,4 +360,4 @@ class ReplicatedEngine(Unpicklable):
         left = list(self._placement.requests)
         for request_id in left:
             self._end(request_id)
-        self._results.fail(StepError(f"{cause}, and with it the requests {left}", left, RuntimeError(cause)))
+        self._results.fail(StepError(cause, left, RuntimeError(cause)))

@@ -6,18 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm.serve.protocol import Body, Objects
+from nanovllm.serve.field_types import MOST_MESSAGES, Stops, TextOrObjects
+from nanovllm.serve.protocol import Body
 
-_MOST_TEXTS = 64
 _MOST_TOOLS = 256
-_MOST_MESSAGES = 4096
 
 
 class Turn(Body):
     """A message; its content is a text or a list of blocks."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Objects
+    content: TextOrObjects
 
 
 class MessagesTool(BaseModel):
@@ -69,8 +68,8 @@ class CountTokensBody(Body):
     """A request for the number of tokens in messages."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
-    system: str | Objects | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    system: TextOrObjects | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: NoThinking | None = None
@@ -82,7 +81,7 @@ class MessagesBody(CountTokensBody):
     """A request for the answer to messages."""
 
     max_tokens: int
-    stop_sequences: Annotated[list[str], Field(max_length=_MOST_TEXTS, fail_fast=True)] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -23,7 +24,7 @@ from nanovllm.serve.batches import Batches
 from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
-from nanovllm.serve.logs import RequestIds, log_refusal
+from nanovllm.serve.logs import RequestLogs, log_refusal
 from nanovllm.serve.memory import give_back_memory
 from nanovllm.serve.routers import anthropic, batches, control, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
@@ -54,14 +55,14 @@ def create_app(service: Service) -> ASGIApp:
     app.state.service = service
     _add_error_handlers(app, service)
     # The first router that matches answers, so the most frequent requests come first.
-    for router in (openai.router, tokens.router, anthropic.router, pooling.router, state.router):
+    routers = [openai.router, tokens.router, anthropic.router, pooling.router, state.router]
+    routers += [batches.router] if settings.batch_dir is not None else []
+    routers += [control.router] if settings.control else []
+    for router in routers:
         app.include_router(router)
-    if settings.batch_dir is not None:
-        app.include_router(batches.router)
-    if settings.control:
-        app.include_router(control.router)
     app.mount("/page", StaticFiles(directory=state.PAGE))
-    return _protected(app, service)
+    routes = (route for router in (app.router, *routers) for route in router.routes if isinstance(route, Route))
+    return _protected(app, service, {route.path for route in routes if not route.param_convertors})
 
 
 @asynccontextmanager
@@ -75,8 +76,8 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _protected(app: ASGIApp, service: Service) -> ASGIApp:
-    """Return an application behind what each request passes first."""
+def _protected(app: ASGIApp, service: Service, paths: Collection[str]) -> ASGIApp:
+    """Return an application behind what each request passes first; `paths`: of its routes without parameters."""
     settings = service.settings
     # Outside of FastAPI, whose own work on a request is most of what it costs to begin one.
     app = Guard(app, settings, service.metrics.count_error, service.counts)
@@ -84,7 +85,7 @@ def _protected(app: ASGIApp, service: Service) -> ASGIApp:
     if settings.allowed_origins:
         options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
         app = CORSMiddleware(app, settings.allowed_origins, **options)
-    return RequestIds(app)
+    return RequestLogs(app, paths)
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
@@ -111,8 +112,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ApiError):
-            # Of reading a form, which FastAPI answers with an error of its own.
+            # Of reading a body, which FastAPI answers with an error of its own.
             return answer(request, error.__cause__)
+        if isinstance(error.__cause__, ClientDisconnect):
+            return await on_disconnect(request, error)
         return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
+from nanovllm.serve.errors import validation_error
 from nanovllm.serve.pooling import embed
 from nanovllm.serve.pooling_protocol import EmbeddingBody
 from nanovllm.serve.protocol import ChatBody, CompletionBody
@@ -30,7 +31,7 @@ async def answer_line(service: Service, endpoint: str, body: dict[str, Any]) -> 
     """Return the body of the answer to a request.
 
     Raises:
-        ValueError: the request is wrong.
+        ValueError, ApiError: the request is wrong.
         RuntimeError: the engine failed.
     """
     kind, answer = ENDPOINTS[endpoint]
@@ -40,6 +41,6 @@ async def answer_line(service: Service, endpoint: str, body: dict[str, Any]) -> 
         request = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise validation_error({**first, "loc": ("body", *first["loc"])}, body) from error
     found = await answer(service, request)
     return json.loads(bytes(found.body)) if isinstance(found, Response) else found.model_dump()

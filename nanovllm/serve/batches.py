@@ -20,7 +20,7 @@ from anyio import to_thread
 from pydantic import BaseModel, ValidationError
 
 from nanovllm.serve.batch_endpoints import ENDPOINTS, answer_line
-from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.errors import ApiError, api_error, parse_json
 from nanovllm.serve.file_store import FileStore, read_json, write_json
 from nanovllm.serve.guard import MOST_VALUES, num_values
 from nanovllm.serve.service import Service
@@ -212,7 +212,7 @@ def _lines(path: Path) -> Iterator[BatchLine]:
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                yield BatchLine.model_validate_json(line)
+                yield BatchLine.model_validate(parse_json(line))
 
 
 def _check_lines(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[dict[str, Any]]]:
@@ -244,7 +244,9 @@ def _size_fault(text: bytes, most_bytes: int) -> dict[str, str] | None:
 def _fault(text: bytes, endpoint: str, known: set[str]) -> dict[str, str] | None:
     """Return what is wrong with a line, whose id is known from then on."""
     try:
-        line = BatchLine.model_validate_json(text)
+        line = BatchLine.model_validate(parse_json(text))
+    except ApiError as error:
+        return {"code": "invalid_json_line", "message": str(error)}
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -16,7 +16,8 @@ from nanovllm.openai_format import ENDPOINTS, prompt_positions, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.event_stream import DONE, event
-from nanovllm.serve.protocol import CompletionBody, prompt_list
+from nanovllm.serve.field_types import prompt_list
+from nanovllm.serve.protocol import CompletionBody
 from nanovllm.serve.service import Service
 from nanovllm.serve.text_offsets import TextOffsets
 from nanovllm.serve.usage import Usage

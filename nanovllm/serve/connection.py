@@ -24,6 +24,8 @@ from nanovllm.serve.settings import ServeSettings
 _logger = logging.getLogger(__name__)
 
 _MOST_HEAD_BYTES = 128 * 2**10
+_MOST_URL_BYTES = 2**16 - 1
+"""What the parser of URLs takes."""
 _MOST_EARLY_BYTES = 2**16
 _CHUNK_BYTES = 32
 """What a chunk of a body may have around its data; extensions and trailers count like a head's bytes."""
@@ -153,8 +155,17 @@ class Connection(HttpToolsProtocol):
             raise ApiError(400, "a request came before the answer to the one before it")
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the URL."""
+        super().on_url(url)
+        if len(self.url) > _MOST_URL_BYTES:
+            raise ApiError(414, f"the request's URL is over {_MOST_URL_BYTES} bytes")
+
     def on_headers_complete(self) -> None:
         """Hand a request on."""
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            # Each on the way could look at another one.
+            raise ApiError(400, "the request has more than one Host header")
         # With what stands between a name and a value, and at the end of the line.
         self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         _cancel(self._head_timer)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
+from starlette.datastructures import FormData
 from starlette.responses import Response
 
 from nanovllm.async_llm import QueueFullError
@@ -27,19 +29,22 @@ _KINDS = {
 }
 
 
+_MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
+"""Before the name of an exception's class, as tracebacks have it."""
 _FIELD = re.compile(r"(?:an? [a-z ]*of |one of )?(\w+)")
 _CODES = {
     401: "invalid_api_key",
     405: "method_not_allowed",
     408: "timeout",
     413: "request_too_large",
+    414: "uri_too_long",
     429: "rate_limit_exceeded",
     500: "internal_error",
     503: "service_unavailable",
 }
 _FIELDS = {item.name for item in fields(SamplingParams)} | {
     "response_format", "tool_choice", "best_of", "echo", "cache_salt", "priority", "chat_template_kwargs", "dimensions",
-    "sampling_params", "prompt", "messages", "chat_template",
+    "sampling_params", "prompt", "messages", "chat_template", "level",
 }  # fmt: skip
 
 
@@ -95,6 +100,68 @@ class JsonResponse(Response):
         super().__init__(_encode_pieces(body) if in_pieces else encode_json(body), status, headers)
 
 
+_MOST_DEPTH = 128
+"""Lists and objects within each other in a body: what goes through it calls itself about as often."""
+_MOST_DIGITS = 308
+"""Of an integer: those of the largest float."""
+_AS_ZEROS = bytes(ord("0") if code in b"0123456789" else ord(" ") for code in range(256))
+_TOO_MANY_ZEROS = b"0" * (_MOST_DIGITS + 1)
+
+
+def parse_json(body: bytes) -> Any:
+    """Return the value of a body.
+
+    Raises:
+        ApiError: it is not JSON in UTF-8, is nested deeper than `_MOST_DEPTH`, or has a number that no float can hold.
+    """
+    # A call for each of a million ids would take 0.1 s.
+    parse_int = _short_int if _TOO_MANY_ZEROS in body.translate(_AS_ZEROS) else None
+    try:
+        value = json.loads(body, parse_int=parse_int, parse_float=_finite, parse_constant=_finite)
+    except UnicodeDecodeError:
+        raise _invalid_json("it is not in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _invalid_json(str(error)) from None
+    except RecursionError:
+        raise _too_deep() from None
+    # Most bodies have fewer brackets.
+    if body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH):
+        raise _too_deep()
+    return value
+
+
+def _short_int(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise _invalid_json(f"it has an integer of more than {_MOST_DIGITS} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _invalid_json(f"{text:.40} is no number of JSON, or is too large")
+    return value
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects within each other are more than `most`."""
+    level = [value]
+    for _ in range(most):
+        inner = (item for found in level for item in (found.values() if isinstance(found, dict) else found))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep() -> ApiError:
+    return _invalid_json(f"it has more than {_MOST_DEPTH} lists and objects within each other")
+
+
+def _invalid_json(problem: str) -> ApiError:
+    return ApiError(400, f"what was sent cannot be read as JSON: {problem}", code="invalid_json")
+
+
 _PIECES_DEPTH = 5
 """Where the log-probabilities of one token are in an answer: below choices, a choice, its logprobs and their lists."""
 
@@ -125,41 +192,59 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), headers={"Retry-After": "1"})
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), code="context_length_exceeded")
-    # A grammar may turn out to be too complex as its answer comes.
-    if isinstance(error, ValueError) or isinstance(error.__cause__, GrammarError):
+    if isinstance(error.__cause__, GrammarError):
+        # It turned out to be too complex, or to have no end, as its answer came.
+        error = error.__cause__
+    if isinstance(error, ValueError):
         # What we say of a field begins with its name.
         found = _FIELD.match(str(error))
         return ApiError(400, str(error), found[1] if found and found[1] in _FIELDS else None, code="invalid_value")
     # The engine is closed, or a step failed.
     if isinstance(error, RuntimeError):
-        return ApiError(503, str(error))
+        return ApiError(503, _sentence(str(error)))
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
+def _sentence(text: str) -> str:
+    """Return the first and the last line of what may have a traceback, which say what happened and what was raised."""
+    first, *others = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if not others or _MODULE.sub("", others[-1]) in first:
+        return first
+    return f"{first.removesuffix(':')}: {others[-1]}"
+
+
 def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
-    """Return the answer to a request whose body has no valid form.
+    """Return the answer to a request that has no valid form.
 
     Args:
-        first: the first error that pydantic has found.
+        first: the first error that pydantic has found; its `loc` begins with a part of the request: "body", "query".
         body: as it was parsed.
     """
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    place = _place(first["loc"], body, is_missing=first["type"] == "missing")
-    if not place and first["type"] != "value_error":
+    kind, is_missing, is_form = first["type"], first["type"] == "missing", isinstance(body, FormData)
+    place = _place(first["loc"], body, is_missing=is_missing)
+    if not place and kind != "value_error":
         # FastAPI takes the body for a text if its type is not JSON's.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
-    is_type = first["type"].endswith(("_type", "_parsing"))
-    code = (
-        "missing_required_parameter" if first["type"] == "missing" else "invalid_type" if is_type else "invalid_value"
-    )
-    return ApiError(400, f"{place or 'body'}: {first['msg']}", place or None, code=code)
+    problem, given = first["msg"].removeprefix("Value error, "), first.get("input")
+    if is_form and kind == "value_error":
+        # FastAPI names its classes.
+        problem = "Input should be a file, with a file name"
+    elif kind in ("dict_type", "model_type", "model_attributes_type"):
+        problem = "Input should be an object"
+    if isinstance(given, (bool, int, float)):
+        problem += f", not {json.dumps(given):.40}"
+    is_type = kind.endswith(("_type", "_parsing"))
+    code = "missing_required_parameter" if is_missing else "invalid_type" if is_type else "invalid_value"
+    return ApiError(400, f"{place or 'body'}: {problem}", place or None, code=code)
 
 
 def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:
-    """Return where in a body an error is, such as "messages[0].role", without what pydantic calls types."""
-    place, parts = "", [part for part in loc if part != "body"]
+    """Return where in a request an error is, such as "messages[0].role", without what pydantic calls types."""
+    source, *parts = loc
+    if source != "body" or isinstance(body, FormData):
+        return str(parts[0])
+    place = ""
     for part in parts:
         if isinstance(body, dict) and (part in body or (is_missing and part == parts[-1])):
             place += f".{part}" if place else str(part)

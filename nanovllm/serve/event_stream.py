@@ -43,7 +43,7 @@ class EventStream(Response):
         events: the answer.
         streams: what the events are made of; closed in any case.
         settings: the server's.
-        count_error: takes the kind of an error that ends the stream.
+        count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client goes away.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class EventStream(Response):
                 # A client that reads little at a time may take the end of its answer late.
                 await self._close()
                 await self._end(scope, send, timed_out(seconds))
+            elif pump not in done:
+                self._count_error("client_disconnect")
         finally:
             await _cancel(pump, gone)
             await self._close()

@@ -98,7 +98,7 @@ def run_front_end(descriptor: int, parent: int) -> None:
     warnings.filterwarnings("ignore", "max_model_len=.* is capped")
     # Prometheus' client looks at it when it is imported.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
-    logging.config.dictConfig(log_config(plan.settings.access_log))
+    logging.config.dictConfig(log_config(plan.settings.access_log, plan.settings.log_requests))
     sys.exit(_answer(plan, control))
 
 

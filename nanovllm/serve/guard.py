@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Callable
 
 import anyio
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.serve.error_forms import error_response
@@ -62,6 +63,9 @@ class Guard:
             self._count_error(error.kind)
             log_refusal(scope, error)
             await self._refuse(error, scope, receive, send)
+        except ClientDisconnect:
+            # Before its request was complete: nobody reads an answer.
+            self._count_error("client_disconnect")
 
     def _takes_body(self, scope: Scope) -> bool:
         """Whether a request is one for the engine, which costs something and may have a body.
@@ -132,7 +136,7 @@ class Guard:
                 while more and size <= most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ApiError(408, "the client went away before its request was complete")
+                        raise ClientDisconnect
                     part = message.get("body", b"")
                     size += len(part)
                     if size <= most:

@@ -1,10 +1,17 @@
-"""The server's logs: one line of stderr for each event, with the id of the request that it belongs to."""
+"""The server's logs: one line of stderr for each event, with the id of the request that it belongs to.
+
+Nothing of what a client has sent is in them, but for its `X-Request-Id`: what it asked for may be secret. Of an error
+the answer has the message, and the log says what kind it is and in which field; of a path, which route it is.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+import traceback
+from collections.abc import Collection
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -14,41 +21,80 @@ if TYPE_CHECKING:
     from nanovllm.serve.errors import ApiError
 
 _logger = logging.getLogger(__name__)
-_request_id: ContextVar[str] = ContextVar("request_id", default="-")
 _VALID_ID = re.compile(rb"[!-~]{1,128}")
 _MOST_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request, and the paths of the API that have no parameters."""
+
+    id: str
+    scope: Scope
+    paths: Collection[str]
+
+    @property
+    def path(self) -> str:
+        """Its path, or its route's, if the API has it; a client may have sent anything else."""
+        path: str = self.scope["path"].removeprefix(self.scope["root_path"])
+        return path if path in self.paths else getattr(self.scope.get("route"), "path", "-")
+
+
+_current: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 
 class _RequestIdFilter(logging.Filter):
     """Adds the id of the current request to each record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.request_id = _request_id.get()
+        current = _current.get()
+        record.request_id = "-" if current is None else current.id
         return True
 
 
-def log_config(access_log: bool) -> dict[str, Any]:
-    """Return what `logging.config.dictConfig` takes; `access_log`: whether each request gets a line of uvicorn's."""
+class _PathFilter(logging.Filter):
+    """Replaces the path and the query in uvicorn's records of requests."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        current = _current.get()
+        if current is not None and isinstance(record.args, tuple):
+            client, method, _, *others = record.args
+            record.args = client, method, current.path, *others
+        return True
+
+
+def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
+    """Return what `logging.config.dictConfig` takes.
+
+    Args:
+        access_log: whether each request gets a line of uvicorn's.
+        log_requests: whether the names of unknown fields are logged.
+    """
     own = {"handlers": ["stderr"], "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "filters": {"request_id": {"()": _RequestIdFilter}},
+        "filters": {"request_id": {"()": _RequestIdFilter}, "path": {"()": _PathFilter}},
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["request_id"]}},
         "loggers": {
             "nanovllm": {**own, "level": "INFO"},
+            "nanovllm.serve.protocol": {"level": "INFO" if log_requests else "WARNING"},
             "uvicorn": {**own, "level": "WARNING"},
-            "uvicorn.access": {"level": "INFO" if access_log else "WARNING"},
+            "uvicorn.access": {"level": "INFO" if access_log else "WARNING", "filters": ["path"]},
+            # It quotes forms that it cannot read.
+            "python_multipart": {"level": "CRITICAL"},
         },
     }
 
 
 def log_refusal(scope: Scope, error: ApiError) -> None:
-    """Log that a request is answered with an error."""
+    """Log that a request is answered with an error, whose message may quote what was sent, as its field may below."""
     level = logging.ERROR if error.status >= 500 else logging.WARNING
-    method, path = scope["method"], one_line(scope["path"])
-    _logger.log(level, "%s %s from %s: %d %s", method, path, scope.get("client"), error.status, one_line(str(error)))
+    current, field = _current.get(), re.match(r"\w*", error.param or "")
+    path, what = "-" if current is None else current.path, error.code or error.kind
+    what += f" ({field[0]})" if field and field[0] else ""
+    _logger.log(level, "%s %s from %s: %d %s", scope["method"], path, scope.get("client"), error.status, what)
 
 
 def one_line(text: str) -> str:
@@ -56,15 +102,19 @@ def one_line(text: str) -> str:
     return text[:_MOST_CHARACTERS].encode("unicode_escape").decode()
 
 
-class RequestIds:
-    """An ASGI middleware that gives each request an id, the client's `X-Request-Id` if it has a valid one.
+class RequestLogs:
+    """An ASGI middleware through which the logs know the request that they are about.
+
+    It gives each request an id, the client's `X-Request-Id` if it has a valid one.
 
     Args:
         app: gets the requests; its answers get the id as a header.
+        paths: of the API, without parameters.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         self._app = app
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -79,8 +129,18 @@ class RequestIds:
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
             await send(message)
 
-        token = _request_id.set(request_id.decode())
+        token = _current.set(_Request(request_id.decode(), scope, self._paths))
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            # It has been answered. uvicorn would log what it says.
+            _logger.error("a fault of the server:\n%s", _where(error))
         finally:
-            _request_id.reset(token)
+            _current.reset(token)
+
+
+def _where(error: BaseException) -> str:
+    """Return the traceback of an error and of its causes, without what they say."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    own = "".join([*traceback.format_tb(error.__traceback__), type(error).__qualname__])
+    return own if before is None else f"{_where(before)}, and then\n{own}"

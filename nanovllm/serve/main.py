@@ -41,7 +41,7 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         settings = replace(settings, api_key=settings.api_key or _environment_keys())
         settings.check_access()
         config = Config(**flag_values(options, Config))
-        logging.config.dictConfig(log_config(settings.access_log))
+        logging.config.dictConfig(log_config(settings.access_log, settings.log_requests))
         # Loading may take minutes.
         if settings.uds is None:
             asyncio.run(_check_port(settings.host, settings.port))

@@ -9,6 +9,7 @@ from uuid import uuid4
 import torch
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.serve.field_types import prompt_list
 from nanovllm.serve.pooling_protocol import (
     EmbeddingAnswer,
     EmbeddingBody,
@@ -22,7 +23,6 @@ from nanovllm.serve.pooling_protocol import (
     ScoreBody,
     ScoreItem,
 )
-from nanovllm.serve.protocol import prompt_list
 from nanovllm.serve.service import Service
 from nanovllm.text.ranking import ranked
 

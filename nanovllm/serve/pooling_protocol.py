@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from nanovllm.serve.protocol import Body, Prompts, Texts
+from nanovllm.serve.field_types import IsObject, Prompts, Text, TextOrTexts, one_of
+from nanovllm.serve.protocol import Body
 
 
 class PoolingBody(Body):
@@ -31,8 +32,8 @@ class EmbeddingBody(PoolingBody):
 class ScoreBody(PoolingBody):
     """A request for the similarity of pairs of texts; a single `text_1`, the query, goes with each `text_2`."""
 
-    text_1: str | Annotated[Texts, Field(min_length=1)]
-    text_2: str | Annotated[Texts, Field(min_length=1)]
+    text_1: TextOrTexts
+    text_2: TextOrTexts
 
 
 class RerankDocument(BaseModel):
@@ -41,11 +42,14 @@ class RerankDocument(BaseModel):
     text: str
 
 
+_Document = Annotated[Text | Annotated[RerankDocument, IsObject], one_of("a string or an object with a text")]
+
+
 class RerankBody(PoolingBody):
     """A request for documents in the order of their relevance to a query; `top_n`: how many, all if None or 0."""
 
     query: str
-    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=1023, fail_fast=True)]
+    documents: Annotated[list[_Document], Field(min_length=1, max_length=1023, fail_fast=True)]
     top_n: int | None = Field(None, ge=0)
     return_documents: bool = True
 

@@ -14,15 +14,27 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from typing_extensions import Self
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.field_types import (
+    MOST_MESSAGES,
+    TOOL_CHOICE,
+    IsObject,
+    Nothing,
+    Objects,
+    Prompts,
+    Stops,
+    TextOrObject,
+    TextOrParts,
+    TextOrStops,
+    TokenIds,
+    ToolChoiceMode,
+)
 from nanovllm.serve.logs import one_line
 
 _logger = logging.getLogger(__name__)
 _MOST_FIELDS = 128
-_MOST_TEXTS = 64
 _MOST_IDS = 4096
-_MOST_TOKENS = 2**20
-MOST_PROMPTS = 1024
-_MOST_MESSAGES = 4096
+MOST_CHOICES = 10_000
+"""Of `structured_outputs`, which take 0.2 s."""
 MOST_TOOLS = 256
 
 _MOST_LOGGED = 256
@@ -46,15 +58,6 @@ def _invalid(name: str, problem: str) -> ApiError:
     return ApiError(400, f"{name} {problem}", name, code="invalid_value")
 
 
-# The first fault ends the check of a list: one error for each of a million entries would take minutes.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
-Texts = Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
-Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
-Objects = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
-Parts = Annotated[list[dict[str, Any] | str], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
-
-
-Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIELDS))]
 
 
@@ -76,8 +79,10 @@ class Body(BaseModel):
     def _log_unknown(cls, name: str) -> None:
         # Names come from clients: so many of them may not fill the memory, or the log.
         if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
+            if not _logged:
+                _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
             _logged.add(name)
-            _logger.warning("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
+            _logger.info("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
 
 
 class StreamOptions(Body):
@@ -107,9 +112,9 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """What an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: TextOrObject | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=_MOST_IDS, fail_fast=True)] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description=f"at most {MOST_CHOICES}")
     grammar: str | None = None
     json_object: bool | None = None
     whitespace_pattern: str | None = None
@@ -128,7 +133,7 @@ class SamplingBody(Body):
     n: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=_MOST_TEXTS, fail_fast=True)] | None = None
+    stop: TextOrStops | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(partial(_at_most, _MOST_IDS))] | None = None
@@ -143,7 +148,7 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: Annotated[list[str], Field(max_length=_MOST_TEXTS, fail_fast=True)] | None = None
+    bad_words: Stops | None = None
     allowed_token_ids: TokenIds | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
@@ -210,7 +215,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | Parts | None = None
+    content: TextOrParts | None = None
 
 
 class ToolFunction(BaseModel):
@@ -247,7 +252,7 @@ class NamedToolChoice(Body):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class ChatBody(SamplingBody):
@@ -258,7 +263,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    tool_choice: Annotated[ToolChoiceMode | Annotated[NamedToolChoice, IsObject], TOOL_CHOICE] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
@@ -331,16 +336,3 @@ class GenerateBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
-
-
-def prompt_list(prompts: Any) -> list[Any]:
-    """Return a request's prompts; a list of token ids is one.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]
-    if not prompts:
-        raise ValueError("prompt is empty")
-    return list(prompts)

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nanovllm.serve.protocol import MOST_TOOLS, Body, Metadata, Objects, StreamOptions, ToolFunction
+from nanovllm.serve.field_types import TOOL_CHOICE, IsObject, TextOrObjects, ToolChoiceMode
+from nanovllm.serve.protocol import MOST_TOOLS, Body, Metadata, StreamOptions, ToolFunction
 
 
 class ResponseText(Body):
@@ -33,7 +34,7 @@ class ResponseBody(Body):
     """A request for a response, in text."""
 
     model: str | None = None
-    input: str | Objects
+    input: TextOrObjects
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -41,7 +42,7 @@ class ResponseBody(Body):
     stream: bool | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
+    tool_choice: Annotated[ToolChoiceMode | Annotated[ResponseToolChoice, IsObject], TOOL_CHOICE] | None = None
     # Not supported.
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None

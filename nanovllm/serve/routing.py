@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nanovllm.serve.errors import parse_json
 from nanovllm.serve.event_stream import until_disconnect
 from nanovllm.serve.service import Service
 
@@ -48,6 +49,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 ERRORS["4XX"] = {"model": ErrorBody, "description": "another fault of the request"}
 
 
+class _Request(Request):
+    """A request whose body is read as `parse_json` does."""
+
+    async def json(self) -> Any:
+        """Return the body's value."""
+        return parse_json(await self.body())
+
+
 class _Route(APIRoute):
     """A route whose requests do not keep their body, which they cache, until the end of a streamed answer."""
 
@@ -55,14 +64,14 @@ class _Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_copy(request: Request) -> Response:
-            return await handle(Request(request.scope, request.receive))
+            return await handle(_Request(request.scope, request.receive))
 
         return handle_copy
 
 
-def make_router() -> APIRouter:
-    """Return a router for requests to the engine."""
-    return APIRouter(route_class=_Route)
+def make_router(**options: Any) -> APIRouter:
+    """Return a router for requests that have a body; `options`: of `APIRouter`."""
+    return APIRouter(route_class=_Route, **options)
 
 
 async def _service(request: Request) -> Service:

@@ -26,7 +26,7 @@ from nanovllm.serve.errors import ApiError, JsonResponse
 from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.protocol import ChatMessage, SamplingBody
+from nanovllm.serve.protocol import MOST_CHOICES, ChatMessage, SamplingBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.answers import AnswerFormat
@@ -145,7 +145,7 @@ class Service:
         """Return sampling parameters within the server's limits.
 
         Raises:
-            ValueError: the request asks for more.
+            ValueError, ApiError: the request asks for more.
         """
         most = self.settings.max_output_tokens
         if most is not None:
@@ -154,6 +154,10 @@ class Service:
             if params.max_tokens > most:
                 raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
         self.check_num_outputs(params.n)
+        structured = params.structured_outputs
+        if structured is not None and structured.choice is not None and len(structured.choice) > MOST_CHOICES:
+            message = f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}"
+            raise ApiError(400, message, "structured_outputs.choice", code="invalid_value")
         return params
 
     def check_num_outputs(self, count: int) -> None:

@@ -62,8 +62,9 @@ class ServeSettings:
         grace_seconds: within what time SIGTERM ends the server; requests that still run at four fifths of it end with
             what they have.
         allow_priority: whether requests may have a `priority`, by which one client can get ahead of all others.
-        access_log: whether each request is logged with its status.
-        log_requests: whether each request is logged with its sampling parameters, and its end with counts and times.
+        access_log: whether each request is logged with its route and status.
+        log_requests: whether each request is logged with its sampling parameters and the names of unknown fields, and
+            its end with counts and times.
         exit_when_engine_fails: end the process with exit code 1 when the engine is lost, for a supervisor to start it
             again; otherwise `/health` says so.
 

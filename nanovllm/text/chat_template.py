@@ -343,7 +343,8 @@ def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) 
         # If this fails too, what the template says of the messages as they came says more.
         with suppress(Exception):
             return _applied(tokenizer, plain, options)
-    raise ValueError(f"the chat template cannot be applied: {' '.join(str(failure).split())}") from failure
+    said = "the messages are nested too deeply" if isinstance(failure, RecursionError) else str(failure)
+    raise ValueError(f"the chat template cannot be applied: {' '.join(said.split())}") from failure
 
 
 def _applied(tokenizer: Any, conversation: list[Message], options: dict[str, Any]) -> str:

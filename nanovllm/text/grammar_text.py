@@ -36,6 +36,8 @@ _FORMATS = frozenset(
 )
 """Formats of texts that llguidance expresses."""
 _UNKNOWN_FORMAT = f"a format in a JSON schema is ignored, since it is none of {', '.join(sorted(_FORMATS))}"
+_MEANINGS = {"NoExtensionBias": "no text matches it; perhaps it refers to itself without an end"}
+"""Of llguidance's messages that are names alone."""
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _VALUES = frozenset({"enum", "const", "default", "examples"})
@@ -97,7 +99,12 @@ def _json_schema(params: StructuredOutputsParams) -> str:
     text = params.json if isinstance(params.json, str) else json.dumps(params.json)
     if not params.disable_additional_properties and '"format"' not in text:
         return text
-    schema = _without_unknown_formats(json.loads(text))
+    try:
+        schema = _without_unknown_formats(json.loads(text))
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError("the schema is nested too deeply, or has an integer of too many digits") from error
     return json.dumps(_closed(schema) if params.disable_additional_properties else schema)
 
 
@@ -176,5 +183,6 @@ def with_advice(message: str) -> str:
     """Return llguidance's message, with what can be written instead of what it refuses."""
     advice = [text for refused, text in _INSTEAD.items() if refused in message]
     shown = message.replace("<non-verbose/>", "").strip()
+    shown = _MEANINGS.get(shown, shown)
     # It quotes the grammar, which may be long.
     return "; ".join([f"structured_outputs cannot be used: {shown[:_MAX_MESSAGE]}", *advice])

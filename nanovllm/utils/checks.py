@@ -52,8 +52,8 @@ def check_int(name: str, value: Any, low: int | None = None, high: int | None = 
         return number
     limit = "" if low is None else f" >= {low}" if high is None else f" in {low} ... {high}"
     if not is_integer:
-        raise ValueError(f"{name} must be an integer{limit}, not {value!r}")
-    raise ValueError(f"{name} must be{limit}, not {number}")
+        raise ValueError(f"{name} must be an integer{limit}, not {value!r:.40}")
+    raise ValueError(f"{name} must be{limit}, not {number!r:.40}")
 
 
 def check_number(

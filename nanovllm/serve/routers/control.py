@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import Depends, Query
 from starlette.requests import Request
 
-from nanovllm.engine.engine_state import PauseMode
+from nanovllm.engine.engine_state import PauseMode, SleepTag
 from nanovllm.runner.messages import LoadFailedError
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import Body
-from nanovllm.serve.routing import ERRORS, ServiceDep
+from nanovllm.serve.routing import ERRORS, ServiceDep, make_router
 from nanovllm.serve.service import Service
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ async def _refuse_pages(request: Request) -> None:
         raise ApiError(403, "a web page cannot control the engine")
 
 
-router = APIRouter(dependencies=[Depends(_refuse_pages)], responses=ERRORS)
+router = make_router(dependencies=[Depends(_refuse_pages)], responses=ERRORS)
 
 
 @asynccontextmanager
@@ -51,8 +51,7 @@ async def _between_steps(what: str) -> AsyncIterator[None]:
 @router.get("/liveness")
 async def liveness(service: ServiceDep) -> dict[str, str]:
     """Say whether the engine lives, asleep or not."""
-    if not service.llm.is_running:
-        raise ApiError(503, "the engine is closed")
+    service.llm.require_running()
     return {"status": "alive"}
 
 
@@ -95,7 +94,7 @@ async def sleep(service: ServiceDep, level: int = 1) -> dict[str, str]:
 
 
 @router.post("/wake_up")
-async def wake_up(service: ServiceDep, tags: Annotated[list[str] | None, Query()] = None) -> dict[str, str]:
+async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Query()] = None) -> dict[str, str]:
     """Take memory again; see `LLM.wake_up`."""
     async with _between_steps(f"wake up: {tags or 'all'}"):
         await service.llm.wake_up(tags)

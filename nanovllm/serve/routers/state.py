@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 import nanovllm
 from nanovllm.engine.block_usage import BlockUsage
-from nanovllm.serve.errors import ApiError
 from nanovllm.serve.routing import ERRORS, ServiceDep
 from nanovllm.serve.server_counts import Counted
 
@@ -31,8 +30,7 @@ _PAGE_HEADERS = {
 @router.get("/ping", responses={503: ERRORS[503]})
 async def health(service: ServiceDep) -> dict[str, str]:
     """Say whether requests are answered."""
-    if not service.llm.is_running:
-        raise ApiError(503, "the engine is closed")
+    service.llm.require_running()
     service.llm.llm.require_awake()
     return {"status": "ok"}
 

@@ -1,0 +1,249 @@
+"""What a client is told of a request that is refused, in plain words, and what the log is not told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
+
+import nanovllm.serve  # noqa: E402
+from nanovllm import AsyncLLM  # noqa: E402
+from nanovllm.assets import BUNDLED_MODEL  # noqa: E402
+from nanovllm.serve.app import create_app  # noqa: E402
+from nanovllm.serve.logs import RequestLogs  # noqa: E402
+from nanovllm.serve.protocol import MOST_CHOICES  # noqa: E402
+from nanovllm.serve.service import Service  # noqa: E402
+from nanovllm.serve.settings import ServeSettings  # noqa: E402
+from nanovllm.workers.processes import WorkerError  # noqa: E402
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving  # noqa: E402
+
+CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+USER: Any = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving("--control", "--access-log", "--batch-dir", str(tmp_path_factory.mktemp("batches"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Any]:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_SECONDS) as client:
+        yield client
+
+
+def refused(answer: Any) -> tuple[str | None, str | None, str]:
+    """The code, the field and the message of an answer that must be a refusal."""
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["code"], error["param"], error["message"]
+
+
+UNREADABLE: dict[str, tuple[bytes, str]] = {
+    "not UTF-8": (b'{"prompt": "\xff"}', "it is not in UTF-8"),
+    "no JSON": (b'{"prompt": a}', "line 1 column 12"),
+    "deep lists": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "128 lists and objects within each other"),
+    # Python reads it, and fails where it is written again.
+    "deep objects": (b'{"prompt": "a", "x": ' + b'{"a": ' * 300 + b"1" + b"}" * 300 + b"}", "128 lists and objects"),
+    "many digits": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "an integer of more than 308 digits"),
+    # Python reads it, and no float holds it.
+    "more than a float": (b'{"prompt": "a", "top_k": 1' + b"0" * 400 + b"}", "an integer of more than 308 digits"),
+    "overflow": (b'{"prompt": "a", "structured_outputs": {"json": {"maximum": 1e999}}}', "1e999 is no number"),
+    "NaN": (b'{"prompt": "a", "x": NaN}', "NaN is no number"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_body_that_cannot_be_read_says_why(client: Any, name: str) -> None:
+    body, part = UNREADABLE[name]
+    code, param, message = refused(client.post(COMPLETION, content=body, headers={"content-type": "application/json"}))
+    assert (code, param) == ("invalid_json", None) and part in message
+    assert message.startswith("what was sent cannot be read as JSON: ")
+
+
+def test_a_body_as_deep_and_numbers_as_long_as_may_be_are_read(client: Any) -> None:
+    deep = json.loads("[" * 126 + "]" * 126)
+    body = {"prompt": "9" * 5000, "truncate_prompt_tokens": 1, "max_tokens": 1, "seed": 10**307}
+    assert client.post(COMPLETION, json={**body, "x": [deep, []]}).status_code == 200
+    assert refused(client.post(COMPLETION, json={**body, "x": [[deep], []]}))[0] == "invalid_json"
+
+
+LOOP = {"$ref": "#"}
+WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
+    (COMPLETION, {"prompt": [5, -1]}, "invalid_value", "prompt[1]", "greater than or equal to 0, not -1"),
+    (COMPLETION, {"prompt": [[1], [True]]}, "invalid_type", "prompt[1][0]", "integer, not true"),
+    (COMPLETION, {"prompt": ["a", 1]}, "invalid_type", "prompt[1]", "string, not 1"),
+    (COMPLETION, {"prompt": {"a": 1}}, "invalid_type", "prompt", "a string, a list of strings, a list of token ids"),
+    (COMPLETION, {"prompt": []}, "invalid_value", "prompt", "at least 1 item"),
+    (COMPLETION, {"prompt": "a", "stop_token_ids": [1.0]}, "invalid_type", "stop_token_ids[0]", "integer, not 1.0"),
+    (COMPLETION, {"prompt": "a", "allowed_token_ids": [True]}, "invalid_type", "allowed_token_ids[0]", "not true"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"²": 1}}, "invalid_value", "logit_bias", "an integer >= 0, not '²'"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "invalid_value", "logit_bias", "an integer >= 0"),
+    ("/v1/embeddings", {"input": [True]}, "invalid_type", "input[0]", "integer, not true"),
+    ("/detokenize", {"tokens": [1.0]}, "invalid_type", "tokens[0]", "integer, not 1.0"),
+    (GENERATE, {"token_ids": ["1"]}, "invalid_type", "token_ids[0]", "integer"),
+    ("/v1/responses", {"input": [5]}, "invalid_type", "input[0]", "an object, not 5"),
+    ("/rerank", {"query": "a", "documents": ["a", {}]}, "missing_required_parameter", "documents[1].text", "required"),
+    ("/score", {"text_1": [], "text_2": "a"}, "invalid_value", "text_1", "at least 1 item"),
+    (COMPLETION, {"prompt": "a", "structured_outputs": {"json": LOOP}}, "invalid_value", "structured_outputs",
+     "no text matches it; perhaps it refers to itself"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOP}}},
+     "invalid_value", "structured_outputs", "no text matches it; perhaps it refers to itself"),
+    # It is found when the answer has come so far.
+    (CHAT, {"messages": USER, "structured_outputs": {"json": {"properties": {"a": {"$ref": "#/properties/a"}},
+     "type": "object", "required": ["a"]}}}, "invalid_value", "structured_outputs", "no text matches it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "code", "param", "part"), WRONG)
+def test_the_error_is_that_of_the_form_which_was_meant(
+    client: Any, path: str, body: dict[str, Any], code: str, param: str, part: str
+) -> None:
+    found = refused(client.post(path, json=body))
+    assert found[:2] == (code, param) and part in found[2], found
+
+
+def test_queries_and_forms_say_which_field_is_wrong(client: Any) -> None:
+    file = {"file": ("a.jsonl", b"{}")}
+    cases: list[tuple[Any, tuple[str, str, str]]] = [
+        (client.post("/pause?mode=x"), ("invalid_value", "mode", "'keep', 'wait' or 'abort'")),
+        (client.post("/sleep?level=x"), ("invalid_type", "level", "integer")),
+        (client.post("/wake_up?tags=x"), ("invalid_value", "tags", "'weights' or 'kv_cache'")),
+        (client.get("/v1/batches?limit=x"), ("invalid_type", "limit", "integer")),
+        (client.post("/v1/files", files=file, data={"purpose": "x"}), ("invalid_value", "purpose", "'batch'")),
+        (client.post("/v1/files", files=file), ("missing_required_parameter", "purpose", "required")),
+        (client.post("/v1/files", data={"purpose": "batch", "file": "a"}), ("invalid_value", "file", "a file, with a")),
+    ]
+    for answer, (code, param, part) in cases:
+        found = refused(answer)
+        assert found[:2] == (code, param) and part in found[2], found
+    assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_choices_are_as_many_as_the_readme_says(client: Any) -> None:
+    readme = (Path(nanovllm.serve.__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert f"`choice` {MOST_CHOICES:,} texts" in readme
+    choices = [f"c{i}" for i in range(MOST_CHOICES)]
+    for path, body in (
+        (COMPLETION, lambda given: {"prompt": "a", "max_tokens": 1, "structured_outputs": given}),
+        (GENERATE, lambda given: {"token_ids": [1], "sampling_params": {"max_tokens": 1, "structured_outputs": given}}),
+    ):
+        assert client.post(path, json=body({"choice": choices})).status_code == 200
+        found = refused(client.post(path, json=body({"choice": [*choices, "d"]})))
+        assert found[:2] == ("invalid_value", "structured_outputs.choice") and "10001 texts are over 10000" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "part"),
+    [
+        (
+            b"GET /health HTTP/1.1\r\nConnection: close\r\nHost: localhost\r\nhost: evil.example",
+            400,
+            b"more than one Host header",
+        ),
+        (b"GET /health?a=" + b"a" * 65_600 + b" HTTP/1.1\r\nHost: localhost", 414, b"URL is over 65535 bytes"),
+        (b"GET /health?a=" + b"a" * 500_000, 414, b'"code":"uri_too_long"'),
+    ],
+)
+def test_a_head_that_is_refused_says_why(server: ServerProcess, head: bytes, status: int, part: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert int(answer.split()[1]) == status and part in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+SECRET = "sesame"
+
+
+def test_nothing_that_a_client_sends_is_in_the_log(client: Any, server: ServerProcess) -> None:
+    late = f"start: /{SECRET[0]}[xy]{{4}}/ rest\nrest: " + " | ".join(f'"{SECRET}{i}"' for i in range(2500))
+    bodies: list[tuple[str, Any, int]] = [
+        (COMPLETION, {"prompt": "a", "max_tokens": 1, SECRET: 1}, 200),
+        (COMPLETION, {"prompt": "a", "model": SECRET}, 404),
+        (COMPLETION, {"prompt": "a", "metadata": {SECRET: 1}}, 400),
+        (COMPLETION, {"prompt": "a", "logit_bias": {SECRET: 1}}, 400),
+        (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": f"({SECRET}"}}, 400),
+        (COMPLETION, {"prompt": "a", "structured_outputs": {"grammar": late}}, 400),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": SECRET}]}]}, 400),
+        (CHAT, {"messages": USER, "tool_choice": {"type": "function", "function": {"name": SECRET}}}, 400),
+        (GENERATE, {"token_ids": [1], "sampling_params": {SECRET: 1}}, 400),
+        ("/update_weights", {"weight_dir": SECRET}, 400),
+        ("/v1/batches", {"input_file_id": SECRET, "endpoint": "a", "completion_window": "24h"}, 404),
+        (f"/{SECRET}%0A", {}, 404),
+        (f"/v1/completions?{SECRET}", {}, 400),
+        (f"/wake_up?tags={SECRET}", {}, 400),
+    ]
+    for path, body, status in bodies:
+        assert client.post(path, json=body).status_code == status, (path, body)
+    for path in (f"/v1/models/{SECRET}", f"/page/{SECRET}", f"/health/?{SECRET}"):
+        client.get(path)
+    # The parser of forms quotes what it finds.
+    form = {"content-type": f"multipart/form-data; boundary={SECRET}"}
+    assert client.post("/v1/files", content=f"--{SECRET}\r\n{SECRET}{{}}: a\r\n\r\n", headers=form).status_code == 400
+    client.post(COMPLETION, json={"prompt": "a", "stop": 1}, headers={"X-Request-Id": "of-the-stop"})
+    log = server.log()
+    assert SECRET not in log and "multipart" not in log
+    for line in (
+        "[of-the-stop] POST /v1/completions from ('127.0.0.1', ",
+        ": 400 invalid_type (stop)",
+        '"GET /v1/models/{name:path} HTTP/1.1" 404',
+        '"POST - HTTP/1.1" 404',
+        "the grammar of a request cannot be used\n",
+        "requests have fields that are not known",
+    ):
+        assert line in log, line
+
+
+def test_a_fault_is_logged_with_its_place_and_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(*_: Any) -> None:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as error:
+            raise ValueError(SECRET) from error
+
+    scope: Any = {"type": "http", "headers": [], "path": "/", "root_path": ""}
+    nothing: Any = None
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(RequestLogs(app, set())(scope, nothing, nothing))
+    assert SECRET not in caplog.text
+    assert "KeyError, and then" in caplog.text and "raise ValueError(SECRET) from error\nValueError" in caplog.text
+
+
+def test_health_says_in_a_sentence_how_the_engine_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = 'rank 1 failed:\nTraceback (most recent call last):\n  File "a.py", line 1\ntorch.cuda.Error: no memory'
+
+    async def run() -> None:
+        llm = AsyncLLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=20, kvcache_block_size=16)
+        runner: Any = llm.llm.llm_engine._runner
+        transport = httpx.ASGITransport(create_app(Service(llm, ServeSettings(control=True))))
+        async with llm, httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            def fail(*_: object) -> None:
+                raise WorkerError(trace)
+
+            monkeypatch.setattr(runner, "forward", fail)
+            monkeypatch.setattr(runner, "synchronize", fail)
+            body = {"prompt": [300], "max_tokens": 2}
+            answers = [await client.post(COMPLETION, json=body)]
+            while llm.is_running:
+                await asyncio.sleep(0.01)
+            answers += [
+                await client.get("/health"),
+                await client.get("/liveness"),
+                await client.post(COMPLETION, json=body),
+            ]
+        sentence = "a step failed: WorkerError: rank 1 failed: torch.cuda.Error: no memory; the engine is closed"
+        assert [(answer.status_code, answer.json()["error"]["message"]) for answer in answers] == [(503, sentence)] * 4
+
+    asyncio.run(run())

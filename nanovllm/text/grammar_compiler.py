@@ -33,6 +33,8 @@ MOST_SECONDS = 2
 """Processor time to compile a grammar on trial. A choice of 10,000 texts with a megabyte takes 0.4 s."""
 MOST_BYTES = 2**28
 """Memory to compile a grammar on trial."""
+_NICENESS = 10
+"""Of trials: a usual grammar takes milliseconds, so that even a tenth of a processor is enough."""
 _STACK_BYTES = 2**29
 """Of the thread that compiles: address space, of which a usual grammar touches a few pages. See `MAX_RULES`."""
 _LIMITS = {"step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
@@ -194,6 +196,8 @@ def run_trials(descriptor: int) -> None:
     with Connection(os.dup(descriptor)) as connection:
         parts: TokenizerParts = connection.recv()
     tokenizer = parts.tokenizer(llguidance)
+    # Answers come first where processors are few.
+    os.nice(_NICENESS)
     control = socket.socket(fileno=descriptor)
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -33,10 +32,12 @@ MOST_REQUESTS = 12
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    folders = set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    # Of its own, since other servers may run.
+    folder = tmp_path_factory.mktemp("server")
+    flags = ("--front-ends", "3", "--max-requests", str(MOST_REQUESTS), "--control")
     with ExitStack() as stack:
-        server = ServerProcess("--front-ends", "3", "--max-requests", str(MOST_REQUESTS), "--control")
+        server = ServerProcess(*flags, TMPDIR=str(folder))
         stack.callback(server.process.wait)
         stack.callback(server.process.kill)
         yield server
@@ -45,7 +46,7 @@ def server() -> Iterator[ServerProcess]:
         server.process.kill()
         assert len(pids) >= 3
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        assert not set(Path(tempfile.gettempdir()).glob("nanovllm-metrics-*")) - folders
+        wait_until(lambda: not list(folder.glob("nanovllm-metrics-*")))
 
 
 def send(server: ServerProcess, body: dict[str, Any]) -> socket.socket:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -23,7 +22,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.grammar_compiler import GrammarError, GrammarTrials
+from nanovllm.text.grammar_compiler import GrammarError
 from nanovllm.text.grammar_text import lark_json
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.thinking import AfterThinkingConstraint
@@ -295,14 +294,6 @@ def bounded() -> ConstraintFactory:
     return factory
 
 
-def process_of(trials: GrammarTrials) -> subprocess.Popen[bytes]:
-    assert isinstance(trials._end, weakref.finalize)
-    alive = trials._end.peek()
-    assert alive is not None
-    process: subprocess.Popen[bytes] = alive[2][1]
-    return process
-
-
 def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: ConstraintFactory) -> None:
     trials = bounded._trials
     assert trials is not None
@@ -311,12 +302,12 @@ def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: C
     assert grammar.compiled is None and pickle.loads(pickle.dumps(grammar)).num_bytes == grammar.num_bytes > 0
     with pytest.raises(GrammarError, match=r"invalid regex|unclosed"):
         bounded.compile(StructuredOutputsParams(regex="("))
-    process = process_of(trials)
+    process = trials.start().process
     process.kill()
-    process.wait()
     assert bounded.compile(StructuredOutputsParams(regex="[ab]{3}")) is grammar
     assert bounded.compile(StructuredOutputsParams(regex="[ab]{4}")).num_bytes > 0
-    process = process_of(trials)
+    assert process.returncode == -signal.SIGKILL
+    process = trials.start().process
     bounded._trials = trials = None
     assert process.returncode == -signal.SIGKILL
 

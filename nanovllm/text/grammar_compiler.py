@@ -33,6 +33,10 @@ MOST_SECONDS = 2
 """Processor time to compile a grammar on trial. A choice of 10,000 texts with a megabyte takes 0.4 s."""
 MOST_BYTES = 2**28
 """Memory to compile a grammar on trial."""
+_MOST_STARTS = 2
+"""Of the process of trials, for one grammar."""
+_GRACE_SECONDS = 0.1
+"""How long the end of the process may become visible after its connections have ended."""
 _NICENESS = 10
 """Of trials: a usual grammar takes milliseconds, so that even a tenth of a processor is enough."""
 _STACK_BYTES = 2**29
@@ -125,14 +129,14 @@ class GrammarTrials:
     def __init__(self, parts: TokenizerParts) -> None:
         self._parts = parts
         self._lock = threading.Lock()
-        self._control: socket.socket | None = None
-        self._end: Callable[[], object] = lambda: None
+        self._process: _TrialProcess | None = None
 
-    def start(self) -> None:
-        """Start the process, unless it is there."""
+    def start(self) -> _TrialProcess:
+        """Return the process, which is started if it is not there."""
         with self._lock:
-            if self._control is None:
-                self._start()
+            if self._process is None or not self._process.is_alive:
+                self._process = _TrialProcess(self._parts)
+            return self._process
 
     def num_bytes(self, text: str, is_choice: bool) -> int:
         """Return the memory that a grammar takes to compile.
@@ -140,40 +144,57 @@ class GrammarTrials:
         Raises:
             GrammarError: it cannot be used, or takes more than `MOST_SECONDS` or `MOST_BYTES`.
         """
-        own, other = socket.socketpair()
-        with other:
-            self._send(other)
-        with Connection(own.detach()) as trial:
-            try:
-                trial.send((text, is_choice))
-                found: int | str = trial.recv()
-            except (EOFError, OSError) as error:
+        for _ in range(_MOST_STARTS):
+            process = self.start()
+            with suppress(EOFError, OSError):
+                found = process.try_grammar(text, is_choice)
+                if isinstance(found, str):
+                    raise GrammarError(found)
+                return found
+            if process.stays_alive():
                 most = f"{MOST_SECONDS} s of processor time or {MOST_BYTES >> 20} MiB"
-                raise GrammarError(f"structured_outputs takes more than {most} to compile; simplify it") from error
-        if isinstance(found, str):
-            raise GrammarError(found)
-        return found
+                raise GrammarError(f"structured_outputs takes more than {most} to compile; simplify it")
+            # The system has ended the process itself, to free memory.
+        raise GrammarError("structured_outputs cannot be compiled: the process for it ends by itself")
 
-    def _send(self, other: socket.socket) -> None:
-        """Pass one end of a trial's connection to the process, which is started if it is not there."""
-        with self._lock:
-            if self._control is not None:
-                with suppress(OSError):
-                    socket.send_fds(self._control, [b"t"], [other.fileno()])
-                    return
-                # The system has ended it, to free memory.
-                self._end()
-            socket.send_fds(self._start(), [b"t"], [other.fileno()])
 
-    def _start(self) -> socket.socket:
-        control, other = socket.socketpair()
+class _TrialProcess:
+    """The process that forks for each trial; it ends when this object does."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._control, other = socket.socketpair()
         with other:
             arguments = (other.fileno(),)
-            process = start_python(__name__, "run_trials", arguments, "nanovllm grammars", arguments)
-        self._control, self._end = control, weakref.finalize(self, _end, control, process)
-        with Connection(os.dup(control.fileno())) as connection:
-            connection.send(self._parts)
-        return control
+            self.process = start_python(__name__, "run_trials", arguments, "nanovllm grammars", arguments)
+        weakref.finalize(self, _end, self._control, self.process)
+        with Connection(os.dup(self._control.fileno())) as connection:
+            connection.send(parts)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+    def stays_alive(self) -> bool:
+        """Return whether the process goes on, after the end of a connection that it may have had."""
+        # Connections are closed shortly before a process has ended.
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE_SECONDS)
+        return self.is_alive
+
+    def try_grammar(self, text: str, is_choice: bool) -> int | str:
+        """Return the memory that a grammar takes, in bytes, or why it is refused.
+
+        Raises:
+            EOFError, OSError: the trial or the process has ended.
+        """
+        own, other = socket.socketpair()
+        with Connection(own.detach()) as trial:
+            with other:
+                socket.send_fds(self._control, [b"t"], [other.fileno()])
+            trial.send((text, is_choice))
+            found: int | str = trial.recv()
+            return found
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -201,6 +222,8 @@ def run_trials(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:
+            # It would keep the socket open after the process has ended.
+            control.close()
             try:
                 _try_grammar(Connection(descriptors[0]), partial(compile_grammar, llguidance, tokenizer))
             finally:

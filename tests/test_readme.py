@@ -70,6 +70,9 @@ def test_a_block_runs(block: Block, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() or block.language == "bash"
+    # A line that is a comment says what the program prints.
+    for said in re.findall(r"^# (.*)$", block.code, flags=re.MULTILINE):
+        assert said in done.stdout
 
 
 def test_a_plain_install_lacks_extras_and_a_network(tmp_path: Path) -> None:

@@ -489,6 +489,30 @@ def test_a_higher_priority_takes_a_slot_from_the_last_of_lower_priority(depth: i
     ]
 
 
+def test_a_higher_priority_takes_a_slot_only_for_what_the_step_can_begin() -> None:
+    # All tokens of a step are those of its rows: one that makes way leaves its own.
+    engine, _ = make_engine(pipeline_depth=0, num_blocks=200, max_num_seqs=4, max_num_batched_tokens=4)
+    for i in range(4):
+        engine.add_request([i] * 2, greedy(40), 1)
+    for _ in range(8):
+        engine.step()
+    assert len(engine.scheduler.decoding) == 4
+    high = engine.add_request([9] * 3, greedy(2))
+    engine.step()
+    assert engine.scheduler.running[0].seq_id == high and engine.stats()["num_preemptions"] == 1
+    # A prompt of its own priority that is begun comes first, and nothing makes way before it has ended.
+    engine, _ = make_engine(pipeline_depth=0, num_blocks=200, max_num_seqs=2, max_num_batched_tokens=16)
+    low = engine.add_request([1], greedy(60), 1)
+    engine.step()
+    engine.add_request([2] * 100, greedy(60))
+    engine.step()
+    engine.add_request([3] * 5, greedy(2))
+    engine.step()
+    assert low in [seq.seq_id for seq in engine.scheduler.running] and not engine.stats()["num_preemptions"]
+    run(engine)
+    assert engine.stats()["num_preemptions"] == 1
+
+
 @DEPTHS
 def test_a_higher_priority_takes_the_blocks_that_it_lacks_one_sequence_a_step(depth: int) -> None:
     engine, _ = make_engine(pipeline_depth=depth, block_size=4, num_blocks=12, max_num_seqs=8)

@@ -318,7 +318,7 @@ def test_memory_to_compile_is_limited() -> None:
         from nanovllm.text.grammar_compiler import MOST_BYTES, _compile_within_limits
 
         def reserve(num_bytes):
-            _compile_within_limits(lambda text, is_choice: bytearray(num_bytes), "", False)
+            _compile_within_limits(lambda: bytearray(num_bytes), 9)
 
         reserve(MOST_BYTES // 2)
         print("half")
@@ -331,7 +331,7 @@ def test_memory_to_compile_is_limited() -> None:
 def test_grammars_are_kept_up_to_a_number_of_bytes(bounded: ConstraintFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded._compiles_here = True
     sizes = {"a": 10, "b": 10, "c": 10, "d": 31}
-    trials = SimpleNamespace(start=int, num_bytes=lambda text, _: sizes[text.partition("/")[2][0]] * 2**20)
+    trials = SimpleNamespace(start=int, num_bytes=lambda text, *_: sizes[text.partition("/")[2][0]] * 2**20)
     monkeypatch.setattr(bounded, "_trials", trials)
     monkeypatch.setattr("nanovllm.text.structured_output._MAX_GRAMMAR_BYTES", 30.5 * 2**20)
     kept = {}

@@ -24,6 +24,7 @@ from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, To
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
+from nanovllm.text.grammar_compiler import SlowGrammarError
 from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     # Of Python 3.11.
     from typing_extensions import Unpack
 
-_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8}
-"""A grammar may take two seconds to be refused, and the next ones need not wait for it."""
+_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8, "slow grammar": 2}
+"""A grammar may take two seconds to be refused, and others need not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
 
@@ -391,7 +392,10 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         self._pending.update(dict.fromkeys(request_ids))
         streams: list[RequestStream] = []
         try:
-            requests = await self.run_beside(process, work)
+            try:
+                requests = await self.run_beside(process, work)
+            except SlowGrammarError:
+                requests = await self.run_beside(process, "slow grammar")
             for own_id, request in zip(request_ids, requests, strict=True):
                 stream = RequestStream(request, own_id, self._mailbox_here(), self._leave)
                 self._thread.submit(stream)

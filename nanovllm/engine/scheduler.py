@@ -153,13 +153,19 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens - len(self.decoding)
         for index, seq in enumerate(self._outranking()):
-            # A preempted sequence waits for its token in flight.
-            if budget <= 0 or seq.num_in_flight or not self.running or seq.priority >= self.running[-1].priority:
+            budget -= 0 if index else self._num_begun_tokens(seq.priority)
+            # A preempted sequence waits for its token in flight; a row that makes way leaves its token.
+            if budget < 0 or seq.num_in_flight or not self.running or seq.priority >= self.running[-1].priority:
                 return
             lacks_blocks = not index and self.block_manager.num_missing_blocks(seq) > 0
             if lacks_blocks or len(self._free_slots) <= index:
                 self._preempt(self.running[-1])
             budget -= seq.num_tokens
+
+    def _num_begun_tokens(self, priority: int) -> int:
+        """Return how many tokens are left of prompts that are begun, and do not make way for this priority."""
+        begun = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.priority <= priority]
+        return sum([seq.num_prefill_tokens - seq.num_computed_tokens for seq in begun])
 
     def _outranking(self) -> list[Sequence]:
         """Return the waiting sequences of higher priority than the last running one, at most one for each slot."""

@@ -18,7 +18,7 @@ from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 
 T = TypeVar("T")
 
-Work = Literal["short", "long", "grammar"]
+Work = Literal["short", "long", "grammar", "slow grammar"]
 """Kinds of work on a request's input that do not wait for one another."""
 LONG_TEXT = 2**16
 """Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""

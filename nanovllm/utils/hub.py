@@ -51,9 +51,11 @@ def resolve_model(model: str, revision: str | None, weights: bool = True, code: 
     path = os.path.expanduser(model)
     if os.path.exists(path):
         return _local_folder(path)
+    if path.endswith(".gguf"):
+        raise ValueError(f"GGUF file {model!r} does not exist")
     if not model or os.path.isabs(path) or model.startswith(".") or model.count("/") > 1:
         raise ValueError(f"model folder {model!r} does not exist")
-    return _snapshot(model, revision, _CONFIG_FILES + (_WEIGHT_FILES if weights else []))
+    return _snapshot(model, revision, weights)
 
 
 def _local_folder(path: str) -> str:
@@ -69,7 +71,7 @@ def _local_folder(path: str) -> str:
     return path
 
 
-def _snapshot(model: str, revision: str | None, patterns: list[str]) -> str:
+def _snapshot(model: str, revision: str | None, weights: bool) -> str:
     """Return a Hub id's folder in the cache, brought up to date if the Hub answers.
 
     Errors are raised without their causes, which have several traces of the HTTP client.
@@ -83,12 +85,13 @@ def _snapshot(model: str, revision: str | None, patterns: list[str]) -> str:
         raise ValueError(f"{model!r} is neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'") from None
     except Exception as error:  # each version of the Hub's client has another HTTP client's errors
         unreached = error
-    if not any(name.endswith(".safetensors") for name in names) and (advice := other_layout(model, names)) is not None:
+    has_weights = not weights or any(name.endswith(".safetensors") for name in names)
+    if not has_weights and (advice := other_layout(model, names)) is not None:
         raise ValueError(advice)
     try:
         return snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=_UNUSED_FILES,
-            local_files_only=unreached is not None,
+            model, revision=revision, allow_patterns=_CONFIG_FILES + (_WEIGHT_FILES if weights else []),
+            ignore_patterns=_UNUSED_FILES, local_files_only=unreached is not None,
         )  # fmt: skip
     except Exception as error:
         reason = _advice(model, revision, unreached or error)

@@ -73,38 +73,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 MakeCheckpoint = Callable[..., Path]
 
 
+def write_checkpoint(folder: Path, architecture: str = "qwen3", seed: int = 0, **changes: object) -> Path:
+    """Write a random model of transformers to a folder; keyword arguments change its config."""
+    settings: dict[str, object] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "use_sliding_window": False,
+    }
+    if architecture == "qwen3":
+        settings["head_dim"] = 32
+    # By transformers' names: "qwen3" is Qwen3.
+    family = architecture[:1].upper() + architecture[1:]
+    config_class, model_class = (getattr(transformers, f"{family}{part}") for part in ("Config", "ForCausalLM"))
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(settings | changes)))
+    for name, param in model.named_parameters():
+        # Freshly made norms are all ones and biases all zeros, which would hide a wrong one.
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(param, mean=float("norm" in name), std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Write a random model of transformers to a folder; keyword arguments change its config."""
+    """`write_checkpoint` to a folder of its own."""
 
     def make(architecture: str = "qwen3", seed: int = 0, **changes: object) -> Path:
-        settings: dict[str, object] = {
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.2,
-            "use_sliding_window": False,
-        }
-        if architecture == "qwen3":
-            settings["head_dim"] = 32
-        # By transformers' names: "qwen3" is Qwen3.
-        family = architecture[:1].upper() + architecture[1:]
-        config_class, model_class = (getattr(transformers, f"{family}{part}") for part in ("Config", "ForCausalLM"))
-        torch.manual_seed(seed)
-        model = model_class(config_class(**(settings | changes)))
-        for name, param in model.named_parameters():
-            # Freshly made norms are all ones and biases all zeros, which would hide a wrong one.
-            if "norm" in name or "bias" in name:
-                torch.nn.init.normal_(param, mean=float("norm" in name), std=0.2)
-        folder = tmp_path_factory.mktemp(architecture)
-        model.save_pretrained(folder)
-        return folder
+        return write_checkpoint(tmp_path_factory.mktemp(architecture), architecture, seed, **changes)
 
     return make
 

@@ -281,7 +281,7 @@ def test_a_hub_id_without_a_network_comes_from_the_cache_or_ends_with_advice(
         ("me/typo", (404, "RepoNotFound"), "the Hub has no model of this name"),
         ("me/gated", (403, "GatedRepo"), "the Hub asks to accept its terms first: https://huggingface.co/me/gated"),
         ("me/tiny", (404, "RevisionNotFound"), "the Hub has no revision 'v1' of it"),
-        ("me/tiny", ["README.md", "q4.gguf"], "'me/tiny' has its weights in GGUF files, such as 'q4.gguf'"),
+        ("me/tiny", ["README.md", "q4.gguf"], "GGUF files: run `hf download me/tiny q4.gguf`"),
         ("me/tiny", ["config.json", "pytorch_model.bin"], "only pickled weights, .*from_pretrained\\('me/tiny'\\)"),
     ],
 )
@@ -293,6 +293,12 @@ def test_what_is_wrong_with_a_hub_id_is_said(
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
         resolve_model(model, "v1")
     assert info.value.__cause__ is None and "\n" not in str(info.value)
+
+
+def test_a_hub_id_of_pickled_weights_gives_its_tokenizer(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "model_info", Mock(return_value=Mock(siblings=[Mock(rfilename="model.bin")])))
+    monkeypatch.setattr("nanovllm.utils.hub.snapshot_download", Mock(return_value="folder"))
+    assert resolve_model("me/tiny", None, weights=False) == "folder"
 
 
 @contextmanager

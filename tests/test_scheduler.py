@@ -18,6 +18,7 @@ from nanovllm.engine import decode_rows
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_messages import take_in_logprobs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
@@ -511,6 +512,25 @@ def test_a_higher_priority_takes_a_slot_only_for_what_the_step_can_begin() -> No
     assert low in [seq.seq_id for seq in engine.scheduler.running] and not engine.stats()["num_preemptions"]
     run(engine)
     assert engine.stats()["num_preemptions"] == 1
+    # One of lower priority makes way itself.
+    engine, _ = make_engine(pipeline_depth=0, num_blocks=200, max_num_seqs=1, max_num_batched_tokens=16)
+    engine.add_request([1] * 100, greedy(2), 1)
+    engine.step()
+    high = engine.add_request([2] * 5, greedy(2))
+    engine.step()
+    assert [seq.seq_id for seq in engine.scheduler.running] == [high]
+
+
+def test_the_queue_in_order_has_each_sequence_once() -> None:
+    queue, seqs = WaitingQueue(), [make_sequence(seq_id, [1]) for seq_id in range(20)]
+    for index in (7, 3, *range(8, 20), 0, 6, 5, 4, 2, 1):
+        queue.add(seqs[index])
+    for index in (3, 0, 12):
+        # Admitted, and preempted again.
+        queue.remove(seqs[index])
+        queue.add(seqs[index])
+    queue.remove(seqs[5])
+    assert list(queue.in_order()) == [*seqs[:5], *seqs[6:]] and queue.first() is seqs[0]
 
 
 @DEPTHS

@@ -26,6 +26,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from nanovllm.serve import event_stream, service
 from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
+from nanovllm.serve.errors import ApiError, parse_json
 from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.pooling import rerank
 from nanovllm.serve.pooling_protocol import RerankBody
@@ -131,6 +132,23 @@ def test_the_capacity_that_metrics_report_is_the_pool_that_they_report_the_use_o
     text = make_service(PlayedLLM([output("a")])).metrics.render()[0].decode()
     assert 'num_gpu_blocks="7"' in text
     assert re.search(r"^nanovllm_cache_usage_ratio\S* 0.4285", text, re.MULTILINE)
+
+
+def test_requests_name_the_model_as_the_server_or_as_its_command_does() -> None:
+    llm: Any = PlayedLLM([output("a")])
+    for name in ("some/model", "model", None):
+        Service(llm, ServeSettings()).check_model(name)
+    named = Service(llm, ServeSettings(served_model_name=["mine"]))
+    named.check_model("mine")
+    for name in ("some/model", "model"):
+        with pytest.raises(ApiError, match="does not exist; this server has 'mine'"):
+            named.check_model(name)
+
+
+def test_a_body_is_in_utf_8() -> None:
+    assert parse_json('\ufeff{"a": 1}'.encode()) == {"a": 1}
+    with pytest.raises(ApiError, match="not in UTF-8"):
+        parse_json('{"a": 1}'.encode("utf-16"))
 
 
 def test_a_completion_has_16_tokens_and_a_chat_what_the_model_recommends() -> None:

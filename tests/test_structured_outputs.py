@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.grammar_compiler import GrammarError
+from nanovllm.text import grammar_compiler
+from nanovllm.text.grammar_compiler import MAX_SECONDS, QUICK_SECONDS, GrammarError, SlowGrammarError, patiently
 from nanovllm.text.grammar_text import lark_json
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.thinking import AfterThinkingConstraint
@@ -312,17 +314,41 @@ def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: C
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_grammar_of_minutes_is_tried_twice_and_never_again(
+    bounded: ConstraintFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = StructuredOutputsParams(json={"type": "integer", "multipleOf": 4_000_037})
+    tried: list[float] = []
+    try_grammar = grammar_compiler._TrialProcess.try_grammar
+
+    def noted(self: Any, text: str, is_choice: bool, seconds: float) -> int | str:
+        tried.append(seconds)
+        return try_grammar(self, text, is_choice, seconds)
+
+    monkeypatch.setattr(grammar_compiler._TrialProcess, "try_grammar", noted)
+    for _ in range(2):
+        # Another request may ask for the same before the long trial has ended.
+        with pytest.raises(SlowGrammarError):
+            bounded.compile(number)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="more than 2 s of CPU time or 64 MiB"):
+            patiently(partial(bounded.compile, number))
+    with pytest.raises(GrammarError, match="more than 2 s"):
+        bounded.compile(number)
+    assert tried == [QUICK_SECONDS, QUICK_SECONDS, MAX_SECONDS]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not limit memory")
 def test_memory_to_compile_is_limited() -> None:
     program = """
-        from nanovllm.text.grammar_compiler import MOST_BYTES, _compile_within_limits
+        from nanovllm.text.grammar_compiler import MAX_BYTES, _compile_within_limits
 
         def reserve(num_bytes):
             _compile_within_limits(lambda: bytearray(num_bytes), 9)
 
-        reserve(MOST_BYTES // 2)
+        reserve(MAX_BYTES // 2)
         print("half")
-        reserve(2 * MOST_BYTES)
+        reserve(2 * MAX_BYTES)
     """
     run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, check=False)
     assert run.stdout == "half\n" and run.stderr.endswith("MemoryError\n")

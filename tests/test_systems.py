@@ -44,6 +44,7 @@ from transformers import AutoConfig, AutoTokenizer
 folder = sys.argv[1]
 AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 os_calls = "fork getppid sched_getaffinity sched_yield sysconf sysconf_names WNOHANG"
+sys.modules |= dict.fromkeys(["resource", "fcntl"])
 for module, names in [(os, os_calls), (signal, "pthread_sigmask SIGKILL SIGCHLD"), (select, "poll epoll"),
                       (multiprocessing.reduction, "DupFd")]:
     for name in names.split():

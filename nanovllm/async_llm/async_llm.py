@@ -24,7 +24,7 @@ from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, To
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
-from nanovllm.text.grammar_compiler import SlowGrammarError
+from nanovllm.text.grammar_compiler import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
@@ -395,7 +395,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
             try:
                 requests = await self.run_beside(process, work)
             except SlowGrammarError:
-                requests = await self.run_beside(process, "slow grammar")
+                requests = await self.run_beside(partial(patiently, process), "slow grammar")
             for own_id, request in zip(request_ids, requests, strict=True):
                 stream = RequestStream(request, own_id, self._mailbox_here(), self._leave)
                 self._thread.submit(stream)

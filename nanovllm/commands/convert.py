@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from nanovllm.config import Dtype
 from nanovllm.utils.flags import CommandParser, user_errors
 from nanovllm.utils.gguf import convert_gguf
@@ -26,6 +24,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of the weights in the folder")
     options = parser.parse_args(arguments)
     with user_errors(parser):
-        convert_gguf(options.file, options.folder, getattr(torch, options.dtype))
+        convert_gguf(options.file, options.folder, options.dtype)
     print(f"{options.folder} has the model of {options.file}: nanovllm chat {options.folder}")
     return 0

@@ -117,7 +117,8 @@ def parse_json(body: bytes) -> Any:
     # A call for each of a million ids would take 0.1 s.
     parse_int = _short_int if _TOO_MANY_ZEROS in body.translate(_AS_ZEROS) else None
     try:
-        value = json.loads(body, parse_int=parse_int, parse_float=_finite, parse_constant=_finite)
+        # Bytes would be taken for UTF-16 as well.
+        value = json.loads(body.decode("utf-8-sig"), parse_int=parse_int, parse_float=_finite, parse_constant=_finite)
     except UnicodeDecodeError:
         raise _invalid_json("it is not in UTF-8") from None
     except json.JSONDecodeError as error:

@@ -80,6 +80,8 @@ class Service:
         self.hidden_size = llm.llm.model_config.hidden_size
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
+        # vLLM's clients name the model as it was given.
+        self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
         self.counts = counts or ServerCounts()
         self.created = int(time.time()) if created is None else created
         self.device = llm.llm.device_name
@@ -110,7 +112,7 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise if a request is for another model."""
-        if model is not None and model not in self.names:
+        if model is not None and model not in self._accepted:
             message = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
             raise ApiError(404, message, "model", code="model_not_found")
 

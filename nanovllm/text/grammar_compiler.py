@@ -1,16 +1,15 @@
-"""Compiles grammars, and finds out in a process that can be ended whether one can be afforded.
+"""Compiles grammars; a server tries each one first in a process with limits.
 
-llguidance's own limits hold for masks and for most of compiling, but some schemas (`multipleOf` with a large number)
-compile for minutes and take gigabytes, and no thread can be stopped in native code. So a server compiles each new
-grammar on trial first, in a fork whose processor time and memory the system limits.
+llguidance limits the work of masks and most of the work of compiling, but some schemas (`multipleOf` with a large
+number) compile for minutes and take gigabytes, and a thread cannot be stopped in native code. A trial is a fork whose
+CPU time and memory the operating system limits.
 
-Knows nothing of torch and transformers: the process of the trials imports only this and llguidance.
+Imports neither torch nor transformers: the process that runs the trials needs only this module and llguidance.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -20,33 +19,41 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.text.grammar_text import with_advice
 from nanovllm.utils.python_process import start_python
 
-QUICK_SECONDS, MOST_SECONDS = 0.1, 2
-"""Processor time of a grammar's first trial, and of its last. Most take milliseconds, a megabyte of choices 0.4 s."""
-MOST_BYTES = 2**26
-"""Memory to compile a grammar on trial."""
-_MOST_STARTS = 2
-"""Of the process of trials, for one grammar."""
-_GRACE_SECONDS = 0.1
-"""How long the end of the process may become visible after its connections have ended."""
+T = TypeVar("T")
+
+QUICK_SECONDS, MAX_SECONDS = 0.1, 2.0
+"""CPU time limits of a grammar's first and last trial. Most grammars take milliseconds, 1 MB of choices 0.4 s."""
+MAX_BYTES = 2**26
+"""Memory limit of a trial."""
+_MAX_STARTS = 2
+"""Most times that the trial process is started for one grammar."""
+_MAX_REFUSED = 10_000
+"""Most refused grammars that are remembered, by hash."""
+_EXIT_SECONDS = 0.1
+"""Longest delay between the end of a process's connections and its exit status."""
 _NICENESS = 10
-"""Of trials: a usual grammar takes milliseconds, so that even a tenth of a processor is enough."""
+"""Scheduling priority of trials. A usual grammar needs milliseconds, and gets them even on a busy machine."""
 _STACK_BYTES = 2**29
 """Of the thread that compiles: address space, of which a usual grammar touches a few pages. See `MAX_RULES`."""
 _LIMITS = {"step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
 """llguidance's own, so that a mask takes about 0.01 s at most."""
 _LEXER_FUEL, _CHOICE_FUEL = 100_000, 1_000_000
 """For compiling in about a second. A pattern's time grows with the square of its length, that of texts does not."""
+_TOO_LARGE = (
+    f"structured_outputs takes more than {MAX_SECONDS:g} s of CPU time or {MAX_BYTES >> 20} MiB to compile; simplify it"
+)
 _STATM = Path("/proc/self/statm")
-"""Pages of a process on Linux; the sixth number is of what `RLIMIT_DATA` limits."""
+"""Sizes of a process on Linux, in pages; the sixth is the one that `RLIMIT_DATA` limits."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """The unit of `ru_maxrss`."""
 
@@ -56,7 +63,19 @@ class GrammarError(ValueError):
 
 
 class SlowGrammarError(Exception):
-    """A grammar whose first trial was too short; the next one may take longer, where others do not wait for it."""
+    """A grammar that exceeds `QUICK_SECONDS` on trial; try it again by `patiently`, where others need not wait."""
+
+
+_trial_seconds: ContextVar[float] = ContextVar("trial_seconds", default=QUICK_SECONDS)
+
+
+def patiently(function: Callable[[], T]) -> T:
+    """Call a function; grammars that it compiles have `MAX_SECONDS` on trial."""
+    token = _trial_seconds.set(MAX_SECONDS)
+    try:
+        return function()
+    finally:
+        _trial_seconds.reset(token)
 
 
 @dataclass(frozen=True)
@@ -121,48 +140,60 @@ def call_with_large_stack(function: Callable[[], Any]) -> Any:
 
 
 class GrammarTrials:
-    """Compiles grammars on trial, each in a fork of a process of its own; several threads may do so at once.
+    """Compiles grammars on trial, each in a fork of a process of its own. Several threads may do so at once.
 
-    That process has the tokenizer and a single thread, so that it can be forked. It is started for the first grammar,
-    and ends when this object does.
+    The process holds the tokenizer and has a single thread, so that it can be forked. It starts with the first grammar,
+    and ends when this object is deleted.
 
     Args:
-        parts: of the tokenizer.
+        parts: the tokenizer's.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._parts = parts
         self._lock = threading.Lock()
         self._process: _TrialProcess | None = None
+        self._refused: set[int] = set()
 
     def start(self) -> _TrialProcess:
-        """Return the process, which is started if it is not there."""
+        """Return the trial process; starts it unless it is running."""
         with self._lock:
-            if self._process is None or not self._process.is_alive:
+            if self._process is None or not self._process.is_running:
                 self._process = _TrialProcess(self._parts)
             return self._process
 
-    def num_bytes(self, text: str, is_choice: bool, seconds: float) -> int | None:
-        """Return the memory that a grammar takes to compile; None if it takes more processor time, or `MOST_BYTES`.
+    def num_bytes(self, text: str, is_choice: bool) -> int:
+        """Return the memory that a grammar takes to compile, in bytes.
 
         Raises:
-            GrammarError: it cannot be used.
+            GrammarError: the grammar is invalid, or exceeds `MAX_SECONDS` or `MAX_BYTES`.
+            SlowGrammarError: it exceeds `QUICK_SECONDS`, and this is not within `patiently`.
+            RuntimeError: the trial process was killed, twice.
         """
-        for _ in range(_MOST_STARTS):
+        key, seconds = hash(text), _trial_seconds.get()
+        if key in self._refused:
+            raise GrammarError(_TOO_LARGE)
+        for _ in range(_MAX_STARTS):
             process = self.start()
-            with suppress(EOFError, OSError):
+            with suppress(EOFError, ConnectionError):
                 found = process.try_grammar(text, is_choice, seconds)
                 if isinstance(found, str):
                     raise GrammarError(found)
                 return found
-            if process.stays_alive():
-                return None
-            # The system has ended the process itself, to free memory.
-        raise GrammarError("structured_outputs cannot be compiled: the process for it ends by itself")
+            if process.is_still_running():
+                break
+        else:
+            raise RuntimeError("structured_outputs cannot be compiled: the process that compiles them was killed")
+        if seconds < MAX_SECONDS:
+            raise SlowGrammarError
+        if len(self._refused) == _MAX_REFUSED:
+            self._refused.clear()
+        self._refused.add(key)
+        raise GrammarError(_TOO_LARGE)
 
 
 class _TrialProcess:
-    """The process that forks for each trial; it ends when this object does."""
+    """The process that forks for each trial; it ends when this object is deleted."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._control, other = socket.socketpair()
@@ -170,26 +201,25 @@ class _TrialProcess:
             arguments = (other.fileno(),)
             self.process = start_python(__name__, "run_trials", arguments, "nanovllm grammars", arguments)
         weakref.finalize(self, _end, self._control, self.process)
-        with Connection(os.dup(self._control.fileno())) as connection:
+        with Connection(os.dup(self._control.fileno())) as connection, suppress(ConnectionError):
             connection.send(parts)
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+    def is_running(self) -> bool:
+        """Whether the process is running."""
         return self.process.poll() is None
 
-    def stays_alive(self) -> bool:
-        """Return whether the process goes on, after the end of a connection that it may have had."""
-        # Connections are closed shortly before a process has ended.
+    def is_still_running(self) -> bool:
+        """Return whether the process runs on after a connection to it was closed."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GRACE_SECONDS)
-        return self.is_alive
+            self.process.wait(_EXIT_SECONDS)
+        return self.is_running
 
     def try_grammar(self, text: str, is_choice: bool, seconds: float) -> int | str:
-        """Return the memory that a grammar takes, in bytes, or why it is refused.
+        """Return the memory that a grammar takes, in bytes, or why it is invalid.
 
         Raises:
-            EOFError, OSError: the trial or the process has ended.
+            EOFError, ConnectionError: a limit was exceeded, or the process was killed.
         """
         own, other = socket.socketpair()
         with Connection(own.detach()) as trial:
@@ -201,31 +231,31 @@ class _TrialProcess:
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the process of the trials."""
+    """Kill the trial process."""
     control.close()
     process.kill()
     process.wait()
 
 
 def run_trials(descriptor: int) -> None:
-    """Run the process of the trials: fork for each, until the other end of a socket is closed.
+    """Run the trial process: fork for each trial, until the other end of the socket is closed.
 
     Args:
-        descriptor: of the socket.
+        descriptor: the socket's.
     """
     import llguidance  # noqa: PLC0415
 
-    # Nobody waits for the forks.
+    # Forks are reaped by the system.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Connection(os.dup(descriptor)) as connection:
         parts: TokenizerParts = connection.recv()
     tokenizer = parts.tokenizer(llguidance)
-    # Answers come first where processors are few.
+    # The server's own work comes first on a machine of few cores.
     os.nice(_NICENESS)
     control = socket.socket(fileno=descriptor)
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:
-            # It would keep the socket open after the process has ended.
+            # A fork would keep it open after the process was killed.
             control.close()
             try:
                 _try_grammar(Connection(descriptors[0]), partial(compile_grammar, llguidance, tokenizer))
@@ -236,7 +266,9 @@ def run_trials(descriptor: int) -> None:
 
 def _try_grammar(connection: Connection, compile_text: Callable[[str, bool], Any]) -> None:
     """Compile a grammar, and send the memory that it took, in bytes, or why it is refused."""
-    # Rust says there that memory is short.
+    import resource  # noqa: PLC0415
+
+    # Rust reports there that an allocation failed.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     text, is_choice, seconds = connection.recv()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -251,11 +283,14 @@ def _try_grammar(connection: Connection, compile_text: Callable[[str, bool], Any
 
 def _compile_within_limits(compile_text: Callable[[], Any], seconds: float) -> None:
     """Compile a grammar in this process, which the system ends at the limits."""
+    # Not on Windows.
+    import resource  # noqa: PLC0415
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Of the processor's time, to the microsecond; its signal ends the process.
+    # Counts CPU time; its signal ends the process.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     # Elsewhere the system does not limit memory. The stack of this thread is in what it has now.
     if _STATM.exists():
         now = int(_STATM.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_DATA, (now + MOST_BYTES, now + MOST_BYTES))
+        resource.setrlimit(resource.RLIMIT_DATA, (now + MAX_BYTES, now + MAX_BYTES))
     compile_text()

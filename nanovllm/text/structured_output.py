@@ -20,12 +20,8 @@ from nanovllm.engine.request import Grammar, Request, TokenConstraint
 from nanovllm.engine.token_masks import fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.grammar_compiler import (
-    MOST_BYTES,
-    MOST_SECONDS,
-    QUICK_SECONDS,
     GrammarError,
     GrammarTrials,
-    SlowGrammarError,
     TokenizerParts,
     call_with_large_stack,
     compile_grammar,
@@ -36,8 +32,6 @@ from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS, _MAX_GRAMMAR_BYTES = 64, 64 * 2**20
 """Grammars that are kept; bytes count where they are compiled on trial, see `ConstraintFactory.bound`."""
-_MAX_SLOW = 10_000
-"""Hashes that are kept of grammars whose first trial was too short."""
 _INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
 
 
@@ -109,17 +103,13 @@ class ConstraintFactory:
         self._grammars: dict[str, Grammar] = {}
         self._lock = threading.Lock()
         self._trials: GrammarTrials | None = None
-        # Hashes of grammars whose first trial was too short.
-        self._slow: set[int] = set()
         self._compiles_here = True
 
     def bound(self, *, compiles_here: bool) -> None:
-        """Refuse grammars that take seconds or much memory to compile, which `compile` finds out on trial from now on.
-
-        Where processes cannot fork (Windows), nothing changes.
+        """Compile each new grammar on trial first, see `GrammarTrials`; does nothing on Windows, which cannot fork.
 
         Args:
-            compiles_here: whether the engine is in this process; another one compiles them itself.
+            compiles_here: whether the engine is in this process; an engine in another process compiles by itself.
         """
         if hasattr(os, "fork") and getattr(self._hf_tokenizer, "is_fast", False):
             self._trials, self._compiles_here = GrammarTrials(self._parts), compiles_here
@@ -199,7 +189,7 @@ class ConstraintFactory:
                 # It starts while this process makes its own tokenizer.
                 self._trials.start()
                 _ = self.tokenizer if self._compiles_here else None
-                known.num_bytes = self._try(self._trials, known)
+                known.num_bytes = self._trials.num_bytes(known.text, known.is_choice)
             if self._compiles_here:
                 compile_here = partial(compile_grammar, self.library, self.tokenizer, known.text, known.is_choice)
                 known.compiled = call_with_large_stack(compile_here)
@@ -208,26 +198,6 @@ class ConstraintFactory:
             while len(self._grammars) > _MAX_GRAMMARS or self._num_bytes > _MAX_GRAMMAR_BYTES:
                 del self._grammars[next(iter(self._grammars))]
         return known
-
-    def _try(self, trials: GrammarTrials, grammar: Grammar) -> int:
-        """Return the memory that a grammar takes to compile.
-
-        Raises:
-            SlowGrammarError: its first trial was too short.
-            GrammarError: it cannot be used, or takes too long.
-        """
-        key = hash(grammar.text)
-        is_last = key in self._slow
-        num_bytes = trials.num_bytes(grammar.text, grammar.is_choice, MOST_SECONDS if is_last else QUICK_SECONDS)
-        if num_bytes is None and not is_last:
-            if len(self._slow) == _MAX_SLOW:
-                self._slow.clear()
-            self._slow.add(key)
-            raise SlowGrammarError
-        if num_bytes is None:
-            most = f"{MOST_SECONDS} s of processor time or {MOST_BYTES >> 20} MiB"
-            raise GrammarError(f"structured_outputs takes more than {most} to compile; simplify it")
-        return num_bytes
 
     @property
     def _num_bytes(self) -> int:

@@ -17,10 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-import transformers
 from huggingface_hub.utils import WeakFileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
 from xxhash import xxh3_64
 
 from nanovllm.utils.extras import install_hint
@@ -96,24 +94,25 @@ def _renew(place: Path, folder: Path, file: Path) -> None:
         if other.is_dir():
             shutil.rmtree(other)
     unfinished = place / "unfinished"
-    convert_gguf(file, unfinished, torch.bfloat16)
+    convert_gguf(file, unfinished, "bfloat16")
     unfinished.rename(folder)
 
 
-def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
+def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
     """Write the model of a GGUF file to a folder.
 
     Args:
         file: the GGUF file; of several parts, any.
         folder: empty, or not there yet; stays so if the model is refused.
-        dtype: of the weights in the folder.
+        dtype: of the weights in the folder, by its name in torch.
 
     Raises:
         ValueError: the file is none, a part or a tensor is missing, transformers cannot read its architecture, or the
             folder has files.
+        OSError: the folder cannot be written.
 
     Example:
-        >>> convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"), torch.bfloat16)  # doctest: +SKIP
+        >>> convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"), "bfloat16")  # doctest: +SKIP
     """
     check_gguf(file)
     if folder.is_dir() and any(folder.iterdir()):
@@ -122,7 +121,11 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
     with _filled(folder):
         with TemporaryDirectory(dir=folder) as joined:
             model, tokenizer = _read(_join(parts, Path(joined, "model.gguf")) if len(parts) > 1 else file, file, dtype)
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:
+            # A full disk is one.
+            raise OSError(f"{os.fspath(folder)!r}: {error}") from error
         tokenizer.save_pretrained(folder)
 
 
@@ -196,8 +199,11 @@ def _opened(part: Path, reader: Any) -> Any:
         raise ValueError(f"{os.fspath(part)!r} is damaged: {error}") from error
 
 
-def _read(path: Path, file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _read(path: Path, file: Path, dtype: str) -> tuple[Any, Any]:
     """Return the model and the tokenizer that are in `path`; messages name `file`."""
+    # They take seconds to import, and a model in the cache needs neither.
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
         with _errors_alone():
@@ -218,6 +224,8 @@ def _read(path: Path, file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 @contextmanager
 def _errors_alone() -> Iterator[None]:
     """Keep warnings of transformers back, which are of how a GGUF model would run in transformers itself."""
+    import transformers  # noqa: PLC0415
+
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

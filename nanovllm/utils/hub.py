@@ -61,7 +61,7 @@ def resolve_model(model: str, revision: str | None, weights: bool = True, code: 
 def _local_folder(path: str) -> str:
     if os.path.isfile(os.path.join(path, "config.json")):
         return path
-    # Imported here because it takes seconds.
+    # Only a GGUF file, and what is no model, need it.
     from nanovllm.utils.gguf import cached_folder, gguf_file  # noqa: PLC0415
 
     if (file := gguf_file(path)) is not None:
@@ -86,6 +86,9 @@ def _snapshot(model: str, revision: str | None, weights: bool) -> str:
     except Exception as error:  # each version of the Hub's client has another HTTP client's errors
         unreached = error
     has_weights = not weights or any(name.endswith(".safetensors") for name in names)
+    if not has_weights and (gguf := [name for name in names if name.endswith(".gguf")]):
+        command = f"`hf download {model} {gguf[0]}`"
+        raise ValueError(f"{model!r} has its weights in GGUF files: run {command}, and give the path that it prints")
     if not has_weights and (advice := other_layout(model, names)) is not None:
         raise ValueError(advice)
     try:

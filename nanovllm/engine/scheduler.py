@@ -148,13 +148,14 @@ class Scheduler:
     def _preempt_for_priority(self) -> None:
         """Preempt the last running sequences for waiting ones of higher priority that lack a slot or blocks.
 
-        At most one for each that this step has the tokens to begin. Blocks are counted for the first alone, since the
-        others may share its prefix; a long prompt gets the blocks of several sequences in successive steps.
+        Preempts at most one sequence for each waiting one that fits into this step's token budget. Blocks are checked
+        for the first waiting one only, since the others may share its prefix; a long prompt gets the blocks of several
+        sequences in successive steps.
         """
         budget = self.max_num_batched_tokens - len(self.decoding)
         for index, seq in enumerate(self._outranking()):
             budget -= 0 if index else self._num_begun_tokens(seq.priority)
-            # A preempted sequence waits for its token in flight; a row that makes way leaves its token.
+            # A preempted sequence waits for its token in flight. At 0, the preempted row's own token is left.
             if budget < 0 or seq.num_in_flight or not self.running or seq.priority >= self.running[-1].priority:
                 return
             lacks_blocks = not index and self.block_manager.num_missing_blocks(seq) > 0
@@ -163,12 +164,12 @@ class Scheduler:
             budget -= seq.num_tokens
 
     def _num_begun_tokens(self, priority: int) -> int:
-        """Return how many tokens are left of prompts that are begun, and do not make way for this priority."""
+        """Return the tokens left to prefill of admitted prompts with at least this priority."""
         begun = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.priority <= priority]
         return sum([seq.num_prefill_tokens - seq.num_computed_tokens for seq in begun])
 
     def _outranking(self) -> list[Sequence]:
-        """Return the waiting sequences of higher priority than the last running one, at most one for each slot."""
+        """Return waiting sequences in order if the first outranks the last running one; at most one per running one."""
         first = self.waiting.first()
         # The usual case must cost nothing.
         if first is None or not self.running or first.priority >= self.running[-1].priority:

@@ -44,11 +44,11 @@ _EXIT_SECONDS = 0.1
 _NICENESS = 10
 """Scheduling priority of trials. A usual grammar needs milliseconds, and gets them even on a busy machine."""
 _STACK_BYTES = 2**29
-"""Of the thread that compiles: address space, of which a usual grammar touches a few pages. See `MAX_RULES`."""
+"""Address space of the compiling thread's stack; a usual grammar touches a few pages. See `MAX_RULES`."""
 _LIMITS = {"step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
-"""llguidance's own, so that a mask takes about 0.01 s at most."""
+"""llguidance's limits; a mask takes about 0.01 s at most."""
 _LEXER_FUEL, _CHOICE_FUEL = 100_000, 1_000_000
-"""For compiling in about a second. A pattern's time grows with the square of its length, that of texts does not."""
+"""Work limits, about a second. Time grows with the square of a pattern's length, and linearly with a choice's."""
 _TOO_LARGE = (
     f"structured_outputs takes more than {MAX_SECONDS:g} s of CPU time or {MAX_BYTES >> 20} MiB to compile; simplify it"
 )
@@ -59,7 +59,7 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used, or that llguidance has given up on."""
+    """A grammar that is invalid, or too complex for llguidance."""
 
 
 class SlowGrammarError(Exception):
@@ -80,11 +80,11 @@ def patiently(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """What llguidance's tokenizer is made of.
+    """The parts of a tokenizer that llguidance needs; they pickle.
 
     Attributes:
-        text: of a `tokenizer.json`.
-        num_tokens: token ids are below it.
+        text: the content of `tokenizer.json`.
+        num_tokens: size of the vocabulary.
         eos_token_ids: tokens that end an output; None leaves them to llguidance.
     """
 
@@ -99,13 +99,16 @@ class TokenizerParts:
 
 
 def compile_grammar(library: Any, tokenizer: Any, text: str, is_choice: bool) -> Any:
-    """Return a matcher at the start of a grammar, that knows its first mask, which takes longest.
+    """Compile a grammar, and its first mask, which takes longest.
 
     Args:
         library: the module llguidance.
-        tokenizer: in llguidance's form.
-        text: the grammar, as llguidance takes it.
-        is_choice: whether it lists texts; see `Grammar`.
+        tokenizer: llguidance's.
+        text: the grammar in llguidance's form.
+        is_choice: whether the grammar is a list of texts; see `Grammar`.
+
+    Returns:
+        A matcher at the start of the grammar.
 
     Raises:
         GrammarError: the grammar cannot be used.

@@ -308,8 +308,8 @@ def logits_of(folder: Path, prompt: list[int], **settings: Any) -> tuple[list[in
         runner: Any = llm.llm_engine._runner
         compute = runner.model.compute_logits
 
-        def recorded(hidden: Any) -> torch.Tensor:
-            logits.append(compute(hidden).float().cpu())
+        def recorded(*states: Any) -> torch.Tensor:
+            logits.append(compute(*states).float().cpu())
             return logits[-1].to(runner.device)
 
         runner.model.compute_logits = recorded

@@ -31,7 +31,7 @@ def compare(attend: Any, num_rows: int, dtype: torch.dtype, for_scaled_mm: bool)
     out = torch.full((num_rows, HEADS, SIZE), float("nan"), dtype=dtype, device=DEVICE)
     attend(out)
     rounding = Rounding(SIZE, for_scaled_mm)
-    rows = rounding.empty_rows(num_rows, HEADS * SIZE, torch.device(DEVICE))
+    rows = rounding.empty_rows(num_rows, HEADS * SIZE, dtype, torch.device(DEVICE))
     attend(rows)
     want, _ = quantize_rows_ref(out.flatten(1), rounding)
 

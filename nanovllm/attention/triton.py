@@ -272,7 +272,7 @@ class TritonBackend(AttentionBackend):
         size = qkv.shape[2]
         out: HeadOutputs = qkv.new_empty(len(qkv), self.num_heads, size)
         if rounding is not None and self.can_round(rounding, size):
-            out = rounding.empty_rows(len(qkv), self.num_heads * size, qkv.device)
+            out = rounding.empty_rows(len(qkv), self.num_heads * size, qkv.dtype, qkv.device)
         plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
         self._hopper_decode.hopper_decode_attention(
             qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope

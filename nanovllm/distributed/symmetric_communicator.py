@@ -175,7 +175,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
     ) -> tuple[Fp8Rows, torch.Tensor]:
         """See the base class."""
-        rows, total = rounding.empty_rows(len(x), x.shape[1], x.device), torch.empty_like(x)
+        rows, total = rounding.empty_rows(len(x), x.shape[1], x.dtype, x.device), torch.empty_like(x)
         self._reduce(x, Norm(weight, eps), residual, rows.part, total)
         return rows, total
 

@@ -284,8 +284,8 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
-            hidden = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
-        return self.model.compute_logits(hidden)
+            x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
+        return self.model.compute_logits(x, residual)
 
     def _forward_whole_chunks(self, step: ForwardStep) -> None:
         """Compute the hidden states of all tokens, where chunks ask for more of them than a token."""
@@ -293,7 +293,8 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         inputs = step.inputs = self.batch_builder.gather(step.prepared)
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
-            hidden = self.model(inputs.token_ids, inputs.positions).compute()
+            x, residual = self.model(inputs.token_ids, inputs.positions)
+        hidden = self.model.hidden_states(x, residual)
         step.logits = self.model.project_logits(hidden[inputs.sample_indices])
         step.prompt_hidden = hidden[step.prepared.shape.num_decodes :]
 

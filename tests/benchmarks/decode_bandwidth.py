@@ -7,7 +7,6 @@ nothing is asserted. A call is all that a layer does between its products: norm,
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import torch
 
@@ -79,12 +78,10 @@ def microseconds(
     backend.plan([metadata])
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
-    # Computed before, so that the product is not measured.
-    projection = SimpleNamespace(rope_store=lambda *_: None, compute=lambda: qkv)
 
     def step() -> None:
         for layer in layers:
-            layer(projection, *norms, lens - 1)
+            layer(qkv, layer.rope(norms[0], norms[1]), lens - 1)
 
     with torch.inference_mode(), set_attention_metadata([metadata]):
         step()

@@ -233,3 +233,9 @@ def should_use_persistent(num_rows: int, weight: torch.Tensor) -> bool:
     num_programs = device_limits(weight.device)[0]
     tiles = -(-num_rows // PERSISTENT_ROWS) * (out_features // (2 * PERSISTENT_COLUMNS))
     return weight.element_size() == 2 and is_even and tiles >= 0.9 * num_programs * -(-tiles // num_programs)
+
+
+def should_project_qkv(num_rows: int, weight: torch.Tensor, head_dim: int) -> bool:
+    """Return whether `persistent_qkv_rope_store` supports these shapes, and is faster than two kernels."""
+    is_supported = is_hopper(weight.device) and head_dim == PERSISTENT_COLUMNS
+    return is_supported and should_use_persistent(num_rows, weight)

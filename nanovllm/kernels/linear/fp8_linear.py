@@ -62,7 +62,7 @@ def fp8_linear(
     num_rows, kernel = x.shape[-2], choose_fp8(x.shape[-2], dtype, weight)
     if (rounding := row_rounding(num_rows, dtype, weight)) is not None:
         rows, total = quantize_rows(x, rounding, norm, residual, gated=x.shape[-1] > weight.values.shape[1])
-        return multiply_rounded(rows, weight, num_rows, dtype, bias, gated), total
+        return multiply_rounded(rows, weight, bias, gated), total
     if x.dim() == 3:
         assert norm is not None
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
@@ -84,7 +84,7 @@ def fp8_linear_into(
     """Return x and residual for the norm that follows the layer, x maybe in parts to be summed; see `linear_into`."""
     if (rounding := row_rounding(len(x), x.dtype, weight)) is not None:
         rows, _ = quantize_rows(x, rounding, gated=x.shape[-1] > weight.values.shape[1])
-        return multiply_rounded_into(rows, weight, len(x), x.dtype, residual)
+        return multiply_rounded_into(rows, weight, residual)
     return fp8_linear(x, weight)[0], residual
 
 
@@ -102,28 +102,23 @@ def row_rounding(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> Roundi
 
 
 def multiply_rounded(
-    rows: Fp8Rows,
-    weight: Fp8Matrix,
-    num_rows: int,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
+    rows: Fp8Rows, weight: Fp8Matrix, bias: torch.Tensor | None = None, gated: bool = False
 ) -> torch.Tensor:
     """Return the product of `fp8_linear`, [num_rows, out_features], with rows rounded as `row_rounding` says."""
-    if choose_fp8(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM:
-        return _scaled_linear(rows, weight, dtype, bias, gated)
-    out = _scaled_mm(rows, weight, dtype, bias)[:num_rows]
+    if choose_fp8(rows.num_rows, rows.dtype, weight) is LinearKernel.SCALED_GEMM:
+        return _scaled_linear(rows, weight, rows.dtype, bias, gated)
+    out = _scaled_mm(rows, weight, rows.dtype, bias)[: rows.num_rows]
     return silu_and_mul(out) if gated else out
 
 
 def multiply_rounded_into(
-    rows: Fp8Rows, weight: Fp8Matrix, num_rows: int, dtype: torch.dtype, residual: torch.Tensor
+    rows: Fp8Rows, weight: Fp8Matrix, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what `fp8_linear_into` does, with rows rounded as `row_rounding` says."""
-    parts = fp8_parts(num_rows, dtype, weight)
+    parts = fp8_parts(rows.num_rows, rows.dtype, weight)
     if parts > 1:
-        return scaled_gemm(rows.part(slice(num_rows)), weight, dtype, parts=parts), residual
-    return multiply_rounded(rows, weight, num_rows, dtype), residual
+        return scaled_gemm(rows.part(slice(rows.num_rows)), weight, rows.dtype, parts=parts), residual
+    return multiply_rounded(rows, weight), residual
 
 
 def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

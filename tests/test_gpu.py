@@ -118,9 +118,9 @@ def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Hopper's kernels take whatever they can, however few the rows."""
     if not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels.linear import choose  # noqa: PLC0415
+    from nanovllm.kernels import policy  # noqa: PLC0415
 
-    monkeypatch.setattr(choose, "should_use_persistent", lambda *args: True)
+    monkeypatch.setattr(policy.KernelPolicy, "uses_persistent", lambda *args: True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])

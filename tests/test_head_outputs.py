@@ -15,8 +15,8 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
-from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows_ref
+from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.runner import model_runner
 from tests.conftest import MakeCheckpoint
@@ -101,7 +101,7 @@ def test_a_model_says_what_it_says_with_rows_rounded_apart(
     """Chunks, decode rows, and in the last layer those to sample from."""
     shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     stored, _ = write(make_checkpoint(head_dim=SIZE, **shape), FORMATS["fp8-block"], tmp_path)
-    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     monkeypatch.setattr(model_runner, "make_backend", lambda name, *args, **kwargs: TritonBackend(*args, **kwargs))
     attend, made = TritonBackend.attend, list[bool]()

@@ -14,14 +14,13 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.attention import cascade_plan as shared_prefix
-from nanovllm.attention import triton as triton_backend
 from nanovllm.attention.cascade_buffers import CascadeBuffers
 from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.attention.triton import should_use_single_split
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
 from nanovllm.kernels.attention.decode_attention import plan_decode
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
 from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
@@ -218,7 +217,7 @@ def test_merge_splits(dtype: torch.dtype) -> None:
 
 def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
     def pays(*lens: int, heads: int = 8) -> bool:
-        return should_use_single_split(heads, np.array(lens, dtype=np.int32))
+        return FASTEST.single_split(heads, np.array(lens, dtype=np.int32))
 
     assert pays() and not pays(1) and not pays(400) and not pays(30000, *[100] * 100)
     # As it was measured.
@@ -297,8 +296,8 @@ def test_the_engine_takes_both_ways(
     calls: list[int] = []
     kernel = hopper_decode.hopper_decode_attention
 
-    def counted_rule(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-        pays = should_use_single_split(num_kv_heads, seq_lens)
+    def counted_rule(policy: KernelPolicy, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
+        pays = FASTEST.single_split(num_kv_heads, seq_lens)
         taken.extend([pays] if len(seq_lens) else [])
         return pays
 
@@ -310,7 +309,7 @@ def test_the_engine_takes_both_ways(
     monkeypatch.setattr(hopper_decode, "hopper_decode_attention", counted)
     tokens = []
     for rule in (counted_rule, lambda *args: False):
-        monkeypatch.setattr(triton_backend, "should_use_single_split", rule)
+        monkeypatch.setattr(KernelPolicy, "single_split", rule)
         with make_llm(folder, max_model_len=2100, enforce_eager=eager) as llm:
             calls.clear()
             tokens.append([output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)])

@@ -22,38 +22,17 @@ from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, 
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.linear.quantize_rows import Rounding
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
-FEW_SEQS = 64
-"""Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
-2.60 ms a step instead of 2.74 (0.6B, H200)."""
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
 _FLOAT32_TILE = 16
 _HOPPER_PROGRAMS = 2
 """Tokens per tile of keys and values of 128 elements, and programs per multiprocessor over which contexts are split."""
 _LEAST_TILE = 16
-_PROGRAMS_FOR_BANDWIDTH = 80
-"""Programs of `hopper_decode` that saturate an H200's read bandwidth."""
-_FREE_TOKENS = 190
-"""Tokens that one program reads in the time that merging splits takes."""
-_MAX_WIDENED = 2
-"""Up to so many tokens of the chunks' contexts, for each token of the chunks, these are widened."""
 _CASCADE_PROGRAMS = 2
 """Programs per multiprocessor for cascade attention."""
-
-
-def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-    """Return whether `hopper_decode` is faster with a single split for each context; seq_lens: [num_seqs].
-
-    One program then reads a whole context for one KV head. That is faster unless the longest context takes longer
-    than reading all contexts at full bandwidth and merging their splits. Figures: kernels/README.md.
-    """
-    # A single short context would gain 1% until it has grown, which is not worth a second CUDA graph.
-    if len(seq_lens) == 1:
-        return False
-    evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
-    return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
 
 
 class LayerKind(NamedTuple):
@@ -101,12 +80,10 @@ class TritonBackend(AttentionBackend):
         num_slots: most decode rows.
         shares_prefixes: whether sequences share blocks, so that cascade attention may pay.
         all_reduce_min: returns the least of all ranks' numbers.
+        policy: chooses the kernels.
     """
 
     supports_mixed_graph = True
-
-    kernel_rows = 1, 17, FEW_SEQS + 1
-    """With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do."""
 
     def __init__(
         self,
@@ -119,7 +96,9 @@ class TritonBackend(AttentionBackend):
         num_slots: int,
         shares_prefixes: bool = False,
         all_reduce_min: Callable[[int], int] = int,
+        policy: KernelPolicy = FASTEST,
     ) -> None:
+        self.policy, self.kernel_rows = policy, policy.attention_rows
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
         self.num_heads, self._kinds = num_heads, list(dict.fromkeys(map(LayerKind.of_spec, specs)))
@@ -139,7 +118,7 @@ class TritonBackend(AttentionBackend):
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, key_size, block_size):
                 self._hopper_decode = hopper_decode
         # Layers with windows take no part in cascade attention.
-        shares_prefixes &= are_alike and cascade_attention.supports(key_size)
+        shares_prefixes &= are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
         shares_prefixes &= any(kind.window is None for kind in self._kinds)
         max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
         fewest_heads = all_reduce_min(num_kv_heads)
@@ -147,7 +126,7 @@ class TritonBackend(AttentionBackend):
         cascade = CascadeBuffers(num_slots, block_size, max_items, rows_per_item, device)
 
         def use_single_split(seq_lens: np.ndarray) -> bool:
-            return should_use_single_split(fewest_heads, seq_lens)
+            return policy.single_split(fewest_heads, seq_lens)
 
         self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
         self.max_plan_size = cascade.size
@@ -181,7 +160,9 @@ class TritonBackend(AttentionBackend):
     def _plan_wide(self, metadata: AttentionMetadata) -> WideTables | None:
         """Return where chunks' contexts are widened to; None where that is not worth it, or a graph may be captured."""
         lens, num_tokens = metadata.seq_lens_host[metadata.num_decodes :], sum(metadata.query_lens_host)
-        if self._hopper_prefill is None or not self._widens or not lens or sum(lens) > _MAX_WIDENED * num_tokens:
+        if self._hopper_prefill is None or not self._widens or not lens:
+            return None
+        if not self.policy.widens_contexts(sum(lens), num_tokens):
             return None
         return plan_wide_tables(metadata.seq_lens[metadata.num_decodes :], lens)
 
@@ -210,7 +191,9 @@ class TritonBackend(AttentionBackend):
         """Return the tokens per tile, and the programs per multiprocessor, of layers of this kind."""
         if self._hopper_decode is not None:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
-        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if num_seqs <= FEW_SEQS else (_MANY_TILE, _MANY_PROGRAMS)
+        tile, programs = _MANY_TILE, _MANY_PROGRAMS
+        if self.policy.has_few_seqs(num_seqs):
+            tile, programs = _FEW_TILE, _FEW_PROGRAMS
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.
@@ -281,6 +264,4 @@ class TritonBackend(AttentionBackend):
 
     def _shares(self, num_seqs: int, programs: int, num_kv_heads: int) -> int:
         """Return the `shares` argument of `split_contexts` for `programs` programs per multiprocessor."""
-        at_once = max(1, programs * self.num_processors // num_kv_heads)
-        # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
-        return at_once - num_seqs if 2 * num_seqs <= at_once else at_once
+        return self.policy.context_shares(num_seqs, max(1, programs * self.num_processors // num_kv_heads))

@@ -10,7 +10,6 @@ from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.linear.choose import should_project_qkv
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
@@ -100,7 +99,7 @@ class Attention(CachedAttention):
         """Return whether `project` supports this weight, and is faster than a product with `forward` after it."""
         if not isinstance(weight, DenseWeight) or weight.bias is not None or self.pages.scales is not None:
             return False
-        return rope.norm_weights is not None and should_project_qkv(num_tokens, weight.values, self.head_dim)
+        return rope.norm_weights is not None and weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
 
     def project(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> torch.Tensor:
         """Multiply x by the weight of queries, keys and values, and compute `qkv_rope_store` of it, in one kernel.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ExpertsShard, Shard
@@ -29,7 +32,11 @@ class Router(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize = config.top_k, config.renormalize
-        self.kernel_rows = kernel_rows(config.num_experts, config.top_k)
+
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return kernel_rows(len(self.weight), self.top_k)
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
@@ -91,5 +98,5 @@ class FusedExperts(nn.Module):
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start)
+        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start, gate_up.policy)
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out

@@ -1,7 +1,7 @@
 """RMS norms of the residual stream, of heads, and of whole projections.
 
-A decoder's hidden states are a pair `(x, residual)`, whose sum the next norm adds up: x is the newest branch (on several
-ranks this rank's part of it, on one rank maybe the parts of a sum, [parts, num_tokens, hidden_size]), residual the sum
+A decoder's hidden states are a pair `(x, residual)`, which the next norm adds up. x is the newest branch: of several
+ranks each has a part of it, on one it may be the parts of a sum, [parts, num_tokens, hidden_size]. residual is the sum
 of the branches before it, None for zero.
 """
 

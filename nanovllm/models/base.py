@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import shard_of
+from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -71,6 +72,12 @@ class CausalLM(nn.Module):
         """Those of them that are looked at as numbers of prompt tokens, too."""
         modules = [module for module in self.modules() if isinstance(module, LoadableModule)]
         return {tokens for module in modules for tokens in module.kernel_tokens}
+
+    def set_kernel_policy(self, policy: KernelPolicy) -> None:
+        """Let a policy choose the kernels of all weights."""
+        for module in self.modules():
+            if isinstance(module, LoadableModule):
+                module.policy = policy
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.rms_norm import Norm, rms_norm
@@ -26,9 +27,6 @@ class DenseWeight(Weight):
         values: [outputs of this rank, inputs of this rank].
         bias: [outputs of this rank], or None.
     """
-
-    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.SPLITK_ROWS + 1, 129, 193
-    kernel_tokens = (choose.SPLITK_ROWS + 1,)
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
         super().__init__()
@@ -52,6 +50,16 @@ class DenseWeight(Weight):
         """rows: [n] -> [n, inputs], the values of these outputs."""
         return functional.embedding(rows, self.values)
 
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return self.policy.dense_rows
+
+    @property
+    @override
+    def kernel_tokens(self) -> Collection[int]:
+        return self.policy.dense_tokens
+
     @override
     def multiply(
         self,
@@ -64,12 +72,12 @@ class DenseWeight(Weight):
         if norm is not None and x.dim() == 3:
             # Kernels of few rows normalise, but add up no parts.
             normed, total = rms_norm(x, norm.weight, norm.eps, residual)
-            return norm_linear(normed, self.values, self.bias, gated=gated)[0], total
-        return norm_linear(x, self.values, self.bias, norm, residual, gated)
+            return norm_linear(normed, self.values, self.bias, gated=gated, policy=self.policy)[0], total
+        return norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
 
     @override
     def multiply_into(
         self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert isinstance(x, torch.Tensor) and self.bias is None
-        return linear_into(x, self.values, residual)
+        return linear_into(x, self.values, residual, self.policy)

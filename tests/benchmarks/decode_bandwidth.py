@@ -14,7 +14,8 @@ from bench import measure_ceilings
 from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
-from nanovllm.attention.triton import TritonBackend, should_use_single_split
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
@@ -73,7 +74,7 @@ def microseconds(
         cu_seqlens_q=none,
         query_tiles=none,
         sample_tiles=none,
-        variant=DecodeVariant(single_split=should_use_single_split(num_kv_heads, lens.cpu().numpy())),
+        variant=DecodeVariant(single_split=FASTEST.single_split(num_kv_heads, lens.cpu().numpy())),
     )
     backend.plan([metadata])
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)

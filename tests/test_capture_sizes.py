@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nanovllm.attention.cascade_buffers import CascadeBuffers
-from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
+from nanovllm.attention.backend import CaptureVariant
+from nanovllm.attention.triton import DecodeVariant
 from nanovllm.kernels.policy import FASTEST, FEW_SEQS, MAX_SKINNY_ROWS
 from nanovllm.runner import cuda_graph
 from nanovllm.runner.batch import StepShape
@@ -21,8 +21,8 @@ def make_capture_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bool, single_split: bool = False
 ) -> CaptureSizes:
     """The sizes of `TritonBackend`."""
-    cascade = CascadeBuffers(1, 16, int(uses_cascade), 1, torch.device("cpu"))
-    variants = DecodePlanner(cascade, (lambda lens: True) if single_split else None).variants
+    splits, ways = (True, False) if single_split else (False,), (False, True) if uses_cascade else (False,)
+    variants = [CaptureVariant(DecodeVariant(way, split), is_coarse=way) for way in ways for split in splits]
     shapes = [
         shape
         for variant in variants

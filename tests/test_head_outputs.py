@@ -104,17 +104,18 @@ def test_a_model_says_what_it_says_with_rows_rounded_apart(
     monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     monkeypatch.setattr(model_runner, "make_backend", lambda name, *args, **kwargs: TritonBackend(*args, **kwargs))
-    attend, made = TritonBackend.attend, list[bool]()
+    run, made = TritonBackend.run, list[bool]()
 
-    def watched(self: TritonBackend, query: Any, pages: Any, out: Any, *args: Any) -> None:
+    def watched(self: TritonBackend, query: Any, pages: Any, metadata: Any, scale: Any, *args: Any) -> Any:
+        options, rounding = args
+        # Without a rounding the product that follows rounds them itself.
+        out = run(self, query, pages, metadata, scale, options, rounding if rounds else None)
         made.append(isinstance(out, Fp8Rows))
-        attend(self, query, pages, out, *args)
+        return out
 
-    monkeypatch.setattr(TritonBackend, "attend", watched)
+    monkeypatch.setattr(TritonBackend, "run", watched)
     said = []
     for rounds in (True, False):
-        if not rounds:
-            monkeypatch.setattr(TritonBackend, "can_round", lambda *args: False)
         made.clear()
         with LLM(stored, **SETTINGS | {"num_kvcache_blocks": 60}) as llm:
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)

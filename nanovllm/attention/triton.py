@@ -8,17 +8,17 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.cascade_buffers import CascadeBuffers
-from nanovllm.attention.host_plan import CaptureVariant, DecodeContexts, DecodePlanner, DecodeVariant, HostPlan
+from nanovllm.attention.backend import AttentionBackend, CaptureVariant, HostPlan
+from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.attention.head_outputs import HeadOutputs, rows_of
-from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, padded_size
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.linear.quantize_rows import Rounding
@@ -33,6 +33,17 @@ _HOPPER_PROGRAMS = 2
 _LEAST_TILE = 16
 _CASCADE_PROGRAMS = 2
 """Programs per multiprocessor for cascade attention."""
+
+
+class DecodeVariant(NamedTuple):
+    """A variant of the kernels of decode rows.
+
+    `uses_cascade`: rows that share a prefix attend to it together. `single_split`: each row's keys are read in a single
+    split instead of several (split-KV).
+    """
+
+    uses_cascade: bool = False
+    single_split: bool = False
 
 
 class LayerKind(NamedTuple):
@@ -121,36 +132,37 @@ class TritonBackend(AttentionBackend):
         shares_prefixes &= are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
         shares_prefixes &= any(kind.window is None for kind in self._kinds)
         max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
-        fewest_heads = all_reduce_min(num_kv_heads)
+        self._fewest_kv_heads = all_reduce_min(num_kv_heads)
         rows_per_item = cascade_attention.rows_per_item(num_heads // num_kv_heads)
-        cascade = CascadeBuffers(num_slots, block_size, max_items, rows_per_item, device)
+        self.cascade = CascadePlanner(num_slots, block_size, max_items, rows_per_item, device)
+        self.plan_buffer = self.cascade.buffer
 
-        def use_single_split(seq_lens: np.ndarray) -> bool:
-            return policy.single_split(fewest_heads, seq_lens)
-
-        self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
-        self.max_plan_size = cascade.size
-
+    @override
     def variants(self) -> list[CaptureVariant]:
-        """See the base class."""
-        return self.planner.variants
+        splits = (False,) if self._hopper_decode is None else (True, False)
+        # Cascade attention pays with many rows only, and by more than the padding costs.
+        ways = (False, True) if self.cascade.max_items else (False,)
+        return [CaptureVariant(DecodeVariant(way, single), is_coarse=way) for way in ways for single in splits]
 
-    def plan_host(self, contexts: DecodeContexts) -> HostPlan:
-        """See the base class."""
-        return self.planner.plan(contexts)
+    @override
+    def plan_host(self, slots: np.ndarray, num_computed: np.ndarray, block_tables: np.ndarray) -> HostPlan:
+        shared_lens = self.cascade.plan(slots, num_computed, block_tables)
+        single_split = False
+        if self._hopper_decode is not None:
+            seq_lens = num_computed[slots] + 1
+            own_lens = seq_lens if shared_lens is None else seq_lens - shared_lens
+            single_split = self.policy.single_split(self._fewest_kv_heads, own_lens)
+        return HostPlan(DecodeVariant(shared_lens is not None, single_split), self.cascade.packed)
 
-    def receive(self, array: torch.Tensor) -> None:
-        """See the base class."""
-        self.planner.receive(array)
-
+    @override
     def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
-        """See the base class."""
         if max(spec.key_size, spec.value_size) > MAX_HEAD_SIZE:
             raise ValueError(
                 f"keys of {spec.key_size} elements and values of {spec.value_size} are supported by "
                 f"attention_backend='sdpa' alone: this one takes at most {MAX_HEAD_SIZE}"
             )
 
+    @override
     def plan(self, groups: Sequence[AttentionMetadata]) -> None:
         """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
         plan = StepPlan(self._plan_decodes(groups[0]), self._plan_wide(groups[0]))
@@ -171,7 +183,7 @@ class TritonBackend(AttentionBackend):
         if not n:
             return {}
         uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
-        groups = self.planner.cascade.groups if uses_cascade else None
+        groups = self.cascade.groups if uses_cascade else None
         plans = {}
         for kind in self._kinds:
             tile, programs = self._division(kind, n)
@@ -200,20 +212,25 @@ class TritonBackend(AttentionBackend):
         largest = max(128, padded_size(max(kind.key_size, kind.value_size)))
         return max(_LEAST_TILE, tile * 128 // largest), programs
 
-    def can_round(self, rounding: Rounding, value_size: int) -> bool:
-        """See the base class: where a head is a group of values with one scale. A tile of attention has whole heads."""
-        return rounding.group == value_size == padded_size(value_size)
+    def _empty_outputs(
+        self, num_rows: int, value_size: int, like: torch.Tensor, rounding: Rounding | None
+    ) -> HeadOutputs:
+        """Return outputs to be filled, in e4m3 where each head has one scale: tiles have whole heads."""
+        if rounding is not None and rounding.group == value_size == padded_size(value_size):
+            return rounding.empty_rows(num_rows, self.num_heads * value_size, like.dtype, like.device)
+        return like.new_empty(num_rows, self.num_heads, value_size)
 
-    def attend(
+    @override
+    def run(
         self,
         query: torch.Tensor,
         pages: KVPages,
-        out: HeadOutputs,
         metadata: AttentionMetadata,
         scale: float,
-        options: AttentionOptions,
-    ) -> None:
-        """See the base class."""
+        options: AttentionOptions = PLAIN,
+        rounding: Rounding | None = None,
+    ) -> HeadOutputs:
+        out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
         n = metadata.num_decodes
         tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
         plan: StepPlan = metadata.plan
@@ -238,8 +255,10 @@ class TritonBackend(AttentionBackend):
                 self._hopper_prefill(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, self.num_processors)
             else:
                 prefill_attention(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, options)
+        return out
 
-    def forward_projected(
+    @override
+    def run_projected(
         self,
         qkv: torch.Tensor,
         rope: NormRope,
@@ -252,10 +271,7 @@ class TritonBackend(AttentionBackend):
         uses_cascade, _ = cast(DecodeVariant, metadata.variant)
         if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None
-        size = qkv.shape[2]
-        out: HeadOutputs = qkv.new_empty(len(qkv), self.num_heads, size)
-        if rounding is not None and self.can_round(rounding, size):
-            out = rounding.empty_rows(len(qkv), self.num_heads * size, qkv.dtype, qkv.device)
+        out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
         plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
         self._hopper_decode.hopper_decode_attention(
             qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope

@@ -132,7 +132,7 @@ class Attention(CachedAttention):
         # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         heads = qkv.view(len(positions), -1, self.head_dim)
         if rows is None and self.options.is_plain:
-            out = self.backend.forward_projected(heads, rope, pages, metadata, self.scale, rounding)
+            out = self.backend.run_projected(heads, rope, pages, metadata, self.scale, rounding)
             if out is not None:
                 return out if isinstance(out, Fp8Rows) else out.flatten(1)
         return self.attend(qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping), rows, rounding)
@@ -150,13 +150,11 @@ class Attention(CachedAttention):
         Returns:
             [num_tokens or len(rows), num_heads * head_dim]; or with `rounding` maybe these rows in e4m3.
         """
-        metadata, pages = get_attention_metadata(self.group), self.pages
-        if rounding is not None and self.backend.can_round(rounding, self.head_dim):
-            size = query.shape[1] * self.head_dim
-            rounded = rounding.empty_rows(len(query), size, query.dtype, query.device)
-            self.backend.attend(query, pages, rounded, metadata, self.scale, self.options)
-            return rounded
-        if rows is None:
-            return self.backend.forward(query, pages, metadata, self.scale, self.options).flatten(1)
-        # Tiles without a sampled row are not computed, and their rows have anything in them.
-        return self.backend.forward(query, pages, metadata.for_samples(), self.scale, self.options)[rows].flatten(1)
+        metadata = get_attention_metadata(self.group)
+        if rows is not None:
+            # Tiles without a sampled row are not computed, and their rows have anything in them.
+            metadata = metadata.for_samples()
+        out = self.backend.run(query, self.pages, metadata, self.scale, self.options, rounding)
+        if isinstance(out, Fp8Rows):
+            return out
+        return (out if rows is None else out[rows]).flatten(1)

@@ -11,10 +11,9 @@ import sys
 import torch
 
 from bench import measure_ceilings
-from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention

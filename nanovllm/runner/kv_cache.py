@@ -85,7 +85,6 @@ class KVCache:
         self.num_clipped = num_clipped if is_e4m3 else None
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
-        backend.take_groups([[specs[i] for i in group.layers] for group in groups])
         # The blocks of several groups take turns in one tensor; files of blocks have the order of a single one's.
         pages = specs if len(groups) == 1 else [replace(spec, window=None) for spec in specs]
         counts = [Counter(pages[i] for i in group.layers) for group in groups]

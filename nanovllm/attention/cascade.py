@@ -1,4 +1,4 @@
-"""Which decode rows share a prefix, and the work of attending to it once for all of them.
+"""Plans cascade attention: finds decode rows that share a prefix, to attend to it once for all of them.
 
 Rows share what their block tables have in common from the start on: the prefix cache gave them the same blocks. The
 work changes only with the members of a batch, as blocks in common are full and stay; see `CascadeGroups` in
@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from nanovllm.attention.backend import NOTHING
+from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 
 _MIN_SAVED_TOKENS = 8192
 """Keys that must not be read again for the work to pay."""
@@ -114,3 +118,51 @@ def plan_cascade_groups(
                 item += 1
             placed += len(tile)
     return CascadeWork(items, members, rows)
+
+
+class CascadePlanner:
+    """Plans the work of each step, again when the decoding sequences change.
+
+    Args:
+        num_slots: most decode rows.
+        block_size: tokens of a block.
+        max_items: most items, see `CascadeGroups`; 0 if the attention backend has no use for them.
+        rows_per_item: most decode rows of an item.
+        device: where the attention is.
+
+    Attributes:
+        buffer: [n] int32; holds, on the device, what `packed` is on the host.
+        groups: the plan on the device, views of `buffer`.
+        packed: [n] int32; the plan of the last step that `plan` was called for.
+    """
+
+    def __init__(
+        self, num_slots: int, block_size: int, max_items: int, rows_per_item: int, device: torch.device
+    ) -> None:
+        self.num_slots, self.block_size = num_slots, block_size
+        self.max_items, self.rows_per_item = max_items, rows_per_item
+        lengths = [4 * max_items, num_slots, 3 * num_slots]
+        self.buffer = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
+        items, members, rows = self.buffer.split(lengths)
+        self.groups = CascadeGroups(items.view(-1, 4), members, rows.view(3, num_slots))
+        self.packed = NOTHING
+        self._shared_lens: np.ndarray | None = None
+        self._planned_slots = NOTHING
+
+    def plan(self, decode_slots: np.ndarray, num_computed: np.ndarray, block_tables: np.ndarray) -> np.ndarray | None:
+        """Plan the step of these rows; returns the length of each row's shared prefix, [num_rows], or None.
+
+        num_computed and block_tables are all slots', on the host.
+        """
+        if self.max_items and not np.array_equal(decode_slots, self._planned_slots):
+            self._planned_slots = decode_slots
+            full, tables = num_computed[decode_slots] // self.block_size, block_tables[decode_slots]
+            work = plan_cascade_groups(tables, full, self.block_size, self.max_items, self.rows_per_item)
+            self.packed = NOTHING if work is None else self._pack(work)
+            self._shared_lens = None if work is None else work.rows[0]
+        return self._shared_lens
+
+    def _pack(self, work: CascadeWork) -> np.ndarray:
+        padding = self.num_slots - len(work.members)
+        members, rows = np.pad(work.members, (0, padding)), np.pad(work.rows, ((0, 0), (0, padding)))
+        return np.concatenate([array.reshape(-1) for array in (work.items, members, rows)])

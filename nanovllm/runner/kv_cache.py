@@ -14,7 +14,7 @@ from nanovllm.attention.kv_cache_groups import KVCacheGroup
 from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
-from nanovllm.runner.block_copies import BlockCopies
+from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.messages import ScheduledBatch
 
 

@@ -27,12 +27,12 @@ import bench
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.batch_files.digests import AnsweredRequests, request_digest
-from nanovllm.batch_files.inputs import UnansweredLines
-from nanovllm.batch_files.requests import RequestParser
 from nanovllm.cli import main, make_parsers
-from nanovllm.commands.chat import Conversation
-from nanovllm.commands.run import BatchRun
+from nanovllm.cli.batch_input import UnansweredLines
+from nanovllm.cli.batch_lines import RequestParser
+from nanovllm.cli.batch_output import AnsweredRequests, request_digest
+from nanovllm.cli.chat import Conversation
+from nanovllm.cli.run import BatchRun
 from nanovllm.config import Config
 from nanovllm.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, request_params
 from nanovllm.serve.settings import ServeSettings
@@ -389,7 +389,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "prompt_logprobs": (["2"], 2),
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
-    "prefix_cache": (["x"], "x"),
     "quantization": (["fp8"], "fp8"),
     "kv_cache_dtype": (["fp8"], "fp8"),
     "host": (["::1"], "::1"),
@@ -439,7 +438,7 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         assert named == ({"model": "some/model"} if cls is Config else {})
     assert set(field_texts(cls)) == {item.name for item in fields(cls)}
     # These contradict others.
-    unchecked = "detokenize", "min_tokens", "n", "prefix_cache", "swap_space"
+    unchecked = "detokenize", "min_tokens", "n", "swap_space"
     checked = {name: value for name, value in expected.items() if name not in unchecked}
     assert cls(**checked)
 
@@ -521,7 +520,7 @@ def test_the_shell_completes_commands_and_flags(line: str, offered: set[str], tm
     assert set((tmp_path / "out").read_text().splitlines()) == offered
 
 
-@pytest.mark.parametrize(("name", "module"), [("bench", "bench.main"), ("chat", "commands.chat")])
+@pytest.mark.parametrize(("name", "module"), [("bench", "cli.bench"), ("chat", "cli.chat")])
 def test_ctrl_c_ends_a_command_with_one_line(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

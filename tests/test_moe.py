@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.floor import ModelWeights
-from nanovllm.bench.workloads import shape_folder
+from nanovllm.cli.bench import ModelWeights, shape_folder
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import experts_shard
 from nanovllm.experts_config import ExpertsConfig

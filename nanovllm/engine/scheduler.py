@@ -207,7 +207,7 @@ class Scheduler:
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
 
-        A prompt some of whose blocks this step loads, from the host's memory or from files, gets its first chunk one
+        A prompt some of whose blocks this step loads from the host's memory gets its first chunk one
         step later, so that other rows do not wait for the copies. If there are no others, the step itself waits for its
         loads, on the device, and computes these prompts.
         """
@@ -252,7 +252,7 @@ class Scheduler:
         """Move the head of the queue to the running, if budget, slots, blocks and what is to be loaded allow."""
         seq, manager = self.waiting.first() if self._free_slots and self._budget else None, self.block_manager
         # A preempted sequence waits for its token in flight, which it will need as input.
-        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq, batch.waits_for_loads):
+        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
             return None
         if not manager.allocate(seq):
             return None

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from threading import Event, Thread
 from types import ModuleType
+from typing import Any, get_args
 
 from nanovllm import __version__
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.commands.spinner import spinner
-from nanovllm.config import Config
+from nanovllm.config import Config, Dtype
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import CommandParser, add_flags, flag_dest
 
+IMPORT_STARTED = time.perf_counter()
+"""Before the imports of a command's modules, which take seconds."""
 # What imports torch is imported by the command that needs it, so that help and errors come at once.
 _WITH_OWN_PARSER = {
-    "bench": "nanovllm.bench.main",
-    "convert": "nanovllm.commands.convert",
+    "bench": "nanovllm.cli.bench",
     "eval": "nanovllm.integrations.lm_eval",
-    "merge": "nanovllm.commands.merge",
+    "merge": "nanovllm.cli.merge",
 }
 _COMMANDS = {
-    "generate": "nanovllm.commands.generate",
-    "chat": "nanovllm.commands.chat",
-    "run": "nanovllm.commands.run",
+    "generate": "nanovllm.cli.chat",
+    "chat": "nanovllm.cli.chat",
+    "run": "nanovllm.cli.run",
+    "convert": "nanovllm.utils.gguf",
     "serve": "nanovllm.serve.main",
 }
+_SPIN_SECONDS = 0.1
 _SAMPLING_DEFAULTS = (
     "Without a flag, the model's generation_config.json decides; where it says nothing, an output may be as long as "
     "the model allows, the temperature is 1, and all else is off."
@@ -101,8 +109,32 @@ def _load(module: str) -> ModuleType:
         return import_module(module)
 
 
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Show a text with a spinner on the terminal, if there is one, until the `with` block ends."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    ended = Event()
+    thread = Thread(target=_spin, args=(text, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _spin(text: str, ended: Event) -> None:
+    for frame in cycle("|/-\\"):
+        print(f"\r{frame} {text}", end="", file=sys.stderr, flush=True)
+        if ended.wait(_SPIN_SECONDS):
+            break
+    print(f"\r{' ' * (len(text) + 2)}\r", end="", file=sys.stderr, flush=True)
+
+
 def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
-    """Return the parsers of the commands that take `Config`'s flags by name, and that of the whole command line."""
+    """Return the parsers of commands by name, and the parser of the whole command line."""
     parser = CommandParser("nanovllm", description="Inference of large language models, offline or as a server.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -129,7 +161,7 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     run.add_argument(
         "-i", "--input", required=True, metavar="FILE",
         help='lines are {"prompt": ...}, {"messages": ...} or requests of OpenAI\'s batch API; may be compressed '
-        "(gzip, bz2, xz), UTF-16, or a JSON array; - is the standard input",
+        "(gzip, bz2, xz, zstd); - is the standard input",
     )  # fmt: skip
     run.add_argument(
         "-o", "--output", required=True, metavar="FILE",
@@ -154,8 +186,8 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         description="Answer HTTP requests in the form of OpenAI's API.",
     )
     add_flags(serve, ServeSettings, "server")
-    named = {"generate": generate, "chat": chat, "run": run, "serve": serve}
-    for command in named.values():
+    engines = {"generate": generate, "chat": chat, "run": run, "serve": serve}
+    for command in engines.values():
         add_flags(command, Config, "engine", positional="model", model=BUNDLED_MODEL)
         if command is not serve:
             # Both classes have a seed.
@@ -165,10 +197,24 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
     # They have parsers of their own, which need torch; these entries are for the help.
     commands.add_parser("bench", help="measure throughput", add_help=False)
-    commands.add_parser("convert", help="write a GGUF file's model as a folder", add_help=False)
-    commands.add_parser("merge", help="join the results of `run --shard` or `--part-lines`", add_help=False)
+    commands.add_parser("merge", help="join the results of `run --shard`", add_help=False)
     commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
-    return named, parser
+    return {**engines, "convert": _add_convert(commands)}, parser
+
+
+def _add_convert(commands: Any) -> CommandParser:
+    convert: CommandParser = commands.add_parser(
+        "convert",
+        help="write a GGUF file's model as a folder",
+        description="Write the model of a GGUF file as a folder in the Hub's layout. The weights are dequantised, so "
+        "that the folder is several times as large. Commands that take a model convert such a file themselves, into a "
+        "cache.",
+    )
+    convert.add_argument("file", type=Path, help="the GGUF file; of several parts, any")
+    convert.add_argument("folder", type=Path, help="gets config, weights and tokenizer; made if it is not there")
+    dtypes = [name for name in get_args(Dtype) if name != "auto"]
+    convert.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of the weights in the folder")
+    return convert
 
 
 def _add_shard_flags(run: CommandParser) -> None:
@@ -182,9 +228,3 @@ def _add_shard_flags(run: CommandParser) -> None:
     shards.add_argument(
         "--contiguous", action="store_true", help="a shard is a stretch of the input, instead of every Nth line"
     )
-    shards.add_argument(
-        "--part-lines", type=int, metavar="N",
-        help="the output is a folder, which gets files of N results each, every one written once and in whole; an "
-        "object store always gets such parts, of 10000 unless this says otherwise",
-    )  # fmt: skip
-    shards.add_argument("--gzip", action="store_true", help="compress these parts")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
 
-from nanovllm.batch_files.digests import AnsweredRequests, request_digest
-from nanovllm.batch_files.inputs import InputFile
-from nanovllm.batch_files.part_files import PartFolder
-from nanovllm.batch_files.stored_results import StoredResult, check_run, stored_results
+from nanovllm.cli.batch_input import InputFile, read_lines
+from nanovllm.cli.batch_output import (
+    AnsweredRequests,
+    StoredResult,
+    check_run,
+    request_digest,
+    stored_results,
+    whole_file,
+)
 from nanovllm.utils.flags import CommandParser, user_errors
 from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
@@ -21,7 +23,7 @@ class ShardOutputs:
     """The results of all shards.
 
     Args:
-        paths: of files, and of folders with parts.
+        paths: of their files.
 
     Attributes:
         answered: the answers' lines and requests; 8 bytes a line.
@@ -74,63 +76,32 @@ class ShardOutputs:
 
     def _read(self) -> Iterator[tuple[str, StoredResult]]:
         for path in self._paths:
-            for name, lines in _files(path):
-                for result in stored_results(lines, name):
-                    yield name, result
-
-
-def _files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the names of an output's files and their lines."""
-    if not (is_url(path) or os.path.isdir(path)):
-        with open(path, "rb") as file:
-            yield path, file
-        return
-    folder = PartFolder(path)
-    names = folder.names()
-    if not names:
-        raise ValueError(f"{path} has no parts of results")
-    for name in names:
-        yield f"{path}/{name}", folder.read(name)
-
-
-def _write(path: str, outputs: ShardOutputs) -> None:
-    """Write the results to a new file, which is there in whole or not at all."""
-    files, found = filesystem(path)
-    with storage_errors(path):
-        is_there = files.exists(found)
-    if is_there:
-        raise ValueError(f"{path} is there already: give another output")
-    with storage_errors(path), ExitStack() as stack:
-        if is_url(path):
-            stack.enter_context(files.transaction)
-            file: Any = files.open(found, "wb")
-            stack.callback(file.close)
-        else:
-            # A failure leaves nothing at the path, and a kill a file of another name.
-            whole = Path(f"{path}.merging")
-            stack.callback(whole.unlink, missing_ok=True)
-            file = stack.enter_context(whole.open("wb"))
-        file.writelines(outputs.results())
-        if not is_url(path):
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(whole, path)
+            files, found = filesystem(path)
+            with storage_errors(path) if is_url(path) else nullcontext(), files.open(found, "rb") as file:
+                for result in stored_results(read_lines(file, path), path):
+                    yield path, result
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if a line has failed."""
     parser = CommandParser(
         "nanovllm merge",
-        description="Join the outputs of `nanovllm run --shard` or `--part-lines`. Each line of the input must have "
-        "one answer, or an error, and must not have changed since. `nanovllm run` can go on with the result.",
+        description="Join the outputs of `nanovllm run --shard`. Each line of the input must have one answer, or an "
+        "error, and must not have changed since. `nanovllm run` can go on with the result.",
     )
     parser.add_argument("-i", "--input", required=True, metavar="FILE", help="the input of the shards")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="a new file")
-    parser.add_argument("outputs", nargs="+", metavar="OUTPUT", help="a file, or a folder of parts")
+    parser.add_argument("outputs", nargs="+", metavar="OUTPUT", help="the file of a shard")
     options = parser.parse_args(arguments)
     with user_errors(parser):
         outputs = ShardOutputs(options.outputs)
         outputs.check(InputFile(options.input))
-        _write(options.output, outputs)
+        files, found = filesystem(options.output)
+        with storage_errors(options.output):
+            is_there = files.exists(found)
+        if is_there:
+            raise ValueError(f"{options.output} is there already: give another output")
+        with whole_file(options.output) as file:
+            file.writelines(outputs.results())
     print(f"{len(outputs.answered)} lines answered, {len(outputs.failed)} failed", file=sys.stderr)
     return 1 if outputs.failed else 0

@@ -2,10 +2,9 @@
 
 On a GPU, random weights of a published Qwen3 shape; without one, the bundled checkpoint and less work. Each workload
 runs twice with fresh prompts, after one round that does not count, and the better round counts; `square`, which takes
-minutes and is not part of `all`, once. The floor is the time
-that the machine, at the read bandwidth and matmul rate measured in the same run, cannot beat: for each decode step the
-longer of reading the weights and doing the products' arithmetic, plus reading the live keys and values; then the
-arithmetic of the prefill. The last line is JSON.
+minutes and is not part of `all`, once. The floor is the time that the machine, at the read bandwidth and matmul rate
+measured in the same run, cannot beat: for each decode step the longer of reading the weights and doing the products'
+arithmetic, plus reading the live keys and values; then the arithmetic of the prefill. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,33 +14,214 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import timeit
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
 from typing import get_args
 
 import torch
 
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.bench import IMPORT_STARTED
-from nanovllm.bench.floor import Ceilings, floor_seconds, measure_ceilings
-from nanovllm.bench.workloads import (
-    LONG_NUM_SEQS,
-    LONG_WORKLOAD,
-    ON_GPU,
-    SHAPES,
-    WORKLOADS,
-    Workload,
-    make_workload,
-    shape_folder,
-)
+from nanovllm.cli import IMPORT_STARTED
 from nanovllm.config import Config, KVCacheDtype, Quantization
 from nanovllm.llm import LLM
+from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import CommandParser, user_errors
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 ROUNDS = 2
+ON_GPU = torch.cuda.is_available()
+
+# hidden_size, intermediate_size (of a mixture: an expert's), layers, heads, KV heads, tied embeddings
+SHAPES = {
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+    "14B": (5120, 17408, 40, 40, 8, False),
+    "32B": (5120, 25600, 64, 64, 8, False),
+    "30B-A3B": (2048, 768, 48, 32, 4, False),
+}
+# experts, and how many of them compute a token
+EXPERTS = {"30B-A3B": (128, 8)}
+WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
+LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
+"""A workload of minutes, and how many sequences an engine is to run at once for it."""
+
+
+@dataclass
+class Workload:
+    """Prompts, and how many tokens each is to get; the first `shared_prefix` tokens of all prompts are the same."""
+
+    name: str
+    prompts: list[list[int]]
+    output_lens: list[int]
+    shared_prefix: int = 0
+
+
+def make_workload(name: str, seed: str, llm: LLM) -> Workload:
+    """Draw a workload; without a GPU requests and lengths are smaller."""
+    rng, vocab_size, scale = Random(f"{name} {seed}"), llm.model_config.vocab_size, 1 if ON_GPU else 1 / 16
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(count)]
+
+    def size(count: int) -> int:
+        return max(1, round(count * scale))
+
+    if name == "bench":
+        lens = bench_lens(size(256), size(100), size(1024))
+    elif name in ("single", "eight"):
+        lens = [(size(128), size(512))] * (1 if name == "single" else 8)
+    elif name == "prefill":
+        lens = [(size(2048), 8)] * size(256)
+    elif name == LONG_WORKLOAD:
+        lens = [(size(1000), size(1000))] * size(3000)
+    elif name == "shared":
+        lens = [(size(64), size(64))] * size(512)
+    else:
+        lens = [(rng.randint(size(64), size(256)), rng.randint(size(64), size(256))) for _ in range(size(2048))]
+    prefix = tokens(size(1024)) if name == "shared" else []
+    return Workload(name, [prefix + tokens(n) for n, _ in lens], [n for _, n in lens], len(prefix))
+
+
+def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
+    """The lengths of nano-vLLM's benchmark, the same in every round: its seed, and its order of draws."""
+    rng, prompt_lens = Random(0), []
+    for _ in range(count):
+        prompt_lens.append(rng.randint(low, high))
+        for _ in range(prompt_lens[-1]):
+            rng.randint(0, 10000)
+    return [(n, rng.randint(low, high)) for n in prompt_lens]
+
+
+def shape_folder(shape: str) -> str:
+    """Write the config.json of a published shape to a temporary folder, which stays."""
+    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
+    folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{shape}-"))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "head_dim": 128,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    if shape in EXPERTS:
+        num_experts, top_k = EXPERTS[shape]
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": intermediate,
+            "num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True,
+        }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@dataclass
+class Ceilings:
+    """What the machine gives: bytes/s reading, FLOP/s of a large product in the model's dtype."""
+
+    read_bandwidth: float
+    matmul_rate: float
+
+
+@dataclass
+class ModelWeights:
+    """Numbers of a model's weights.
+
+    Attributes:
+        dense: of all layers, without experts.
+        head: of the LM head.
+        expert: of one expert of each layer that has them.
+        num_experts, top_k: of each such layer.
+    """
+
+    dense: int
+    head: int
+    expert: int
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelWeights:
+        """Count them."""
+        hidden, experts = model.hidden_size, model.experts
+        attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim
+        num_mixtures = sum(layer.has_experts for layer in model.layers)
+        mlps = 3 * hidden * model.intermediate_size * (model.num_layers - num_mixtures)
+        dense, head = model.num_layers * attention + mlps, model.vocab_size * hidden
+        if experts is None:
+            return cls(dense, head, 0, 1, 1)
+        dense += num_mixtures * hidden * experts.num_experts
+        expert = num_mixtures * 3 * hidden * experts.intermediate_size
+        return cls(dense, head, expert, experts.num_experts, experts.top_k)
+
+    @property
+    def of_row(self) -> int:
+        """Return the weights of the layers that one row multiplies."""
+        return self.dense + self.top_k * self.expert
+
+    def read_by(self, num_rows: int) -> float:
+        """Return the weights that are read for so many rows, whose experts are chosen at random."""
+        num_chosen = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
+        return self.dense + self.head + num_chosen * self.expert
+
+
+def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
+    """The time that the work takes at the ceilings: see the module."""
+    model, itemsize = llm.model_config, 2 if ON_GPU else 4
+    weights = ModelWeights.of(model)
+    layer_itemsize = 1 if model.quantization is not None else itemsize
+    heads_size = model.num_heads * model.head_dim
+    kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_itemsize
+
+    lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
+    computed = sum(end - start for end, start in lens)
+    # Each token's scores and weighted values over all tokens up to itself.
+    attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
+    flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens) + 4 * model.num_layers * heads_size * attended
+    seconds = flops / ceilings.matmul_rate
+
+    # The first token of a request comes from its prefill; each decode step gives one to all that are live.
+    waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]
+    live: list[tuple[int, int]] = []
+    while waiting or live:
+        while waiting and len(live) < llm.config.max_num_running:
+            live.append(waiting.pop())
+        kv_tokens = sum(context - work.shared_prefix for context, _ in live) + work.shared_prefix
+        layer_bytes = (weights.read_by(len(live)) - weights.head) * layer_itemsize
+        weight_seconds = (layer_bytes + weights.head * itemsize) / ceilings.read_bandwidth
+        seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
+        seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
+        live = [(context + 1, left - 1) for context, left in live if left > 1]
+    # Ranks on the CPU share one machine.
+    return seconds / (llm.config.tensor_parallel_size if ON_GPU else 1)
+
+
+def measure_ceilings() -> Ceilings:
+    """Measure the read bandwidth (a sum over a large tensor) and the matmul rate, the best of several tries.
+
+    Beside an engine, which leaves some of the GPU's memory.
+    """
+    device, synchronize = ("cuda", torch.cuda.synchronize) if ON_GPU else ("cpu", lambda: None)
+    num_bytes = min(2**32, torch.cuda.mem_get_info()[0] // 2) if ON_GPU else 2**30
+    data = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
+    side, dtype = (8192, torch.bfloat16) if ON_GPU else (1024, torch.float32)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+
+    def best(function: Callable[[], object]) -> float:
+        def five_times() -> None:
+            for _ in range(5):
+                function()
+            synchronize()
+
+        return min(timeit.repeat(five_times, number=1, repeat=10)) / 5
+
+    return Ceilings(data.numel() * 4 / best(data.sum), 2 * side**3 / best(lambda: a @ b))
 
 
 @dataclass
@@ -171,7 +351,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def measure_apart(size: int, arguments: Sequence[str]) -> list[Result]:
     """Run this program again, in a process of its own, for one tensor-parallel size; no results if that fails."""
     changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
-    command = [sys.executable, "-m", "nanovllm.bench.main", *arguments, *changes]
+    command = [sys.executable, "-m", "nanovllm.cli.bench", *arguments, *changes]
     # The package need not be installed: `python bench.py` finds it beside the script.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     lines: list[str] = []

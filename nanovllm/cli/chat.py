@@ -1,10 +1,11 @@
-"""`nanovllm chat`: a conversation in the terminal."""
+"""`nanovllm generate` and `chat`: an answer, or a conversation, in the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 
 from nanovllm import __version__
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.commands.start import check_flags, check_single_output, sampling_params
+from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import render_chat
-from nanovllm.utils.flags import user_errors
+from nanovllm.text.tokenizer import has_chat_template
+from nanovllm.utils.flags import flag_values, user_errors
 from nanovllm.utils.units import format_count
 
 HELP = """\
@@ -25,9 +27,72 @@ HELP = """\
 /help          show this
 /quit, /exit   end, as Ctrl-D does
 Ctrl-C         stop an answer"""
-_TOY = """\
+_CHAT_TOY = """\
 This is a {size} toy to try things out: it counts, adds, sorts, lists primes, and remembers your name.
 A real model: nanovllm chat --model Qwen/Qwen3-0.6B"""
+_GENERATE_TOY = """\
+nanovllm generate: this is the bundled toy, which {ability}.
+A real model: nanovllm generate --model Qwen/Qwen3-0.6B"""
+_CHAT_ABILITY = "counts, adds, sorts and lists primes"
+_RAW_ABILITY = "has learned chats alone, and makes no sense of other text"
+_MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
+"""A path or a Hub id, which as a prompt would make no sense."""
+
+
+def check_flags(options: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
+    """Return the engine's settings, and the sampling parameters that flags set.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    values = flag_values(options, SamplingParams)
+    SamplingParams(**values)
+    return Config(**flag_values(options, Config)), values
+
+
+def check_single_output(values: Mapping[str, Any]) -> None:
+    """Raise if flags ask for several outputs, where one is printed as it comes."""
+    if values.get("n", 1) != 1:
+        raise ValueError("one answer is printed: n must be 1")
+
+
+def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters of flags; where they do not say, those that the model recommends.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    params = SamplingParams(**{"max_tokens": None, **llm.recommended_values(), **values})
+    return llm.limits.check_params(params)
+
+
+def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the command and return its exit code."""
+    with user_errors(parser):
+        config, values = check_flags(options)
+        check_single_output(values)
+        # The shell's last line break is no part of the prompt.
+        prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if config.model == BUNDLED_MODEL and _MODEL_NAME.fullmatch(options.prompt):
+            raise ValueError(f"{prompt!r} is a model, and the prompt is missing: nanovllm generate MODEL PROMPT")
+        if config.model == BUNDLED_MODEL and sys.stderr.isatty():
+            print(_GENERATE_TOY.format(ability=_RAW_ABILITY if options.raw else _CHAT_ABILITY), file=sys.stderr)
+        llm = LLM(**vars(config))
+    with llm:
+        with user_errors(parser):
+            params = sampling_params(llm, values)
+            if options.raw or not has_chat_template(llm.tokenizer):
+                stream = llm.stream([prompt], params)
+            else:
+                stream = llm.stream_chat([{"role": "user", "content": prompt}], params)
+        with closing(stream):
+            for output in stream:
+                for new in output.outputs:
+                    print(new.text, end="", flush=True)
+        print(flush=True)
+    return 0
 
 
 class Conversation:
@@ -109,7 +174,7 @@ def banner(llm: LLM) -> str:
     device = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
     lines = [f"nanovllm {__version__}: {name}, {size} parameters, {llm.dtype} on {device}".replace("torch.", "")]
     if llm.config.model == BUNDLED_MODEL:
-        lines.append(_TOY.format(size=size))
+        lines.append(_CHAT_TOY.format(size=size))
     return "\n".join([*lines, "/help lists the commands, /quit ends."])
 
 

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any, NamedTuple
 
-from nanovllm.batch_files.digests import AnsweredRequests, answer_header, run_digest
-from nanovllm.batch_files.inputs import InputFile, UnansweredLines, UnreadableInputError
-from nanovllm.batch_files.part_files import PART_LINES, PartFiles
-from nanovllm.batch_files.requests import BatchRequest, RequestParser, line_ids, load_line
-from nanovllm.batch_files.result_file import ResultFile
-from nanovllm.batch_files.results import encode_line, error_line, result_line
-from nanovllm.batch_files.shards import WHOLE, Shard
-from nanovllm.commands.start import check_flags
+from nanovllm.cli.batch_input import WHOLE, InputFile, Shard, UnansweredLines, UnreadableInputError
+from nanovllm.cli.batch_lines import (
+    BatchRequest,
+    RequestParser,
+    encode_line,
+    error_line,
+    line_ids,
+    load_line,
+    result_line,
+)
+from nanovllm.cli.batch_output import AnsweredRequests, ResultFile, answer_header, run_digest
+from nanovllm.cli.chat import check_flags
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
@@ -29,7 +33,6 @@ from nanovllm.text.jobs import CHUNK_SIZE, FinishedPrompt, JobRun, PreparedPromp
 from nanovllm.text.read_ahead import ReadAhead
 from nanovllm.text.run_requests import Progress
 from nanovllm.utils.flags import user_errors
-from nanovllm.utils.remote import is_url
 
 
 class Line(NamedTuple):
@@ -179,8 +182,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         shard = _shard(options)
         source = InputFile(options.input)
         if options.contiguous:
-            shard = shard.contiguous(source.count_lines())
-        results = _open_results(options, shard)
+            shard = shard.contiguous(sum(1 for _ in source.lines_again()))
+        results = ResultFile(options.output)
     # The source stays open: closing it would wait for the thread that reads it.
     with results:
         with user_errors(parser):
@@ -221,29 +224,20 @@ def _shard(options: argparse.Namespace) -> Shard:
     return WHOLE if options.shard is None else Shard.parse(options.shard)
 
 
-def _open_results(options: argparse.Namespace, shard: Shard) -> ResultFile | PartFiles:
-    if is_url(options.output) or options.part_lines is not None:
-        part_lines = PART_LINES if options.part_lines is None else options.part_lines
-        return PartFiles(options.output, shard, part_lines, options.gzip)
-    if options.gzip:
-        raise ValueError("--gzip compresses parts: give --part-lines too")
-    return ResultFile(options.output)
-
-
 def _load_results(
-    results: ResultFile | PartFiles, source: InputFile, options: argparse.Namespace, digest: str, shard: Shard
+    results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str, shard: Shard
 ) -> None:
     if results.is_file(source.fileno()):
         raise ValueError(f"{options.output} is the input: give another output")
     if options.overwrite:
         return
     results.load(digest)
-    # What others have answered, or what is written for good, cannot be answered again.
-    if len(results.answered) and (options.shard is not None or isinstance(results, PartFiles)):
+    # Other runs answer the lines of other shards.
+    if len(results.answered) and options.shard is not None:
         source.require_unchanged(results.answered, shard)
 
 
-def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile | PartFiles) -> None:
+def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:
     try:
         batch.run()
         if not source.is_stream:

@@ -213,8 +213,6 @@ def test_the_rule_for_their_number() -> None:
     rule = [ServeSettings().num_front_ends(True, cores) for cores in (1, 7, 8, 12, 16, 64)]
     assert rule == [1, 1, 2, 3, 4, 4]
     assert ServeSettings().num_front_ends(False, 64) == ServeSettings(uds="a").num_front_ends(True, 64) == 1
-    assert ServeSettings(batch_dir="a").num_front_ends(True, 64) == 1
     assert ServeSettings(front_ends=2).num_front_ends(False, 1) == 2
-    for name in ("uds", "batch_dir"):
-        with pytest.raises(ValueError, match=f"front_ends=2: a server with {name} has one"):
-            ServeSettings(front_ends=2, **{name: "a"}).num_front_ends(True, 16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="front_ends=2: a server with uds has one"):
+        ServeSettings(front_ends=2, uds="a").num_front_ends(True, 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,13 +19,12 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 import nanovllm
-from nanovllm.serve.batches import Batches
 from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestLogs, log_refusal
 from nanovllm.serve.memory import give_back_memory
-from nanovllm.serve.routers import anthropic, batches, control, openai, pooling, state, tokens
+from nanovllm.serve.routers import anthropic, control, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -43,10 +41,6 @@ def create_app(service: Service) -> ASGIApp:
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(_beside(give_back_memory()))
-                if settings.batch_dir is not None:
-                    max_lines = 2 * service.config.max_num_seqs
-                    app.state.batches = Batches(service, Path(settings.batch_dir), max_lines)
-                    await stack.enter_async_context(_beside(app.state.batches.run()))
                 yield
         finally:
             await service.llm.shutdown()
@@ -56,7 +50,6 @@ def create_app(service: Service) -> ASGIApp:
     _add_error_handlers(app, service)
     # The first router that matches answers, so the most frequent requests come first.
     routers = [openai.router, tokens.router, anthropic.router, pooling.router, state.router]
-    routers += [batches.router] if settings.batch_dir is not None else []
     routers += [control.router] if settings.control else []
     for router in routers:
         app.include_router(router)

@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
-from starlette.datastructures import FormData
 from starlette.responses import Response
 
 from nanovllm.async_llm import QueueFullError
@@ -221,17 +220,14 @@ def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
         first: the first error that pydantic has found; its `loc` begins with a part of the request: "body", "query".
         body: as it was parsed.
     """
-    kind, is_missing, is_form = first["type"], first["type"] == "missing", isinstance(body, FormData)
+    kind, is_missing = first["type"], first["type"] == "missing"
     place = _place(first["loc"], body, is_missing=is_missing)
     if not place and kind != "value_error":
         # FastAPI takes the body for a text if its type is not JSON's.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
     problem, given = first["msg"].removeprefix("Value error, "), first.get("input")
-    if is_form and kind == "value_error":
-        # FastAPI names its classes.
-        problem = "Input should be a file, with a file name"
-    elif kind in ("dict_type", "model_type", "model_attributes_type"):
+    if kind in ("dict_type", "model_type", "model_attributes_type"):
         problem = "Input should be an object"
     if isinstance(given, (bool, int, float)):
         problem += f", not {json.dumps(given):.40}"
@@ -243,7 +239,7 @@ def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
 def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:
     """Return where in a request an error is, such as "messages[0].role", without what pydantic calls types."""
     source, *parts = loc
-    if source != "body" or isinstance(body, FormData):
+    if source != "body":
         return str(parts[0])
     place = ""
     for part in parts:

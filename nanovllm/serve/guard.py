@@ -19,10 +19,9 @@ from nanovllm.serve.settings import ServeSettings
 _OPEN_PATHS = ("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico")
 """Paths that need no key: they show nothing of requests or of the model."""
 
-_UPLOAD_PATH = "/v1/files"
 _READ_OF_TOO_LARGE = 8
 """How many times the largest body is read of a client that is refused."""
-MOST_VALUES = 2**18
+_MOST_VALUES = 2**18
 """Quotes and brackets in a body, of which each costs about 0.5 us of everybody's time: parsing lets nobody else run."""
 _DISCARD_SECONDS = 1.0
 _BEGIN_AT_ONCE = 8
@@ -97,14 +96,7 @@ class Guard:
         try:
             async with self._begin_gate:
                 await asyncio.sleep(0)
-            if scope["path"].removeprefix(scope["root_path"]) == _UPLOAD_PATH:
-                # Written to disk as it comes.
-                most = self._settings.max_file_bytes
-                if int(dict(scope["headers"]).get(b"content-length", b"0")) > most:
-                    raise _too_large(most)
-                await self._app(scope, _limited(receive, most), send)
-            else:
-                await self._app(scope, _replay(await self._read_body(receive), receive), send)
+            await self._app(scope, _replay(await self._read_body(receive), receive), send)
         finally:
             self._counts.add(Counted.REQUESTS, -1)
 
@@ -148,12 +140,12 @@ class Guard:
         if size > most:
             raise ApiError(413, f"the body is over max_body_bytes={most}")
         body = b"".join(parts)
-        if num_values(body) > MOST_VALUES:
-            raise ApiError(413, f"the body has more than {MOST_VALUES} quotes and brackets")
+        if _num_values(body) > _MOST_VALUES:
+            raise ApiError(413, f"the body has more than {_MOST_VALUES} quotes and brackets")
         return body
 
 
-def num_values(body: bytes) -> int:
+def _num_values(body: bytes) -> int:
     """Return how many quotes that are not in a string JSON has, and brackets, which may be in one."""
     return body.count(b'"') - body.count(b'\\"') + body.count(b"[") + body.count(b"{")
 
@@ -166,26 +158,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
-
-
-def _limited(receive: Receive, most: int) -> Receive:
-    """Return a `receive` that refuses a body of more bytes.
-
-    Raises:
-        ApiError: it is larger.
-    """
-    size = 0
-
-    async def limited() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise _too_large(most)
-        return message
-
-    return limited
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the file is over max_file_bytes={most}")

@@ -82,8 +82,6 @@ def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
             "nanovllm.serve.protocol": {"level": "INFO" if log_requests else "WARNING"},
             "uvicorn": {**own, "level": "WARNING"},
             "uvicorn.access": {"level": "INFO" if access_log else "WARNING", "filters": ["path"]},
-            # It quotes forms that it cannot read.
-            "python_multipart": {"level": "CRITICAL"},
         },
     }
 

@@ -136,7 +136,6 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self._service.is_ending = True
         llm, grace = self._service.llm, self._service.settings.grace_seconds
         _logger.info("ending within %g s; %d requests are running", grace, llm.num_pending_requests)
         loop = asyncio.get_running_loop()

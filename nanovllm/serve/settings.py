@@ -21,8 +21,7 @@ class ServeSettings:
         host: address to listen on; the default is this machine alone.
         port: TCP port; 0 takes a free one.
         front_ends: processes that answer on the port, for engines in processes of their own; 1: the engine's process
-            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds` or
-            `batch_dir`, which need 1.
+            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds`.
         uds: path of a Unix domain socket to listen on, instead of host and port.
         root_path: the path under which a proxy shows the server to clients.
         ssl_keyfile: private key for TLS, a PEM file.
@@ -43,11 +42,9 @@ class ServeSettings:
         tool_call_parser: how the model writes calls of tools, by vLLM's names (`TOOL_CALL_FORMATS` in
             `text/tool_calls.py`); "auto": what its chat template shows.
         max_body_bytes: the largest request.
-        batch_dir: folder for the files and states of the batch API; None: the server has none.
         control: whether there are endpoints for a training loop, which pause the engine, put it to sleep and change its
             weights; needs an API key, unless the server listens to this machine alone.
         weights_root: folder of all folders that weights may be loaded from over HTTP; None: from nowhere.
-        max_file_bytes: the largest file of the batch API.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
         max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
@@ -90,10 +87,8 @@ class ServeSettings:
     reasoning_parser: str | None = None
     tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
-    batch_dir: str | None = None
     control: bool = False
     weights_root: str | None = None
-    max_file_bytes: int = 200 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128
     max_logprobs_per_request: int = 2**19
@@ -117,7 +112,6 @@ class ServeSettings:
             check_bool(name, getattr(self, name))
         for name in (
             "max_body_bytes",
-            "max_file_bytes",
             "max_outputs",
             "max_logprobs_per_request",
             "max_requests",
@@ -176,12 +170,11 @@ class ServeSettings:
         Raises:
             ValueError: several, where there can be one alone.
         """
-        single = "uds" if self.uds is not None else "batch_dir" if self.batch_dir is not None else None
         if self.front_ends is not None:
-            if self.front_ends > 1 and single is not None:
-                raise ValueError(f"front_ends={self.front_ends}: a server with {single} has one")
+            if self.front_ends > 1 and self.uds is not None:
+                raise ValueError(f"front_ends={self.front_ends}: a server with uds has one")
             return self.front_ends
-        if not is_on_gpu or single is not None or sys.platform == "win32":
+        if not is_on_gpu or self.uds is not None or sys.platform == "win32":
             return 1
         return max(1, min(_MOST_FRONT_ENDS, num_cores // _CORES_PER_FRONT_END))
 

@@ -16,7 +16,7 @@ from nanovllm.serve.logs import log_refusal
 from nanovllm.serve.server_counts import Counted, ServerCounts
 from nanovllm.serve.settings import ServeSettings
 
-_OPEN_PATHS = ("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico")
+_OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
 """Paths that need no key: they show nothing of requests or of the model."""
 
 _READ_OF_TOO_LARGE = 8

@@ -15,7 +15,7 @@ from nanovllm.serve.server_counts import Counted
 
 router = APIRouter()
 PAGE = Path(__file__).parents[1] / "page"
-_CHAT, _REFERENCE = ((PAGE / name).read_bytes() for name in ("index.html", "docs.html"))
+_INDEX = (PAGE / "index.html").read_bytes()
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -72,10 +72,4 @@ def blocks(service: ServiceDep) -> BlockUsage:
 @router.get("/", response_class=Response)
 async def index() -> Response:
     """Return a page to chat with the model and to see the engine's state."""
-    return Response(_CHAT, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
-
-
-@router.get("/docs", response_class=Response, include_in_schema=False)
-async def reference() -> Response:
-    """Return the API's reference, which needs nothing from elsewhere."""
-    return Response(_REFERENCE, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+    return Response(_INDEX, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)

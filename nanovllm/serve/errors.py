@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, and JSON."""
+"""Errors as answers, in OpenAI's form or, on its paths, in Anthropic's; and JSON, in and out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
+from starlette.types import Scope
 
 from nanovllm.async_llm import QueueFullError
 from nanovllm.engine.request_limits import PromptTooLongError
@@ -26,7 +27,6 @@ _KINDS = {
     500: "server_error",
     503: "service_unavailable",
 }
-
 
 _MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
 """Before the name of an exception's class, as tracebacks have it."""
@@ -99,10 +99,37 @@ class JsonResponse(Response):
         super().__init__(_encode_pieces(body) if in_pieces else encode_json(body), status, headers)
 
 
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """Return the body of the answer to a request."""
+    path = scope["path"].removeprefix(scope["root_path"])
+    if path != _ANTHROPIC_PATH and not path.startswith(f"{_ANTHROPIC_PATH}/"):
+        return error.body()
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def error_response(error: ApiError, scope: Scope) -> JsonResponse:
+    """Return the answer to a request."""
+    return JsonResponse(error_body(error, scope), error.status, error.headers)
+
+
 _MOST_DEPTH = 128
-"""Lists and objects within each other in a body: what goes through it calls itself about as often."""
+"""The most levels of lists and objects in a body: a function that walks them recurses about as deep."""
 _MOST_DIGITS = 308
-"""Of an integer: those of the largest float."""
+"""The most digits of an integer: the number of the largest float."""
 _AS_ZEROS = bytes(ord("0") if code in b"0123456789" else ord(" ") for code in range(256))
 _TOO_MANY_ZEROS = b"0" * (_MOST_DIGITS + 1)
 

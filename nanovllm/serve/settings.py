@@ -1,4 +1,4 @@
-"""The server's settings."""
+"""Settings of the HTTP server, each a flag of `nanovllm serve`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ServeSettings:
         ssl_certfile: certificate for TLS, a PEM file.
         ssl_ca_certs: certificates that clients must have theirs from, a PEM file; None: clients need none.
         api_key: clients must send one of these as `Authorization: Bearer KEY` or `x-api-key: KEY`; without one, the
-            environment's NANOVLLM_API_KEY, and if there is none, everybody is answered.
+            environment's NANOVLLM_API_KEY, and if there is none, all are answered.
         allowed_hosts: host names that requests may be for, such as llm.example.com or *.example.com; "*": any. If None,
             this machine's own if the server listens to this machine alone and has no key, since a web page could
             otherwise have its host name point here (DNS rebinding); else any.
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
-        served_model_name: the model's names in the API, of which answers have the first; that of its folder if None.
+        served_model_name: the model's names in the API; answers have the first. None: its folder's name.
         chat_template: a Jinja template, or a file of one, instead of the tokenizer's.
         default_chat_template_kwargs: variables of the chat template for requests that do not set them.
         separate_reasoning: whether thoughts are split off the answers of chats that do not say.
@@ -50,8 +50,8 @@ class ServeSettings:
         max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
             and of its prompts together.
         max_requests: the most requests at once; further ones get status 429.
-        max_connections: the most connections at once, and as many as the limit of open files allows; further ones get
-            status 503, unless others have long waited for a request, which are closed for them.
+        max_connections: the most connections at once, fewer if the limit of open files is low; further ones get status
+            503, unless others have waited for a request for a second, which are closed for them.
         max_request_seconds: the longest time for one request; a client that then still reads its answer gets
             `max_write_seconds` for the rest.
         max_read_seconds: the longest time for the head of a request to arrive, and for its body.

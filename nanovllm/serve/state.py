@@ -1,4 +1,4 @@
-"""What says how the server is: health, version, metrics, and the page."""
+"""The server's state: health, version, load, metrics, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.serve.routing import ERRORS, ServiceDep
 from nanovllm.serve.server_counts import Counted
 
 router = APIRouter()
-PAGE = Path(__file__).parents[1] / "page"
+PAGE = Path(__file__).parent / "page"
 _INDEX = (PAGE / "index.html").read_bytes()
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -29,7 +29,7 @@ _PAGE_HEADERS = {
 @router.get("/health", responses={503: ERRORS[503]})
 @router.get("/ping", responses={503: ERRORS[503]})
 async def health(service: ServiceDep) -> dict[str, str]:
-    """Say whether requests are answered."""
+    """Answer if requests are answered; with status 503 otherwise."""
     service.llm.require_running()
     service.llm.llm.require_awake()
     return {"status": "ok"}
@@ -71,5 +71,5 @@ def blocks(service: ServiceDep) -> BlockUsage:
 
 @router.get("/", response_class=Response)
 async def index() -> Response:
-    """Return a page to chat with the model and to see the engine's state."""
+    """Return a page with a chat and the engine's state."""
     return Response(_INDEX, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)

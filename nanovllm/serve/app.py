@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 import nanovllm
 from nanovllm.serve import control, state
@@ -79,12 +79,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         found = api_error(error)
-        if found.code == "context_length_exceeded":
-            path = request.scope["path"].removeprefix(request.scope["root_path"])
-            # Programs look for words of Anthropic's, OpenAI's and vLLM's messages.
-            known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
-            found = ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
-        return answer(request, found)
+        is_too_long = found.code == "context_length_exceeded"
+        return answer(request, _context_error(found, request.scope, service) if is_too_long else found)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -115,3 +111,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _context_error(error: ApiError, scope: Scope, service: Service) -> ApiError:
+    """Return the error of a too long prompt in Anthropic's, OpenAI's and vLLM's words, which programs look for."""
+    path = scope["path"].removeprefix(scope["root_path"])
+    known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
+    return ApiError(400, f"{known}; {error}", error.param or _CONTENTS.get(path), code=error.code)

@@ -104,27 +104,27 @@ class ServeSettings:
     exit_when_engine_fails: bool = False
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_texts()
+        self.template_text()
+        AnswerFormat(None, self.tool_call_parser, self.reasoning_parser or "auto")
+
+    def _check_numbers(self) -> None:
         check_int("port", self.port, 0, 65535)
         for name in (
-            "separate_reasoning", "allow_priority", "access_log", "log_requests",
-            "exit_when_engine_fails", "control",
+            "separate_reasoning", "allow_priority", "access_log", "log_requests", "exit_when_engine_fails", "control",
         ):  # fmt: skip
             check_bool(name, getattr(self, name))
-        for name in (
-            "max_body_bytes",
-            "max_outputs",
-            "max_logprobs_per_request",
-            "max_requests",
-            "max_connections",
-        ):
+        for name in ("max_body_bytes", "max_outputs", "max_logprobs_per_request", "max_requests", "max_connections"):
             check_int(name, getattr(self, name), 1)
-        if self.front_ends is not None:
-            check_int("front_ends", self.front_ends, 1)
-        if self.max_output_tokens is not None:
-            check_int("max_output_tokens", self.max_output_tokens, 1)
+        for name in ("front_ends", "max_output_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
             check_number(name, getattr(self, name), 0, above=True)
         check_number("grace_seconds", self.grace_seconds, 0)
+
+    def _check_texts(self) -> None:
         for name in ("api_key", "served_model_name"):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, list) and given and all(given)):
@@ -135,8 +135,6 @@ class ServeSettings:
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
-        self.template_text()
-        AnswerFormat(None, self.tool_call_parser, self.reasoning_parser or "auto")
         for pattern in self.allowed_hosts or []:
             # The form that Starlette's TrustedHostMiddleware takes.
             if "*" in pattern[1:] or (pattern.startswith("*") and pattern != "*" and not pattern.startswith("*.")):
@@ -156,7 +154,11 @@ class ServeSettings:
         return Path(given).read_text(encoding="utf-8")
 
     def check_access(self) -> None:
-        """Raise a `ValueError` if anybody could control the engine; once it is known which keys there are."""
+        """Check that control needs a key, once the keys are known.
+
+        Raises:
+            ValueError: others could control the engine, or `weights_root` is no folder or needs `control`.
+        """
         if self.weights_root is not None and not self.control:
             raise ValueError(f"weights_root={self.weights_root!r} needs control=True")
         if self.weights_root is not None and not Path(self.weights_root).is_dir():

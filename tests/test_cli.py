@@ -393,7 +393,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "kv_cache_dtype": (["fp8"], "fp8"),
     "host": (["::1"], "::1"),
     "uds": (["x"], "x"),
-    "batch_dir": (["x"], "x"),
     "weights_root": (["x"], "x"),
     "root_path": (["/x"], "/x"),
     "ssl_keyfile": (["x"], "x"),

@@ -131,7 +131,7 @@ def output(*texts: str, finished: bool = True, logprob: float = -1.0) -> Request
 def test_the_capacity_that_metrics_report_is_the_pool_that_they_report_the_use_of() -> None:
     text = make_service(PlayedLLM([output("a")])).metrics.render()[0].decode()
     assert 'num_gpu_blocks="7"' in text
-    assert re.search(r"^nanovllm_cache_usage_ratio\S* 0.4285", text, re.MULTILINE)
+    assert re.search(r"^vllm:kv_cache_usage_perc\S* 0.4285", text, re.MULTILINE)
 
 
 def test_requests_name_the_model_as_the_server_or_as_its_command_does() -> None:

@@ -176,7 +176,7 @@ def test_a_server_needs_no_client_and_no_plots() -> None:
     program = """
 import sys
 from unittest.mock import MagicMock
-sys.modules |= dict.fromkeys(["openai", "aiohttp", "matplotlib", "triton"])
+sys.modules |= dict.fromkeys(["openai", "matplotlib", "triton"])
 import nanovllm.serve.main
 from nanovllm.serve.app import create_app
 from nanovllm.serve.settings import ServeSettings

@@ -1,4 +1,4 @@
-"""Answers that come in pieces (server-sent events), and answers that end when their client goes away."""
+"""Answers as server-sent events, and the end of answers whose client goes away."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import RequestStream
-from nanovllm.serve.error_forms import error_body
-from nanovllm.serve.errors import ApiError, api_error, encode_json
+from nanovllm.serve.errors import ApiError, api_error, encode_json, error_body
 from nanovllm.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
@@ -41,7 +40,7 @@ class EventStream(Response):
 
     Args:
         events: the answer.
-        streams: what the events are made of; closed in any case.
+        streams: the requests behind the events; closed in any case.
         settings: the server's.
         count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client goes away.
     """
@@ -98,7 +97,7 @@ class EventStream(Response):
             pings.cancel()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment, which clients ignore, whenever no event has come for some time."""
+        """Send a comment, which clients ignore, whenever there was no event for some time."""
         while True:
             before = self._num_sent
             await asyncio.sleep(_PING_SECONDS)
@@ -143,7 +142,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; what they raise has been seen, or concerns nobody any more."""
+    """Cancel tasks and wait for them; their errors have been handled, or no longer matter."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

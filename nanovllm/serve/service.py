@@ -57,7 +57,6 @@ class Service:
         hidden_size: the length of an embedding.
         names: the model's names in the API.
         model: the first of them, which answers have.
-        is_ending: whether the server is being shut down, and what runs ends with what it has.
         chat_template: instead of the tokenizer's; None: that.
         device: the name of the device, or devices.
         fingerprint: stands for the version and the engine's settings, by which equal seeds give equal answers.
@@ -85,7 +84,6 @@ class Service:
         self.counts = counts or ServerCounts()
         self.created = int(time.time()) if created is None else created
         self.device = llm.llm.device_name
-        self.is_ending = False
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,

@@ -1,4 +1,4 @@
-"""What a training loop asks of the engine, by vLLM's and prime-rl's names; only of a server with `control`."""
+"""Endpoints for a training loop, by vLLM's and prime-rl's names; for a server with `control`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WeightsBody(Body):
 
 
 async def _refuse_pages(request: Request) -> None:
-    """Refuse web pages, whose scripts can send a request without a body to any server of this machine."""
+    """Refuse web pages: their scripts can send a request without a body to any server of this machine."""
     if "origin" in request.headers:
         raise ApiError(403, "a web page cannot control the engine")
 
@@ -38,7 +38,7 @@ router = make_router(dependencies=[Depends(_refuse_pages)], responses=ERRORS)
 
 @asynccontextmanager
 async def _between_steps(what: str) -> AsyncIterator[None]:
-    """Log what is done, and answer with status 409 if the engine is in no state for it."""
+    """Log an operation, and answer with status 409 if the engine is in no state for it."""
     _logger.info("%s", what)
     try:
         yield
@@ -63,7 +63,7 @@ async def get_world_size(service: ServiceDep) -> dict[str, int]:
 
 @router.post("/pause")
 async def pause(service: ServiceDep, mode: PauseMode = "keep", clear_cache: bool = False) -> dict[str, str]:
-    """Do no more steps; see `LLM.pause`. With `clear_cache`, forget the prefix cache."""
+    """Pause before the next step; see `LLM.pause`. With `clear_cache`, forget the prefix cache."""
     async with _between_steps(f"pause: {mode}"):
         await service.llm.pause(mode)
         if clear_cache:

@@ -1,4 +1,4 @@
-"""What says how the server is: health, version, metrics, and the page."""
+"""The server's state: health, version, load, metrics, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nanovllm.serve.routing import ERRORS, ServiceDep
 from nanovllm.serve.server_counts import Counted
 
 router = APIRouter()
-PAGE = Path(__file__).parents[1] / "page"
-_CHAT, _REFERENCE = ((PAGE / name).read_bytes() for name in ("index.html", "docs.html"))
+PAGE = Path(__file__).parent / "page"
+_INDEX = (PAGE / "index.html").read_bytes()
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -29,7 +29,7 @@ _PAGE_HEADERS = {
 @router.get("/health", responses={503: ERRORS[503]})
 @router.get("/ping", responses={503: ERRORS[503]})
 async def health(service: ServiceDep) -> dict[str, str]:
-    """Say whether requests are answered."""
+    """Answer if requests are answered; with status 503 otherwise."""
     service.llm.require_running()
     service.llm.llm.require_awake()
     return {"status": "ok"}
@@ -71,11 +71,5 @@ def blocks(service: ServiceDep) -> BlockUsage:
 
 @router.get("/", response_class=Response)
 async def index() -> Response:
-    """Return a page to chat with the model and to see the engine's state."""
-    return Response(_CHAT, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
-
-
-@router.get("/docs", response_class=Response, include_in_schema=False)
-async def reference() -> Response:
-    """Return the API's reference, which needs nothing from elsewhere."""
-    return Response(_REFERENCE, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+    """Return a page with a chat and the engine's state."""
+    return Response(_INDEX, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)

@@ -1,29 +1,134 @@
-"""OpenAI's form of requests and answers: `/v1/chat/completions` and `/v1/completions`, in batch files and over HTTP."""
+"""OpenAI's requests and answers, chats and completions, as `nanovllm run` and the server read and write them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
+
+# `typing` has both from Python 3.11 on, and pydantic reads them there from 3.12 on.
+from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.logprobs import Logprob
-from nanovllm.openai_answers import (
-    AnswerMessage,
-    ChatChoice,
-    ChatLogprobs,
-    PromptLogprobs,
-    TextChoice,
-    TextLogprobs,
-    TokenLogprob,
-    ToolCallItem,
-    TopLogprob,
-    UsageCounts,
-)
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.answers import AnswerSplitter
 from nanovllm.text.tool_calls import whole_calls
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+
+
+class TokenLogprob(TypedDict):
+    """A token's log-probability; `bytes` is None where they are not known."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: NotRequired[list[Any]]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of a chat's answer."""
+
+    content: list[TokenLogprob]
+
+
+class TextLogprobs(TypedDict):
+    """Log-probabilities of a completion; `text_offset` is where in its text the tokens begin."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class UsageCounts(TypedDict):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[dict[str, int]]
+
+
+class CalledFunction(TypedDict, total=False):
+    """A function's name, and its arguments as JSON; in a stream the name comes once."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallItem(TypedDict, total=False):
+    """A call of a function; in a stream `index` tells calls apart, and `id` and `type` come once."""
+
+    index: int
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(TypedDict, total=False):
+    """An answer to messages, or a new part of it; `reasoning` and `reasoning_content` are the same."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: str | None
+    reasoning_content: str | None
+    tool_calls: list[ToolCallItem]
+
+
+class ChatChoice(TypedDict):
+    """One answer to messages: a `message`, or in a stream a `delta`."""
+
+    index: int
+    message: NotRequired[AnswerMessage]
+    delta: NotRequired[AnswerMessage]
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    """Answers to messages, or a chunk of them."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: NotRequired[UsageCounts | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextChoice(TypedDict):
+    """One completion, or what is new in it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+
+
+class Completion(TypedDict):
+    """Completions, or a chunk of them."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: NotRequired[UsageCounts | None]
+
 
 # No effect on an answer here. The model is the one that runs.
 _IGNORED = frozenset(
@@ -290,7 +395,7 @@ def chat_logprobs(
 
 
 def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames) -> TokenLogprob:
-    def entry(token_id: int) -> TopLogprob:
+    def entry(token_id: int) -> TokenLogprob:
         item = logprobs[token_id]
         return {
             "token": names.name(token_id, item.decoded_token),

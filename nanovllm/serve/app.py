@@ -20,13 +20,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 import nanovllm
+from nanovllm.serve import anthropic, chat_completions, completions, generate, pooling, responses, tokens
 from nanovllm.serve.batches import Batches
 from nanovllm.serve.error_forms import error_response
 from nanovllm.serve.errors import ApiError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.logs import RequestLogs, log_refusal
 from nanovllm.serve.memory import give_back_memory
-from nanovllm.serve.routers import anthropic, batches, control, openai, pooling, state, tokens
+from nanovllm.serve.routers import batches, control, state
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -55,7 +56,8 @@ def create_app(service: Service) -> ASGIApp:
     app.state.service = service
     _add_error_handlers(app, service)
     # The first router that matches answers, so the most frequent requests come first.
-    routers = [openai.router, tokens.router, anthropic.router, pooling.router, state.router]
+    modules = [chat_completions, completions, responses, tokens, generate, anthropic, pooling, state]
+    routers = [module.router for module in modules]
     routers += [batches.router] if settings.batch_dir is not None else []
     routers += [control.router] if settings.control else []
     for router in routers:

@@ -12,11 +12,9 @@ from starlette.responses import Response
 from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import validation_error
-from nanovllm.serve.pooling import embed
-from nanovllm.serve.pooling_protocol import EmbeddingBody
+from nanovllm.serve.pooling import EmbeddingBody, embed
 from nanovllm.serve.protocol import ChatBody, CompletionBody
-from nanovllm.serve.response_protocol import ResponseBody
-from nanovllm.serve.responses import answer_response
+from nanovllm.serve.responses import ResponseBody, answer_response
 from nanovllm.serve.service import Service
 
 ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Awaitable[Response | BaseModel]]]] = {

@@ -1,4 +1,4 @@
-"""The bodies of requests.
+"""Bodies of OpenAI's and vLLM's requests, and the types of their fields.
 
 What a field means is in `SamplingParams`, which checks its limits, and in OpenAI's reference. Fields of OpenAI's and
 vLLM's APIs that are not supported may have the value that asks for nothing. Other fields are ignored, and logged once.
@@ -7,27 +7,23 @@ vLLM's APIs that are not supported may have the value that asks for nothing. Oth
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
-from nanovllm.serve.errors import ApiError
-from nanovllm.serve.field_types import (
-    MOST_MESSAGES,
-    TOOL_CHOICE,
-    IsObject,
-    Nothing,
-    Objects,
-    Prompts,
-    Stops,
-    TextOrObject,
-    TextOrParts,
-    TextOrStops,
-    TokenIds,
-    ToolChoiceMode,
-)
+from nanovllm.serve.errors import ApiError, validation_error
 from nanovllm.serve.logs import one_line
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +37,54 @@ _MOST_LOGGED = 256
 _LONGEST_NAME = 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 """Retired fields of vLLM, and those of `structured_outputs` that came in their place."""
+
+MOST_PROMPTS = 1024
+_MOST_TOKENS = 2**20
+MOST_MESSAGES = 4096
+_MOST_STOPS = 64
+# A field with several forms is checked by the one that was given, which its type tells, so that an error says what is
+# wrong with that. The first fault ends the check of a list: an error for each of a million entries would take minutes.
+_FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
+
+
+def _form(given: Any) -> str | None:
+    """Return which form was given, or is to be dumped; None: no field has it."""
+    return "<object>" if isinstance(given, BaseModel) else _FORMS.get(type(given))
+
+
+def _prompt_form(given: Any) -> str | None:
+    first = given[0] if isinstance(given, list) and given else None
+    is_number = isinstance(first, (int, float))
+    return "<ids>" if is_number else "<lists>" if isinstance(first, list) else _form(given)
+
+
+def one_of(forms: str, get_form: Callable[[Any], str | None] = _form) -> Discriminator:
+    """Return what chooses among the forms of a field; `forms`: what the error says where it is none of them."""
+    return Discriminator(get_form, custom_error_type="form_type", custom_error_message=f"Input should be {forms}")
+
+
+IsText, IsList, IsObject = Tag("<text>"), Tag("<list>"), Tag("<object>")
+Text = Annotated[str, IsText]
+Object = Annotated[dict[str, Any], IsObject]
+Nothing = Annotated[dict[str, Any], Field(max_length=0)]
+# JSON's true and 1.0 are no ids.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
+_TokenLists = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+TextOrTexts = Annotated[Text | Annotated[Texts, IsList], one_of("a string or a list of strings")]
+Stops = Annotated[list[str], Field(max_length=_MOST_STOPS, fail_fast=True)]
+TextOrStops = Annotated[Text | Annotated[Stops, IsList], one_of("a string or a list of strings")]
+TextOrObject = Annotated[Text | Object, one_of("a string or an object")]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+TextOrObjects = Annotated[Text | Annotated[Objects, IsList], one_of("a string or a list of objects")]
+Parts = Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+TextOrParts = Annotated[Text | Annotated[Parts, IsList], one_of("a string or a list of parts")]
+Prompts = Annotated[
+    Text | Annotated[Texts, IsList] | Annotated[TokenIds, Tag("<ids>")] | Annotated[_TokenLists, Tag("<lists>")],
+    one_of("a string, a list of strings, a list of token ids, or a list of such lists", _prompt_form),
+]
+ToolChoiceMode = Annotated[Literal["auto", "none", "required"], IsText]
+TOOL_CHOICE = one_of("'auto', 'none', 'required' or an object")
 
 _logged: set[str] = set()
 _Value = TypeVar("_Value")
@@ -291,6 +335,20 @@ class ChatBody(SamplingBody):
             raise _invalid("continue_final_message", "and add_generation_prompt exclude each other")
         return self
 
+    @classmethod
+    def translated(cls, values: dict[str, Any]) -> Self:
+        """Return the chat that stands for another API's request; null values are left out.
+
+        Raises:
+            ApiError: a value is wrong.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise validation_error({**first, "loc": ("body", *first["loc"])}, given) from error
+
 
 class CompletionBody(SamplingBody):
     """A request for the completion of prompts: texts or token ids."""
@@ -336,3 +394,8 @@ class GenerateBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """Return a request's prompts; a list of token ids is one."""
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)

@@ -16,32 +16,6 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.answers import AnswerSplitter
 from nanovllm.text.tool_calls import whole_calls
 
-PromptLogprobs = list[dict[str, dict[str, Any]] | None]
-
-
-class TokenLogprob(TypedDict):
-    """A token's log-probability; `bytes` is None where they are not known."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: NotRequired[list[Any]]
-
-
-class ChatLogprobs(TypedDict):
-    """Log-probabilities of a chat's answer."""
-
-    content: list[TokenLogprob]
-
-
-class TextLogprobs(TypedDict):
-    """Log-probabilities of a completion; `text_offset` is where in its text the tokens begin."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
 
 class UsageCounts(TypedDict):
     """Token counts."""
@@ -52,22 +26,6 @@ class UsageCounts(TypedDict):
     prompt_tokens_details: NotRequired[dict[str, int]]
 
 
-class CalledFunction(TypedDict, total=False):
-    """A function's name, and its arguments as JSON; in a stream the name comes once."""
-
-    name: str
-    arguments: str
-
-
-class ToolCallItem(TypedDict, total=False):
-    """A call of a function; in a stream `index` tells calls apart, and `id` and `type` come once."""
-
-    index: int
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
 class AnswerMessage(TypedDict, total=False):
     """An answer to messages, or a new part of it; `reasoning` and `reasoning_content` are the same."""
 
@@ -76,7 +34,7 @@ class AnswerMessage(TypedDict, total=False):
     refusal: None
     reasoning: str | None
     reasoning_content: str | None
-    tool_calls: list[ToolCallItem]
+    tool_calls: list[dict[str, Any]]
 
 
 class ChatChoice(TypedDict):
@@ -85,49 +43,47 @@ class ChatChoice(TypedDict):
     index: int
     message: NotRequired[AnswerMessage]
     delta: NotRequired[AnswerMessage]
-    logprobs: ChatLogprobs | None
+    logprobs: dict[str, Any] | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
-
-
-class ChatCompletion(TypedDict):
-    """Answers to messages, or a chunk of them."""
-
-    id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: NotRequired[UsageCounts | None]
-    prompt_logprobs: NotRequired[PromptLogprobs | None]
-    prompt_token_ids: NotRequired[list[int]]
 
 
 class TextChoice(TypedDict):
-    """One completion, or what is new in it."""
+    """One completion, or a new part of it."""
 
     index: int
     text: str
-    logprobs: TextLogprobs | None
+    logprobs: dict[str, list[Any]] | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_logprobs: NotRequired[list[Any] | None]
 
 
-class Completion(TypedDict):
-    """Completions, or a chunk of them."""
-
+class _Head(TypedDict):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
-    choices: list[TextChoice]
     usage: NotRequired[UsageCounts | None]
+
+
+class ChatCompletion(_Head):
+    """Answers to messages, or a chunk of them."""
+
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[Any] | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(_Head):
+    """Completions, or a chunk of them."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 # No effect on an answer here. The model is the one that runs.
@@ -357,7 +313,7 @@ def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: Shown
     new = splitter.append(choice.text, final=True)
     message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
     calls = zip(splitter.call_ids, whole_calls(new.calls), strict=True)
-    tool_calls: list[ToolCallItem] = [
+    tool_calls: list[dict[str, Any]] = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for call_id, (name, arguments) in calls
     ]
@@ -384,7 +340,7 @@ def chat_finish_reason(choice: CompletionOutput, splitter: AnswerSplitter) -> st
 
 def chat_logprobs(
     choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT
-) -> ChatLogprobs | None:
+) -> dict[str, Any] | None:
     """Return an answer's log-probabilities; None if it has none."""
     if choice.logprobs is None:
         return None
@@ -394,8 +350,10 @@ def chat_logprobs(
     }
 
 
-def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames) -> TokenLogprob:
-    def entry(token_id: int) -> TokenLogprob:
+def _chat_position(
+    logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames
+) -> dict[str, Any]:
+    def entry(token_id: int) -> dict[str, Any]:
         item = logprobs[token_id]
         return {
             "token": names.name(token_id, item.decoded_token),
@@ -409,7 +367,7 @@ def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: i
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
-def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> PromptLogprobs | None:
+def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> list[Any] | None:
     """Return the log-probabilities of a prompt's tokens in vLLM's form, by token id; None if it has none."""
     if output.prompt_logprobs is None:
         return None
@@ -441,7 +399,7 @@ def text_logprobs(
     offsets: list[int] | None = None,
     first_token: str = "",
     names: TokenNames = _BY_TEXT,
-) -> TextLogprobs:
+) -> dict[str, list[Any]]:
     """Return log-probabilities of tokens.
 
     Args:

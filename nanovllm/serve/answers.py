@@ -77,31 +77,31 @@ class Answer(ABC):
         self.usage = Usage(sum(len(stream.request.token_ids) for stream in streams), options)
 
     @abstractmethod
-    def whole(self, outputs: list[RequestOutput]) -> Any:
+    def _whole(self, outputs: list[RequestOutput]) -> Any:
         """Return the body of the answer with all outputs, which `usage` has counted."""
 
     @abstractmethod
-    def new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
         """Return what is new in the output of a prompt, each piece as the choices of one chunk."""
 
     @abstractmethod
-    def chunk(self, choices: list[Any]) -> dict[str, Any]:
+    def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         """Return a chunk."""
 
-    def first_chunks(self) -> Iterator[Any]:
+    def _first_chunks(self) -> Iterator[Any]:
         """Yield the chunks that come before all outputs."""
         yield from ()
 
     async def chunks(self) -> AsyncIterator[Any]:
         """Yield the answer in chunks."""
-        for chunk in self.first_chunks():
+        for chunk in self._first_chunks():
             yield chunk
         async for index, output in self.service.read(self.streams):
             self.usage.add(output, is_shown=self.shows_output)
-            for choices in self.new_chunks(index, output):
-                yield self.chunk(choices)
+            for choices in self._new_chunks(index, output):
+                yield self._chunk(choices)
         if self.usage.is_shown:
-            yield {**self.chunk([]), "usage": self.usage.body()}
+            yield {**self._chunk([]), "usage": self.usage.body()}
 
     async def respond(self, stream: bool | None, translation: Translation | None = None) -> Response:
         """Return the HTTP response.
@@ -118,7 +118,7 @@ class Answer(ABC):
             self.usage.add(output, is_shown=self.shows_output)
 
         def build() -> Any:
-            answer = self.whole(outputs)
+            answer = self._whole(outputs)
             return answer if translation is None else translation.whole(answer)
 
         return await json_answer(build, outputs, self.streams[0].request.params)
@@ -164,45 +164,45 @@ class Translation(ABC):
         self._is_in_text = False
 
     @abstractmethod
-    def text_item(self) -> dict[str, Any]:
+    def _text_item(self) -> dict[str, Any]:
         """Return an empty text."""
 
     @abstractmethod
-    def call_item(self, call_id: str, name: str) -> dict[str, Any]:
+    def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
         """Return a call without arguments."""
 
     @abstractmethod
-    def begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[Event]:
         """Yield the events before all items."""
 
     @abstractmethod
-    def begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
         """Yield the events of an item that has just been added."""
 
     @abstractmethod
-    def add_piece(self, item: dict[str, Any], piece: str) -> Event:
+    def _piece_event(self, item: dict[str, Any], piece: str) -> Event:
         """Return the event of a further piece of the last item's text or arguments."""
 
     @abstractmethod
-    def end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
+    def _end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
         """Complete the last item, by its whole text or arguments, and yield the events of that."""
 
     @abstractmethod
-    def end(self, choice: ChatChoice) -> Iterator[Event]:
+    def _end(self, choice: ChatChoice) -> Iterator[Event]:
         """Yield the events after all items; `choice` has the finish reason."""
 
     @abstractmethod
-    def body(self, choice: ChatChoice) -> dict[str, Any]:
+    def _body(self, choice: ChatChoice) -> dict[str, Any]:
         """Return the whole answer; `choice` has the finish reason."""
 
     def whole(self, chat: ChatCompletion) -> dict[str, Any]:
         """Return the translation of a chat's whole answer."""
         (choice,) = chat["choices"]
         self.usage = chat["usage"] or self.usage
-        for events in (self._add(choice["message"]), self.finish(choice)):
+        for events in (self._add(choice["message"]), self._finish(choice)):
             # Each step of them completes `items` further.
             deque(events, maxlen=0)
-        return self.body(choice)
+        return self._body(choice)
 
     async def events(self, chunks: AsyncIterator[ChatCompletion]) -> AsyncIterator[bytes]:
         """Yield the events of a chat's chunks."""
@@ -210,50 +210,50 @@ class Translation(ABC):
         async for chunk in chunks:
             self.usage = chunk["usage"] or self.usage
             for kind, fields in self._chunk_events(chunk, is_first):
-                yield event(self.event(kind, fields), kind)
+                yield event(self._event(kind, fields), kind)
             is_first = False
 
     def _chunk_events(self, chunk: ChatCompletion, is_first: bool) -> Iterator[Event]:
         if is_first:
-            yield from self.begin()
+            yield from self._begin()
         for choice in chunk["choices"]:
             yield from self._add(choice["delta"])
             if choice["finish_reason"] is not None:
-                yield from self.finish(choice)
-                yield from self.end(choice)
+                yield from self._finish(choice)
+                yield from self._end(choice)
 
-    def event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Return an event's data."""
         return {"type": kind, **fields}
 
-    def finish(self, choice: ChatChoice) -> Iterator[Event]:
+    def _finish(self, choice: ChatChoice) -> Iterator[Event]:
         """Complete the last item, if there is one."""
         yield from self._end_last("completed" if choice["finish_reason"] in ("stop", "tool_calls") else "incomplete")
 
-    def append(self, item: dict[str, Any], *, is_text: bool) -> Iterator[Event]:
+    def _append(self, item: dict[str, Any], *, is_text: bool) -> Iterator[Event]:
         """Complete the last item and add another one."""
         yield from self._end_last("completed")
         self.items.append(item)
         self._pieces, self._is_in_text = [], is_text
-        yield from self.begin_item(item)
+        yield from self._begin_item(item)
 
     def _end_last(self, status: str) -> Iterator[Event]:
         if self.items:
-            yield from self.end_item(self.items[-1], "".join(self._pieces), status)
+            yield from self._end_item(self.items[-1], "".join(self._pieces), status)
 
     def _add(self, message: AnswerMessage) -> Iterator[Event]:
         """Add a chat's message, or a delta of one, and yield the events of it."""
         if content := message.get("content"):
             if not self._is_in_text:
-                yield from self.append(self.text_item(), is_text=True)
+                yield from self._append(self._text_item(), is_text=True)
             yield self._add_piece(content)
         for call in message.get("tool_calls", ()):
             function = call["function"]
             if "name" in function:
-                yield from self.append(self.call_item(call["id"], function["name"]), is_text=False)
+                yield from self._append(self._call_item(call["id"], function["name"]), is_text=False)
             if function["arguments"]:
                 yield self._add_piece(function["arguments"])
 
     def _add_piece(self, piece: str) -> Event:
         self._pieces.append(piece)
-        return self.add_piece(self.items[-1], piece)
+        return self._piece_event(self.items[-1], piece)

@@ -235,42 +235,34 @@ class _MessagesTranslation(Translation):
         super().__init__()
         self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
-    def begin(self) -> Iterator[Event]:
-        """See the base class."""
+    def _begin(self) -> Iterator[Event]:
         head: Block = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         yield "message_start", {"message": {**head, "usage": self._counts()}}
 
-    def text_item(self) -> Block:
-        """See the base class."""
+    def _text_item(self) -> Block:
         return {"type": "text", "text": ""}
 
-    def call_item(self, call_id: str, name: str) -> Block:
-        """See the base class."""
+    def _call_item(self, call_id: str, name: str) -> Block:
         return {"type": "tool_use", "id": f"toolu_{call_id.removeprefix('call_')}", "name": name, "input": {}}
 
-    def begin_item(self, item: Block) -> Iterator[Event]:
-        """See the base class."""
+    def _begin_item(self, item: Block) -> Iterator[Event]:
         yield "content_block_start", {"index": len(self.items) - 1, "content_block": item}
 
-    def add_piece(self, item: Block, piece: str) -> Event:
-        """See the base class."""
+    def _piece_event(self, item: Block, piece: str) -> Event:
         delta = {"type": "input_json_delta", "partial_json": piece}
         if item["type"] == "text":
             delta = {"type": "text_delta", "text": piece}
         return "content_block_delta", {"index": len(self.items) - 1, "delta": delta}
 
-    def end_item(self, item: Block, content: str, status: str) -> Iterator[Event]:
-        """See the base class."""
+    def _end_item(self, item: Block, content: str, status: str) -> Iterator[Event]:
         item |= {"text": content} if item["type"] == "text" else {"input": _input(content)}
         yield "content_block_stop", {"index": len(self.items) - 1}
 
-    def end(self, choice: ChatChoice) -> Iterator[Event]:
-        """See the base class."""
+    def _end(self, choice: ChatChoice) -> Iterator[Event]:
         yield "message_delta", {"delta": _stop_reason(choice), "usage": self._counts()}
         yield "message_stop", {}
 
-    def body(self, choice: ChatChoice) -> dict[str, Any]:
-        """See the base class."""
+    def _body(self, choice: ChatChoice) -> dict[str, Any]:
         return {**self._head, "content": self.items, **_stop_reason(choice), "usage": self._counts()}
 
     def _counts(self) -> dict[str, int]:

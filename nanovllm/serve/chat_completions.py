@@ -13,11 +13,9 @@ from starlette.responses import Response
 from nanovllm.openai_format import (
     ENDPOINTS,
     AnswerMessage,
-    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ShownTokens,
-    ToolCallItem,
     chat_choice,
     chat_finish_reason,
     chat_logprobs,
@@ -102,8 +100,7 @@ class ChatAnswer(Answer):
         make_splitter = options.make_splitter(streams[0].request.token_ids, params)
         self._splitters = [make_splitter() for _ in range(body.n or 1)]
 
-    def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
-        """See the base class."""
+    def _whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
         pairs = zip(output.outputs, self._splitters, strict=True)
         choices = [chat_choice(choice, splitter, self._shown, self._echo) for choice, splitter in pairs]
@@ -112,18 +109,17 @@ class ChatAnswer(Answer):
             answer["prompt_logprobs"] = prompt_positions(output, self._shown.names)
         return answer | self._prompt_ids()
 
-    def chunk(self, choices: list[ChatChoice]) -> dict[str, Any]:
-        """See the base class."""
+    def _chunk(self, choices: list[ChatChoice]) -> dict[str, Any]:
         usage = {"usage": self.usage.so_far()} if self.usage.is_shown else {}
         return {**self._head("chat.completion.chunk"), "choices": choices, **usage}
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
+    def _first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the role of each choice, with the text that is echoed."""
         for index in range(len(self._splitters)):
             delta: AnswerMessage = {"role": "assistant", "content": self._echo, "refusal": None}
-            yield self.chunk([_delta_choice(index, delta)]) | self._prompt_ids()
+            yield self._chunk([_delta_choice(index, delta)]) | self._prompt_ids()
 
-    def new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[ChatChoice]]:
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[ChatChoice]]:
         """Yield the new parts of each choice; the first of several parts has the tokens."""
         for choice in output.outputs:
             splitter = self._splitters[choice.index]
@@ -164,10 +160,10 @@ def _deltas(choice: CompletionOutput, splitter: AnswerSplitter) -> list[AnswerMe
     return [delta, *calls] if delta else calls
 
 
-def _call_delta(call: ToolCallDelta, splitter: AnswerSplitter) -> ToolCallItem:
+def _call_delta(call: ToolCallDelta, splitter: AnswerSplitter) -> dict[str, Any]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    function: CalledFunction = {"name": call.name, "arguments": call.arguments}
+    function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": splitter.call_ids[call.index], "type": "function", "function": function}
 
 

@@ -6,13 +6,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.openai_format import ENDPOINTS, Completion, TextChoice, TextLogprobs, prompt_positions, text_logprobs
+from nanovllm.openai_format import ENDPOINTS, Completion, TextChoice, prompt_positions, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answers import Answer
@@ -22,6 +22,8 @@ from nanovllm.serve.service import Service, StreamList
 from nanovllm.text.detokenizer import TextOffsets, decode_options
 
 router = make_router()
+Logprobs = dict[str, list[Any]]
+"""Of tokens in the API's form: a list each of texts, log-probabilities, likely tokens, and offsets in the text."""
 
 
 @router.post("/v1/completions", response_model=None, responses=answers(Completion))
@@ -87,10 +89,9 @@ class CompletionAnswer(Answer):
         # By choice: number of characters sent, offsets of its tokens, and tokens that wait for their text.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
-        self._waiting: dict[int, TextLogprobs] = {}
+        self._waiting: dict[int, Logprobs] = {}
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """See the base class."""
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []
         for i, output in enumerate(outputs):
             for j, choice in enumerate(self._best(output)):
@@ -102,13 +103,12 @@ class CompletionAnswer(Answer):
                 choices.append(item)
         return {**self._head(), "choices": choices, "usage": self.usage.body()}
 
-    def new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
         """Yield what is new in each choice."""
         for choice in output.outputs:
             yield [self._choice(index * self._num_answers + choice.index, output, choice)]
 
-    def chunk(self, choices: list[TextChoice]) -> dict[str, Any]:
-        """See the base class."""
+    def _chunk(self, choices: list[TextChoice]) -> dict[str, Any]:
         usage = {"usage": self.usage.so_far()} if self.usage.is_shown else {}
         return {**self._head(), "choices": choices, **usage}
 
@@ -147,7 +147,7 @@ class CompletionAnswer(Answer):
                 item["prompt_token_ids"] = output.prompt_token_ids
         return item
 
-    def _logprobs(self, index: int, choice: CompletionOutput) -> TextLogprobs:
+    def _logprobs(self, index: int, choice: CompletionOutput) -> Logprobs:
         """Return the log-probabilities of new tokens."""
         if not self.shows_output or choice.logprobs is None:
             return text_logprobs([], [], [])
@@ -164,7 +164,7 @@ class CompletionAnswer(Answer):
         self._waiting[index] = _part(logprobs, slice(num_sent, None))
         return _part(logprobs, slice(num_sent))
 
-    def _prompt_logprobs(self, output: RequestOutput) -> TextLogprobs:
+    def _prompt_logprobs(self, output: RequestOutput) -> Logprobs:
         token_ids, text, llm = output.prompt_token_ids, self._prompt_text(output), self.service.llm.llm
         # Special tokens that the tokenizer has added are not in the text.
         offsets = TextOffsets(llm.tokenizer, skip_special_tokens=self.service.decode(token_ids) != text)
@@ -180,10 +180,9 @@ class CompletionAnswer(Answer):
         return self.service.decode(output.prompt_token_ids).rstrip("\ufffd")
 
 
-def _joined(first: TextLogprobs | None, second: Any) -> TextLogprobs:
-    before: Any = first
-    return second if first is None else cast("TextLogprobs", {name: before[name] + second[name] for name in second})
+def _joined(first: Logprobs | None, second: Logprobs) -> Logprobs:
+    return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-def _part(logprobs: Any, part: slice) -> TextLogprobs:
-    return cast("TextLogprobs", {name: values[part] for name, values in logprobs.items()})
+def _part(logprobs: Logprobs, part: slice) -> Logprobs:
+    return {name: values[part] for name, values in logprobs.items()}

@@ -61,12 +61,11 @@ class GenerateAnswer(Answer):
         self._num_logprobs = streams[0].request.params.logprobs
         self._head = {"request_id": body.request_id or uuid4().hex}
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """See the base class."""
-        (output,), (choices,) = outputs, self.new_chunks(0, outputs[0])
-        return {**self.chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self.usage.body()}
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,), (choices,) = outputs, self._new_chunks(0, outputs[0])
+        return {**self._chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self.usage.body()}
 
-    def new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
         """Yield what is new in all choices."""
         yield [
             {
@@ -79,6 +78,5 @@ class GenerateAnswer(Answer):
             for choice in output.outputs
         ]
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """See the base class."""
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "choices": choices}

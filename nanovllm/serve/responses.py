@@ -198,33 +198,27 @@ class _ResponseTranslation(Translation):
         self._begun = encode_json(begun)
         self._number = -1
 
-    def event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """See the base class."""
+    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
-    def begin(self) -> Iterator[Event]:
-        """See the base class."""
+    def _begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
             yield kind, {"response": json.loads(self._begun)}
 
-    def text_item(self) -> dict[str, Any]:
-        """See the base class."""
+    def _text_item(self) -> dict[str, Any]:
         return {**_head("msg", "message"), "role": "assistant", "status": "in_progress", "content": []}
 
-    def call_item(self, call_id: str, name: str) -> dict[str, Any]:
-        """See the base class."""
+    def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
         head = {**_head("fc", "function_call"), "call_id": call_id, "name": name}
         return {**head, "arguments": "", "status": "in_progress"}
 
-    def begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
-        """See the base class."""
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
         if item["type"] == "message":
             yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
 
-    def add_piece(self, item: dict[str, Any], piece: str) -> Event:
-        """See the base class."""
+    def _piece_event(self, item: dict[str, Any], piece: str) -> Event:
         if item["type"] == "message":
             return (
                 "response.output_text.delta",
@@ -232,8 +226,7 @@ class _ResponseTranslation(Translation):
             )
         return "response.function_call_arguments.delta", {**self._place(), "delta": piece}
 
-    def end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
-        """See the base class."""
+    def _end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
         item["status"], place = status, self._place()
         if item["type"] == "message":
             item["content"] = [_part(content)]
@@ -244,20 +237,18 @@ class _ResponseTranslation(Translation):
             yield "response.function_call_arguments.done", {**place, "arguments": content, "name": item["name"]}
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
 
-    def finish(self, choice: ChatChoice) -> Iterator[Event]:
+    def _finish(self, choice: ChatChoice) -> Iterator[Event]:
         """Complete the last item; without any, there is an empty message."""
         if not self.items:
-            yield from self.append(self.text_item(), is_text=True)
-        yield from super().finish(choice)
+            yield from self._append(self._text_item(), is_text=True)
+        yield from super()._finish(choice)
 
-    def end(self, choice: ChatChoice) -> Iterator[Event]:
-        """See the base class."""
-        response = self.body(choice)
+    def _end(self, choice: ChatChoice) -> Iterator[Event]:
+        response = self._body(choice)
         kind = "completed" if response["status"] == "completed" else "incomplete"
         yield f"response.{kind}", {"response": response}
 
-    def body(self, choice: ChatChoice) -> dict[str, Any]:
-        """See the base class."""
+    def _body(self, choice: ChatChoice) -> dict[str, Any]:
         statuses = {"stop": "completed", "tool_calls": "completed", "abort": "cancelled"}
         status, usage = statuses.get(choice["finish_reason"] or "", "incomplete"), self.usage
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)

@@ -14,10 +14,9 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.harmony import CHANNEL_TAGS, HarmonyParser
 from nanovllm.text.reasoning import ReasoningSplitter, Start, prompt_end, reasoning_format, template_text
 from nanovllm.text.text_reader import partial_start
-from nanovllm.text.tool_call_parser import ToolCallParser
 from nanovllm.text.tool_call_reader import ToolCallDelta
 from nanovllm.text.tool_call_syntax import CALL_TAGS
-from nanovllm.text.tool_calls import tool_call_format, tool_call_grammar, tool_calls
+from nanovllm.text.tool_calls import ToolCallParser, tool_call_format, tool_call_grammar, tool_calls
 
 Tool = Mapping[str, Any]
 

@@ -93,7 +93,7 @@ _IGNORED = frozenset(
         "prompt_cache_retention", "request_id", "priority", "stream_options", "verbosity",
     }
 )  # fmt: skip
-# What is not supported may be there with one of these values, which ask for nothing.
+# Fields that are not supported may have one of these values, which ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
     "length_penalty": (1,), "logits_processors": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},),
@@ -111,7 +111,7 @@ class Endpoint:
     """One of OpenAI's endpoints.
 
     Attributes:
-        content: the field that holds what is to be answered.
+        content: the field with the messages or the prompt.
         defaults: sampling parameters of the API where they are not ours.
         own_fields: fields that the other endpoint has not.
     """
@@ -127,7 +127,7 @@ class Endpoint:
 
     @property
     def fields(self) -> frozenset[str]:
-        """What a body may have, beside the content and our sampling parameters."""
+        """Names of fields beside the content and our sampling parameters."""
         return self.own_fields | _IGNORED | _NEUTRAL.keys() | _SHARED
 
 
@@ -174,7 +174,7 @@ def request_params(
         supported: further fields of the API, which the caller takes care of.
 
     Raises:
-        ValueError: a value out of range, or what is not supported.
+        ValueError: a value is out of range or not supported.
     """
     given = sampling_values(body, endpoint, SAMPLING_FIELDS, supported)
     values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
@@ -212,7 +212,7 @@ def sampling_values(
         supported: further fields of the API, which the caller takes care of.
 
     Raises:
-        ValueError: the body asks for what is not supported.
+        ValueError: a value is not supported.
     """
     for name, neutral in _NEUTRAL.items():
         if name in body and name not in supported and body[name] not in neutral:
@@ -245,10 +245,10 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class TokenNames:
-    """How log-probabilities show tokens.
+    """Names of tokens in log-probabilities.
 
     Attributes:
-        get_bytes: returns a token's bytes, or None where they are not known; None: those of its text.
+        get_bytes: returns a token's bytes, or None if unknown; None: the bytes of its text.
         as_ids: show ids, such as "token_id:123", instead of texts.
     """
 
@@ -256,7 +256,7 @@ class TokenNames:
     as_ids: bool = False
 
     def name(self, token_id: int, text: str | None) -> str:
-        """Return what stands for a token."""
+        """Return a token's name."""
         return f"token_id:{token_id}" if self.as_ids else text or ""
 
     def bytes_of(self, token_id: int, text: str | None) -> list[int] | None:
@@ -264,7 +264,7 @@ class TokenNames:
         if self.get_bytes is not None:
             found = self.get_bytes(token_id)
             return None if found is None else list(found)
-        # Half a character's bytes: its replacement is not what they are.
+        # Part of a character, whose bytes its replacement does not show.
         return None if "\ufffd" in (text or "") else list((text or "").encode())
 
 
@@ -282,7 +282,7 @@ def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """What an answer shows of its tokens.
+    """The view of tokens in an answer.
 
     Attributes:
         num_logprobs: most likely tokens at each position.
@@ -296,7 +296,7 @@ class ShownTokens:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], get_bytes: Callable[[int], bytes | None] | None = None) -> ShownTokens:
-        """Return what a request asks for."""
+        """Return the view that a request asks for."""
         names = TokenNames(get_bytes, bool(body.get("return_tokens_as_token_ids")))
         return cls(body.get("top_logprobs"), names, bool(body.get("return_token_ids")))
 
@@ -307,8 +307,8 @@ def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: Shown
     Args:
         choice: the output.
         splitter: takes it apart; nothing has been taken yet.
-        shown: what is shown of its tokens.
-        echo: what stands before the answer's text.
+        shown: the view of its tokens.
+        echo: text before the answer's.
     """
     new = splitter.append(choice.text, final=True)
     message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
@@ -361,7 +361,7 @@ def _chat_position(
             "bytes": names.bytes_of(token_id, item.decoded_token),
         }
 
-    # The token's own entry is there also if it is none of the most likely ones.
+    # The token's own entry is there even if the token is unlikely.
     top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)
     top = top if num_logprobs == -1 else top[:num_logprobs]
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
@@ -403,7 +403,7 @@ def text_logprobs(
     """Return log-probabilities of tokens.
 
     Args:
-        positions: of each token; None for one that has none, as the first of a prompt.
+        positions: of each token; None for a token without, as the first of a prompt.
         token_ids: the tokens.
         offsets: where in the answer's text they begin; by the lengths of their texts if None.
         first_token: the text of a first token that has no log-probabilities.

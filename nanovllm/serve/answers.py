@@ -28,7 +28,7 @@ _LARGE_ANSWER = 10_000
 
 
 class Usage:
-    """Counts the tokens of an answer, from outputs that hold what is new.
+    """Counts the tokens of an answer, from the new parts of outputs.
 
     Args:
         num_prompt_tokens: of all its prompts.
@@ -82,7 +82,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
-        """Return what is new in the output of a prompt, each piece as the choices of one chunk."""
+        """Return the new parts of a prompt's output, each as the choices of one chunk."""
 
     @abstractmethod
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], pa
 
     Args:
         build: returns the body.
-        outputs: what it is built of.
+        outputs: their log-probabilities are counted.
         params: of the outputs.
     """
     choices = [choice for output in outputs for choice in output.outputs]
@@ -149,8 +149,8 @@ async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], pa
 class Translation(ABC):
     """Translates a chat's answer, whole or in chunks, into another API's, whose events have a name each.
 
-    The answer becomes a list of items, texts and calls of functions, of which the last one is open until the next one
-    begins. The chat must have one choice, and usage in each of its chunks.
+    The answer becomes a list of items, texts and calls of functions; the last one is open until the next one begins.
+    The chat must have one choice, and usage in each of its chunks.
 
     Attributes:
         items: the answer so far.

@@ -46,7 +46,7 @@ class MessagesTool(BaseModel):
 
 
 class MessagesToolChoice(Body):
-    """Which tool to call."""
+    """The choice of a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -73,7 +73,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """What form an answer has."""
+    """The form of an answer."""
 
     format: OutputFormat | None = None
     effort: str | None = Field(None, description="without effect")
@@ -106,7 +106,7 @@ class MessagesBody(CountTokensBody):
 
 
 class MessagesErrorDetail(BaseModel):
-    """What is wrong."""
+    """The error."""
 
     type: str
     message: str
@@ -197,7 +197,7 @@ def _turn_messages(turn: Turn) -> Iterator[Block]:
         elif block.get("type") not in _THOUGHTS or turn.role != "assistant":
             texts.append(block)
     content = normal_content(texts, _CONTENT)
-    # What tools have returned may be all that there is.
+    # A turn may have nothing but results of tools.
     if content or calls or not has_results:
         yield {"role": turn.role, "content": content or (None if calls else ""), "tool_calls": calls}
 
@@ -280,7 +280,7 @@ def _stop_reason(choice: ChatChoice) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; without any, or if the answer was cut within them, none."""
+    """Return the arguments of a call; empty if there are none, or the answer was cut within them."""
     try:
         value = json.loads(arguments)
     except ValueError:

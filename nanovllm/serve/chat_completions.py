@@ -66,7 +66,7 @@ async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = Fa
 
 
 def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
-    """Return what a request asks of its answer: calls of tools, and thoughts apart from the text.
+    """Return how a request wants its answer: with calls of tools, with thoughts apart from the text.
 
     Raises:
         ValueError: a call is required of a tool that is not there.
@@ -85,8 +85,8 @@ class ChatAnswer(Answer):
     Args:
         service: computes it.
         streams: the only prompt's request.
-        body: what is asked for.
-        options: what is asked of the answer.
+        body: the request.
+        options: calls of tools and thoughts, as the request wants them.
         params: the sampling parameters, before `options` constrained them.
     """
 
@@ -155,7 +155,7 @@ def _deltas(choice: CompletionOutput, splitter: AnswerSplitter) -> list[AnswerMe
         delta["reasoning"] = delta["reasoning_content"] = new.reasoning
     if new.content:
         delta["content"] = new.content
-    # Each piece of a call alone: clients add up those of one call from chunk to chunk, but not within one.
+    # Each piece of a call alone: clients add up the pieces of a call from chunk to chunk, but not within one.
     calls: list[AnswerMessage] = [{"tool_calls": [_call_delta(call, splitter)]} for call in new.calls]
     return [delta, *calls] if delta else calls
 
@@ -168,7 +168,7 @@ def _call_delta(call: ToolCallDelta, splitter: AnswerSplitter) -> dict[str, Any]
 
 
 def _echoed(body: ChatBody) -> str:
-    """Return what comes before the answer: the last message, if it is to be echoed and is the assistant's."""
+    """Return the text before the answer: the last message, if it is echoed and the assistant's."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant":
         return ""

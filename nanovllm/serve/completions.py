@@ -75,7 +75,7 @@ class CompletionAnswer(Answer):
     Args:
         service: computes them.
         streams: the prompts' requests.
-        body: what is asked for.
+        body: the request.
     """
 
     def __init__(self, service: Service, streams: StreamList, body: CompletionBody) -> None:
@@ -104,7 +104,7 @@ class CompletionAnswer(Answer):
         return {**self._head(), "choices": choices, "usage": self.usage.body()}
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
-        """Yield what is new in each choice."""
+        """Yield the new part of each choice."""
         for choice in output.outputs:
             yield [self._choice(index * self._num_answers + choice.index, output, choice)]
 
@@ -127,7 +127,7 @@ class CompletionAnswer(Answer):
         ]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
-        """Return what is new in a choice; the first time with the prompt, if that is asked for."""
+        """Return the new part of a choice; the first one with the prompt, if that is echoed."""
         is_first = index not in self._lengths
         text = self._prompt_text(output) if self._body.echo and is_first else ""
         start = self._lengths.get(index, len(text))

@@ -1,4 +1,4 @@
-"""Answers that come in pieces (server-sent events), and answers that end when their client goes away."""
+"""Server-sent events, and the end of answers whose client disconnects."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def event(data: Any, name: str | None = None) -> bytes:
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 _PING_SECONDS = 15.0
-"""Proxies close a connection on which nothing comes for a minute, as during a long prefill."""
+"""Proxies close a connection that is silent for a minute, as during a long prefill."""
 
 
 class EventStream(Response):
-    """Sends events as they come, and stops when the client goes away or the answer takes too long.
+    """Sends events, until the client disconnects or the answer takes too long.
 
     Args:
         events: the answer.
-        streams: what the events are made of; closed in any case.
+        streams: the requests behind the events; closed in any case.
         settings: the server's.
-        count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client goes away.
+        count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client disconnects.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EventStream(Response):
             pings.cancel()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment, which clients ignore, whenever no event has come for some time."""
+        """Send a comment, which clients ignore, after each pause of `_PING_SECONDS`."""
         while True:
             before = self._num_sent
             await asyncio.sleep(_PING_SECONDS)
@@ -118,10 +118,10 @@ def timed_out(seconds: float) -> ApiError:
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result], seconds: float) -> Result:
-    """Return the result of work; cancel it if the client goes away or it takes too long.
+    """Return the result of work; cancel it if the client disconnects or it takes too long.
 
     Raises:
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
         ApiError: it took longer than `seconds`.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request.receive))
@@ -137,13 +137,13 @@ async def until_disconnect(request: Request, work: Awaitable[Result], seconds: f
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Wait until the client goes away; its request has been read."""
+    """Wait until the client, whose request has been read, disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; what they raise has been seen, or concerns nobody any more."""
+    """Cancel tasks and wait for them; errors of theirs were raised before, or do not matter any more."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -53,7 +53,7 @@ class GenerateAnswer(Answer):
     Args:
         service: computes it.
         streams: the only prompt's request.
-        body: what is asked for.
+        body: the request.
     """
 
     def __init__(self, service: Service, streams: StreamList, body: GenerateBody) -> None:
@@ -66,7 +66,7 @@ class GenerateAnswer(Answer):
         return {**self._chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self.usage.body()}
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
-        """Yield what is new in all choices."""
+        """Yield the new parts of all choices together."""
         yield [
             {
                 "index": choice.index,

@@ -21,11 +21,11 @@ router = make_router()
 
 
 class PoolingBody(Body):
-    """What requests for hidden states share."""
+    """Fields of all requests for hidden states."""
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(
-        None, description="of which token; of all; what the model's folder asks for"
+        None, description="the last token's state, or the mean of all; by default as the model's folder says"
     )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
     user: str | None = Field(None, description="without effect")
@@ -36,7 +36,7 @@ class EmbeddingBody(PoolingBody):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, description="that of the model's hidden states")
+    dimensions: int | None = Field(None, description="the size of the model's hidden states")
 
 
 class ScoreBody(PoolingBody):

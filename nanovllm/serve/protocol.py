@@ -1,6 +1,6 @@
 """Bodies of OpenAI's and vLLM's requests, and the types of their fields.
 
-What a field means is in `SamplingParams`, which checks its limits, and in OpenAI's reference. Fields of OpenAI's and
+`SamplingParams`, which checks limits, and OpenAI's reference explain the fields. Fields of OpenAI's and
 vLLM's APIs that are not supported may have the value that asks for nothing. Other fields are ignored, and logged once.
 """
 
@@ -36,14 +36,14 @@ MOST_TOOLS = 256
 _MOST_LOGGED = 256
 _LONGEST_NAME = 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
-"""Retired fields of vLLM, and those of `structured_outputs` that came in their place."""
+"""Retired fields of vLLM, and the fields of `structured_outputs` that replace them."""
 
 MOST_PROMPTS = 1024
 _MOST_TOKENS = 2**20
 MOST_MESSAGES = 4096
 _MOST_STOPS = 64
-# A field with several forms is checked by the one that was given, which its type tells, so that an error says what is
-# wrong with that. The first fault ends the check of a list: an error for each of a million entries would take minutes.
+# A field with several forms is checked by the one that its value's type shows, so that the error is about that one.
+# The first fault ends the check of a list: an error for each of a million entries would take minutes.
 _FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
 
 
@@ -59,7 +59,7 @@ def _prompt_form(given: Any) -> str | None:
 
 
 def one_of(forms: str, get_form: Callable[[Any], str | None] = _form) -> Discriminator:
-    """Return what chooses among the forms of a field; `forms`: what the error says where it is none of them."""
+    """Return a discriminator of a field's forms; `forms` describes them in the error."""
     return Discriminator(get_form, custom_error_type="form_type", custom_error_message=f"Input should be {forms}")
 
 
@@ -91,7 +91,7 @@ _Value = TypeVar("_Value")
 
 
 def _at_most(count: int, given: _Value) -> _Value:
-    """Return what was given, unless it has too many fields, each of which pydantic would make an error of."""
+    """Return a value, or raise if it has too many fields: pydantic would make an error of each."""
     if isinstance(given, dict) and len(given) > count:
         raise ValueError(f"{len(given)} fields are over {count}")
     return given
@@ -121,7 +121,7 @@ class Body(BaseModel):
 
     @classmethod
     def _log_unknown(cls, name: str) -> None:
-        # Names come from clients: so many of them may not fill the memory, or the log.
+        # Names come from clients, and must fill neither the memory nor the log.
         if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
             if not _logged:
                 _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
@@ -147,14 +147,14 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What form an answer has."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """What an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
+    """A form that an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
 
     json_: TextOrObject | None = Field(None, alias="json")
     regex: str | None = None
@@ -167,7 +167,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(Body):
-    """What requests for chats and for completions share."""
+    """Fields of chats and completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -203,7 +203,7 @@ class SamplingBody(Body):
         None, description="only requests with the same one share blocks of the prefix cache"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="keep so many last tokens of the prompt; -1: as many as the model has room for"
+        None, ge=-1, description="length to which the prompt is cut, from the left; -1: the model's room"
     )
     add_special_tokens: bool | None = Field(
         None, description="whether encoding a text adds special tokens, such as BOS"
@@ -243,7 +243,7 @@ class SamplingBody(Body):
         return self
 
     def without_content(self) -> Self:
-        """Return a copy without what may be large, for an answer that may take minutes."""
+        """Return a copy without large fields, for an answer that may take minutes."""
         return self.model_copy(update=dict.fromkeys(_LARGE_FIELDS & set(type(self).model_fields)))
 
 

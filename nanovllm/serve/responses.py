@@ -194,7 +194,7 @@ class _ResponseTranslation(Translation):
 
     def __init__(self, begun: dict[str, Any]) -> None:
         super().__init__()
-        # As JSON: parsed, what a client has sent may take twenty times its size, for as long as its answer comes.
+        # As JSON: parsed, a client's fields may take twenty times their size, as long as the answer runs.
         self._begun = encode_json(begun)
         self._number = -1
 

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine behind them, and the way from a request's body to its outputs."""
+"""The engine behind the handlers: requests in, within the server's limits, and outputs back."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ class Service:
     Args:
         llm: the engine.
         settings: the server's.
-        counts: of what the server has at once; its own if there are no other front ends.
-        metrics_folder: of the counters of all front ends; None if there are no others.
-        created: when the server began; now if None.
+        counts: current numbers of the whole server; its own if there is one front end.
+        metrics_folder: counters of all front ends; None if there is one.
+        created: start time of the server; now if None.
 
     Attributes:
         config: the engine's settings.
-        limits: what a request must keep to.
-        tokenizer: transformers'; None: the model has none.
+        limits: bounds of requests.
+        tokenizer: a transformers tokenizer; None if the model lacks one.
         hidden_size: the length of an embedding.
         names: the model's names in the API.
-        model: the first of them, which answers have.
-        is_ending: whether the server is being shut down, and what runs ends with what it has.
-        chat_template: instead of the tokenizer's; None: that.
+        model: the first name, which answers have.
+        is_ending: whether the server is being shut down, so that running requests end early.
+        chat_template: replaces the tokenizer's; None: it does not.
         device: the name of the device, or devices.
-        fingerprint: stands for the version and the engine's settings, by which equal seeds give equal answers.
-        created: when the service began, in seconds since 1970.
+        fingerprint: hash of the version and the engine's settings, with which equal seeds give equal answers.
+        created: start time in seconds since 1970.
         metrics: counts requests, times and errors.
-        answer_format: how the model writes calls of tools and thoughts.
+        answer_format: the model's form of calls and thoughts.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Service:
             raise ApiError(404, message, "model", code="model_not_found")
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what the API says of the model, under one of its names."""
+        """Return the API's description of the model, under one of its names."""
         return {
             "id": name,
             "object": "model",
@@ -170,13 +170,13 @@ class Service:
             raise ValueError(f"{count} outputs are over the server's {self.settings.max_outputs} (max_outputs)")
 
     def template(self, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> Template:
-        """Return what makes a prompt's text of a request's messages.
+        """Return a function from messages to a prompt's text.
 
         Raises:
             ValueError: the request has a template, or variables that are not its own.
         """
         if body.chat_template is not None:
-            # A program: one that takes minutes, or gigabytes, would hold up everybody's.
+            # A template is a program, which could take minutes, or gigabytes.
             raise ValueError("chat_template: a template comes with the server (--chat-template), not with a request")
         given = template_values(body.model_dump(include=_TEMPLATE_FIELDS, exclude_none=True))
         refused = sorted(self._reserved & given.keys())
@@ -282,7 +282,7 @@ class Service:
     async def embed(
         self, prompts: list[Any], pooling: Pooling | None, priority: int | None
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
-        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and what they were made of."""
+        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and the outputs behind them."""
         self._check_priority(priority)
         self._note(len(prompts), SamplingParams(max_tokens=1))
         outputs = await self._observed(self.llm.pool(prompts, pooling, priority=priority or 0), len(prompts))
@@ -291,7 +291,7 @@ class Service:
     async def relevance(
         self, queries: list[str], documents: list[str], pooling: Pooling | None, priority: int | None
     ) -> tuple[list[float], list[RequestOutput]]:
-        """Return how relevant each document is to its query, or to the only one, and what tells it; see `LLM.rank`."""
+        """Return the relevance of each document to its query, or to the only one, and the outputs behind it."""
         pairs = text_pairs(queries, documents)
         if rank_method(None, self.config.model) == "embedding":
             vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
@@ -332,7 +332,7 @@ class Service:
             _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
 
     async def read(self, streams: StreamList) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield what is new in any stream, with its index."""
+        """Yield the new parts of all streams, each with its stream's index."""
         counts: dict[tuple[int, int], int] = {}
         num_finished = 0
         try:
@@ -365,7 +365,7 @@ def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates know them."""
     plain = one_conversation([message.model_dump(exclude_unset=True) for message in messages])
     for message in plain:
-        # Most templates have no developer, and drop what it says.
+        # Most templates drop messages of a developer.
         if message["role"] == "developer":
             message["role"] = "system"
     return plain

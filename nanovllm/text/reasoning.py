@@ -14,15 +14,15 @@ from nanovllm.text.text_reader import partial_start
 
 Start = Literal["inside", "before", "unknown", "answer"]
 _TAIL = 16
-"""Tokens at the end of a prompt that hold a whole tag, and what may stand after it."""
+"""Number of last tokens that hold a whole tag, and space after it."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model marks its thoughts.
+    """A model's marks of its thoughts.
 
     Attributes:
-        tags: pairs of what stands before and after them.
+        tags: pairs of texts before and after them.
         begins_inside: whether an answer begins within the thoughts, also where neither prompt nor answer says so.
         has_channels: whether an answer is a list of messages, as in gpt-oss's harmony.
     """
@@ -116,7 +116,7 @@ class ReasoningSplitter:
         self._has_thoughts = keeps_tags
 
     def append(self, text: str, final: bool = False) -> tuple[str, str]:
-        """Return what new text adds to the thoughts and to the answer. `final`: no text follows."""
+        """Return the new parts of the thoughts and of the answer. `final`: no text follows."""
         self._held += text
         reasoning = content = ""
         if self._state in ("before", "unknown"):
@@ -165,7 +165,7 @@ class ReasoningSplitter:
         if final:
             thoughts, self._held = self._held, ""
             return thoughts
-        # What may belong to the end tag, and space before it, waits.
+        # The possible start of an end tag waits, as does space before it.
         end = len(self._held[: partial_start(self._held, self._ends)].rstrip())
         thoughts, self._held = self._held[:end], self._held[end:]
         return thoughts
@@ -178,7 +178,7 @@ class AfterThinkingConstraint:
         tokenizer: a transformers tokenizer.
         inner: masks the answer.
         prompt_token_ids: the prompt, which may end within thoughts, or after them.
-        end: what ends thoughts that begin with the output; None: the prompt, or the model, begins them.
+        end: end tag of thoughts that begin with the output; None: the prompt, or the model, begins them.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class AfterThinkingConstraint:
         self._tail: list[int] = []
         before = prompt_end(tokenizer, prompt_token_ids).rstrip()
         tags = reasoning_format("auto", tokenizer).tags if end is None else ((before, end),)
-        # What ends the thoughts; None where the answer has begun.
+        # The end tag of the thoughts; None once the answer has begun.
         has_ended = any(before.endswith(end.rstrip()) for _, end in tags)
         begun = [end for begin, end in tags if before.endswith(begin.rstrip())]
         self._end = None if has_ended or not begun else begun[0]

@@ -15,13 +15,13 @@ from nanovllm.text.tool_call_syntax import BARE_ENDS, SYNTAX_BY_TAG, Parameters,
 
 @dataclass
 class ToolCallDelta:
-    """What is new of a call.
+    """A new part of a call.
 
     Attributes:
         index: of the answer's calls.
         name: of the function; None but for the call's first delta.
         arguments: a piece of its arguments, which together are a JSON object.
-        id: what the model calls the call, if it does; with the name.
+        id: the model's id of the call, if it has one; with the name.
     """
 
     index: int
@@ -37,7 +37,7 @@ Pieces = Generator["ToolCallDelta | None", None, None]
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
-"""Of a call whose name comes before its arguments."""
+"""The head of a call whose name precedes its arguments."""
 _FIRST_KEYS = tuple(
     f'"{key}"' for key in ("name", "type", "id", "index", "tool", "function", "arguments", "parameters", "tool_call_id")
 )
@@ -86,7 +86,7 @@ class CallReader:
             yield from self._skip_ends(syntax.ends)
 
     def _call(self, syntax: Syntax) -> Events:
-        """Read what follows the tag of a call: one call, or several as JSON."""
+        """Read a call after its tag, or several as JSON."""
         reader, start = self._reader, self._reader.at
         yield from reader.skip_space()
         if (yield from reader.peek("{", "[")) and (yield from self._json_calls()):
@@ -184,7 +184,7 @@ class CallReader:
             yield None
 
     def _json_arguments(self) -> Pieces:
-        """Read arguments as they come, and what follows them in the object of the call."""
+        """Read arguments as they come, and the rest of the call's object."""
         reader = self._reader
         yield from self._json_object()
         yield from reader.skip_space()
@@ -331,7 +331,7 @@ class CallReader:
             call_end = form.call_end or "</tool_call>"
             value, value_end = yield from reader.until(form.value_end, form.key, call_end)
             if not value_end:
-                # The answer was cut: what is not whole is not told.
+                # The answer was cut within a value, which is dropped.
                 return
             reader.at -= 0 if value_end == form.value_end else len(value_end)
             key, _, is_text = key.partition('" string="')
@@ -350,7 +350,7 @@ def argument_schemas(parameters: Any) -> Mapping[str, Any]:
 
 
 def argument_value(text: str, schema: Any) -> Any:
-    """Return the value that is written without quotes: a text where the schema has one, else what JSON or Python says.
+    """Return a value written without quotes: a text if the schema says so, else parsed as JSON or Python.
 
     One line break around it belongs to the tags.
     """
@@ -421,7 +421,7 @@ def _constant(node: ast.expr) -> Any:
 
 
 def gemma_object(text: str) -> str | None:
-    """Return the JSON of an object in Gemma 4's form; None if it is none."""
+    """Return the JSON of an object in Gemma 4's form; None if invalid."""
 
     def convert(found: re.Match[str]) -> str:
         if found[1] is not None:
@@ -435,7 +435,7 @@ def gemma_object(text: str) -> str | None:
 
 
 def call_of(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON, of the call that an object is; None if it is none."""
+    """Return the name and arguments (JSON) of a call given as an object; None if it is not a call."""
     if not isinstance(value, dict):
         return None
     call = value["function"] if isinstance(value.get("function"), dict) else value
@@ -451,7 +451,7 @@ def call_of(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
 
 
 def json_value(text: str) -> Any:
-    """Return what JSON says; None if it is none."""
+    """Parse JSON; return None if invalid."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):

@@ -136,7 +136,7 @@ class ToolCallParser:
     """Splits the text of one output into calls and other text.
 
     The name comes with the first delta of a call, and its arguments as the model writes them: JSON by the character,
-    other forms by the argument. What looks like a call and is none stays text.
+    other forms by the argument. Text that only resembles a call stays text.
 
     Args:
         form: how the model is taught to write calls.
@@ -158,7 +158,7 @@ class ToolCallParser:
         self._is_new_line = True
 
     def append(self, text: str, final: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return what new text adds to the text beside the calls, and to the calls. `final`: no text follows."""
+        """Return the new text beside the calls, and the new parts of calls. `final`: no text follows."""
         self._reader.text += text
         self._reader.is_final = final
         content: list[str] = []
@@ -219,7 +219,7 @@ class ToolCallParser:
             yield None
 
     def _plain_object(self) -> Generator[str | None, None, None]:
-        """Yield an object that is no call, whose objects are none either."""
+        """Yield an object that is not a call, nor contains any."""
         reader = self._reader
         start = reader.at
         yield from reader.skip_space()
@@ -239,7 +239,7 @@ class ToolCallParser:
 def parse_tool_calls(
     text: str, form: ToolCallFormat = HERMES, functions: Iterable[Mapping[str, Any]] = ()
 ) -> list[ToolCall]:
-    """Return the calls that a whole answer asks for; those whose arguments are no JSON object are left out.
+    """Return the calls in a whole answer, without calls whose arguments are not a JSON object.
 
     Args:
         text: the answer without its thoughts.
@@ -258,7 +258,7 @@ def parse_tool_calls(
 
 
 def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Return whole calls; those whose arguments are no JSON object are left out."""
+    """Return whole calls, without calls whose arguments are not a JSON object."""
     calls = []
     for name, arguments in whole_calls(deltas):
         try:
@@ -302,7 +302,7 @@ def tool_call_grammar(
     calls, rules = [], []
     for index, function in enumerate(functions):
         calls.append(f"call{index}")
-        # As within a JSON text: what is written without quotes has no character that is escaped there.
+        # As within a JSON text; names written without quotes have no characters that JSON escapes.
         name = json.dumps(json.dumps(function["name"])[1:-1])
         own = {"NAME": name, "ARGUMENTS": f"arguments{index}", "NUMBER": "/[0-9]+/"}
         parts = [part for part in re.split("(NAME|ARGUMENTS|NUMBER)", form.call) if part]
@@ -317,7 +317,7 @@ def tool_call_grammar(
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return what matches a text in a Lark grammar."""
+    """Return a text as a Lark grammar matches it."""
     pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
     parts = [part for part in (re.split(f"({pattern})", text) if tokens else [text]) if part]
     return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts)
@@ -329,5 +329,5 @@ def _object_schema(parameters: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or "$ref" in parameters:
         return parameters
-    # Some clients write null for what is not there.
+    # Some clients write null for missing fields.
     return {**{name: value for name, value in parameters.items() if value is not None}, "type": "object"}

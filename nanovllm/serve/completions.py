@@ -37,7 +37,6 @@ async def answer_completion(service: Service, body: CompletionBody) -> Response:
     service.check_model(body.model)
     given = prompt_list(body.prompt)
     params = _sampling_params(service, body)
-    service.check_num_outputs(params.n * len(given))
     streams = await service.submit(given, params, body, max_tokens=body.max_tokens)
     return await CompletionAnswer(service, streams, body).respond(body.stream)
 

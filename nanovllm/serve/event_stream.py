@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -62,19 +62,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
-        seconds = self._settings.max_request_seconds
-        pump, gone = asyncio.ensure_future(self._pump(scope, send)), asyncio.ensure_future(_disconnect(receive))
         try:
-            done, _ = await asyncio.wait({pump, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                await _cancel(pump)
-                # A client that reads little at a time may take the end of its answer late.
-                await self._close()
-                await self._end(scope, send, timed_out(seconds))
-            elif pump not in done:
-                self._count_error("client_disconnect")
+            await until_disconnect(receive, self._pump(scope, send), self._settings.max_request_seconds)
+        except ClientDisconnect:
+            self._count_error("client_disconnect")
+        except ApiError as error:
+            # It took too long. A client that reads little at a time may take the end of its answer late.
+            await self._close()
+            await self._end(scope, send, error)
         finally:
-            await _cancel(pump, gone)
             await self._close()
 
     async def _close(self) -> None:
@@ -112,26 +108,21 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": event(body, body.get("type")), "more_body": False})
 
 
-def timed_out(seconds: float) -> ApiError:
-    """Return the error of a request that took too long."""
-    return ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
-
-
-async def until_disconnect(request: Request, work: Awaitable[Result], seconds: float) -> Result:
+async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: float) -> Result:
     """Return the result of work; cancel it if the client disconnects or it takes too long.
 
     Raises:
         ClientDisconnect: the client disconnected.
         ApiError: it took longer than `seconds`.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
             raise ClientDisconnect
-        raise timed_out(seconds)
+        raise ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
     finally:
         await _cancel(task, gone)
 

@@ -30,7 +30,7 @@ async def generate(body: GenerateBody, request: Request, service: ServiceDep) ->
 
 async def _answer(service: Service, body: GenerateBody) -> Response:
     service.check_model(body.model)
-    params = service.limited(_sampling_params(body.sampling_params))
+    params = _sampling_params(body.sampling_params)
     sampling = SamplingBody.model_validate({"stream": body.stream, "priority": body.priority})
     streams = await service.submit([body.token_ids], params, sampling)
     return await GenerateAnswer(service, streams, body).respond(body.stream)

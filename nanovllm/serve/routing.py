@@ -84,7 +84,7 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 async def within_limits(request: Request, service: Service, answer: Awaitable[Result]) -> Result:
     """Return an answer, or the head of a stream, unless the client disconnects or it takes too long."""
-    return await until_disconnect(request, answer, service.settings.max_request_seconds)
+    return await until_disconnect(request.receive, answer, service.settings.max_request_seconds)
 
 
 def answers(model: Any) -> dict[int | str, dict[str, Any]]:

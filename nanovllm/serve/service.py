@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -139,35 +140,11 @@ class Service:
         if body.stream and body.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed")
         given = body.model_dump(exclude=_CONTENTS, exclude_none=True, by_alias=True)
-        return self.limited(request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED))
+        return request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED)
 
     def token_names(self, body: SamplingBody) -> TokenNames:
         """Return how an answer's log-probabilities name tokens."""
         return TokenNames(self.llm.llm.output_processor.token_bytes, bool(body.return_tokens_as_token_ids))
-
-    def limited(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters, with the server's `max_output_tokens` if they do not say.
-
-        Raises:
-            ValueError, ApiError: a value is over the server's limits.
-        """
-        most = self.settings.max_output_tokens
-        if most is not None:
-            if params.max_tokens is None:
-                params.max_tokens = most
-            if params.max_tokens > most:
-                raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
-        self.check_num_outputs(params.n)
-        structured = params.structured_outputs
-        if structured is not None and structured.choice is not None and len(structured.choice) > MOST_CHOICES:
-            message = f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}"
-            raise ApiError(400, message, "structured_outputs.choice", code="invalid_value")
-        return params
-
-    def check_num_outputs(self, count: int) -> None:
-        """Raise if a request asks for more outputs than the server allows."""
-        if count > self.settings.max_outputs:
-            raise ValueError(f"{count} outputs are over the server's {self.settings.max_outputs} (max_outputs)")
 
     def template(self, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> Template:
         """Return a function from messages to a prompt's text.
@@ -225,6 +202,19 @@ class Service:
         Raises:
             ValueError, ApiError: a prompt or a parameter is out of bounds.
         """
+        most = self.settings.max_outputs
+        if (count := params.n * len(prompts)) > most:
+            raise ValueError(f"{count} outputs are over the server's {most} (max_outputs)")
+        return await self._queue(prompts, self._limited(params), body, template, max_tokens)
+
+    async def _queue(
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        body: SamplingBody,
+        template: Template | None = None,
+        max_tokens: int | None = None,
+    ) -> StreamList:
         self._check_priority(body.priority)
         count, most = len(prompts), self._max_prompt_tokens(body, params)
 
@@ -246,6 +236,20 @@ class Service:
         streams = await self.llm.enqueue(count, process, work_of([*map(_as_text, prompts)], params))
         self._note(count, params)
         return streams
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters, with the server's `max_output_tokens` if they have no limit.
+
+        Raises:
+            ValueError, ApiError: a value is over the server's limits.
+        """
+        most, structured = self.settings.max_output_tokens, params.structured_outputs
+        if most is not None and (params.max_tokens or 0) > most:
+            raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
+        if structured is not None and structured.choice is not None and len(structured.choice) > MOST_CHOICES:
+            message = f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}"
+            raise ApiError(400, message, "structured_outputs.choice", code="invalid_value")
+        return replace(params, max_tokens=most) if params.max_tokens is None else params
 
     def _max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
         """Return the number of tokens that a request keeps of its prompts; None: all."""
@@ -298,7 +302,7 @@ class Service:
             return cosines(vectors, len(queries)), outputs
         judge = Judge(self.llm.llm.input_processor)
         outputs = await self.outputs(
-            await self.submit(judge.prompts(pairs), judge.params, SamplingBody.model_validate({"priority": priority}))
+            await self._queue(judge.prompts(pairs), judge.params, SamplingBody.model_validate({"priority": priority}))
         )
         return judge.scores(outputs), outputs
 

@@ -27,13 +27,14 @@ from nanovllm.logprobs import Logprob, Logprobs, pack_records
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve import event_stream, service
 from nanovllm.serve.answers import json_answer
+from nanovllm.serve.anthropic import MessagesBody, answer_messages
 from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import ApiError, parse_json
 from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.pooling import RerankBody, rerank
 from nanovllm.serve.protocol import ChatBody, CompletionBody
-from nanovllm.serve.responses import ResponseBody, response_chat
+from nanovllm.serve.responses import ResponseBody, answer_response, response_chat
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.output_processor import OutputProcessor
@@ -184,6 +185,47 @@ def test_instructions_come_before_the_input() -> None:
     chat = response_chat(ResponseBody.model_validate({"input": said, "instructions": "Be brief."}))
     messages = [message.model_dump() for message in chat.messages]
     assert messages == [{"role": "system", "content": "Be brief."}, *said]
+
+
+PIECES = ["Well.", " <tool_call>", '{"name": "f", "argume', 'nts": {"a"', ": 1}}</tool_call>", ""]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_translated_answers_are_the_same_whole_and_streamed(whole: bool) -> None:
+    *pieces, last = [output(piece, finished=i == len(PIECES) - 1) for i, piece in enumerate(PIECES)]
+    played = make_service(PlayedLLM([output("".join(PIECES))] if whole else [*pieces, last]))
+    schema, said = {"type": "object"}, [{"role": "user", "content": "a"}]
+    asked: dict[str, Any] = {"input": said, "tools": [{"type": "function", "name": "f"}], "stream": not whole}
+    responses = read_answer(asyncio.run(answer_response(played, ResponseBody.model_validate(asked))))
+    asked = {"model": "model", "messages": said, "max_tokens": 9, "stream": not whole}
+    asked["tools"] = [{"name": "f", "input_schema": schema}]
+    messages = read_answer(asyncio.run(answer_messages(played, MessagesBody.model_validate(asked))))
+    final = responses[-1] if whole else responses[-1]["response"]
+    text, call = final["output"]
+    assert (text["content"][0]["text"], call["name"], call["arguments"]) == ("Well.", "f", '{"a": 1}')
+    assert final["status"] == "completed" and final["usage"]["output_tokens"] == len("".join(PIECES))
+    if whole:
+        assert messages[0]["content"][1]["input"] == {"a": 1} and messages[0]["stop_reason"] == "tool_use"
+        return
+    # An item is empty when it begins, whatever comes in the same step.
+    kinds = [event["type"] for event in responses]
+    begun = [event["item"] for event in responses if event["type"] == "response.output_item.added"]
+    assert [item.get("content", item.get("arguments")) for item in begun] == [[], ""] and kinds.count(kinds[-1]) == 1
+    assert [event["sequence_number"] for event in responses] == [*range(len(responses))]
+    blocks = [event["content_block"] for event in messages if event["type"] == "content_block_start"]
+    assert [block.get("text", block.get("input")) for block in blocks] == ["", {}]
+    assert messages[-2]["delta"]["stop_reason"] == "tool_use" and messages[-1] == {"type": "message_stop"}
+
+
+def read_answer(answer: Any) -> list[dict[str, Any]]:
+    """The body of a whole answer, or the data of all events."""
+
+    async def events() -> list[bytes]:
+        return [event async for event in answer._events]
+
+    if not isinstance(answer, EventStream):
+        return [json.loads(bytes(answer.body))]
+    return [json.loads(event.partition(b"data: ")[2]) for event in asyncio.run(events())]
 
 
 def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:

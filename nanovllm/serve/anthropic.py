@@ -127,16 +127,17 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/messages", response_model=None, responses=_ERRORS)
 async def messages(body: MessagesBody, request: Request, service: ServiceDep) -> Response:
     """Answer messages in Anthropic's form."""
-    return await within_limits(request, service, _answer(service, body))
+    return await within_limits(request, service, answer_messages(service, body))
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
 async def num_tokens(body: CountTokensBody, request: Request, service: ServiceDep) -> dict[str, int]:
-    """Return the number of tokens that messages have with the chat template."""
-    return await within_limits(request, service, _count_tokens(service, body))
+    """Return how many tokens messages have."""
+    return await within_limits(request, service, count_tokens(service, body))
 
 
-async def _answer(service: Service, body: MessagesBody) -> Response:
+async def answer_messages(service: Service, body: MessagesBody) -> Response:
+    """Answer messages, whole or as the answer comes."""
     form = None if body.output_config is None else body.output_config.format
     schema = None if form is None else {"name": "answer", "schema": form.schema_}
     fields = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
@@ -147,7 +148,8 @@ async def _answer(service: Service, body: MessagesBody) -> Response:
     return await chat.respond(body.stream, _MessagesTranslation(service.model))
 
 
-async def _count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
+async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
+    """Return the number of tokens that messages have with the chat template."""
     service.check_model(body.model)
     chat = messages_chat(body)
     template = service.template(chat, answer_options(service, chat).template_tools())

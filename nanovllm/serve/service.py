@@ -230,6 +230,8 @@ class Service:
             )
             for request in requests:
                 request.cache_salt = body.cache_salt
+                # Answers show the text of a completion's prompt alone.
+                request.prompt = request.prompt if template is None else None
             self._check_size(requests, max_tokens)
             return requests
 

@@ -74,7 +74,8 @@ class Answer(ABC):
 
     def __init__(self, service: Service, streams: list[RequestStream], options: StreamOptions | None) -> None:
         self.service, self.streams = service, streams
-        self.usage = Usage(sum(len(stream.request.token_ids) for stream in streams), options)
+        self.requests = [stream.request for stream in streams]
+        self.usage = Usage(sum(len(request.token_ids) for request in self.requests), options)
 
     @abstractmethod
     def _whole(self, outputs: list[RequestOutput]) -> Any:
@@ -121,7 +122,7 @@ class Answer(ABC):
             answer = self._whole(outputs)
             return answer if translation is None else translation.whole(answer)
 
-        return await json_answer(build, outputs, self.streams[0].request.params)
+        return await json_answer(build, outputs, self.requests[0].params)
 
 
 async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:

@@ -97,7 +97,7 @@ class ChatAnswer(Answer):
         self._id, self._created = f"chatcmpl-{uuid4().hex}", int(time.time())
         self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None
         self._shown = ShownTokens(body.top_logprobs, service.token_names(body), bool(body.return_token_ids))
-        make_splitter = options.make_splitter(streams[0].request.token_ids, params)
+        make_splitter = options.make_splitter(self.requests[0].token_ids, params)
         self._splitters = [make_splitter() for _ in range(body.n or 1)]
 
     def _whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
@@ -142,7 +142,7 @@ class ChatAnswer(Answer):
         return {**head, "system_fingerprint": service.fingerprint}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": [*self.streams[0].request.token_ids]} if self._shown.ids else {}
+        return {"prompt_token_ids": [*self.requests[0].token_ids]} if self._shown.ids else {}
 
 
 def _delta_choice(index: int, delta: AnswerMessage, finish_reason: str | None = None) -> ChatChoice:

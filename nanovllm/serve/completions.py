@@ -79,7 +79,7 @@ class CompletionAnswer(Answer):
 
     def __init__(self, service: Service, streams: StreamList, body: CompletionBody) -> None:
         super().__init__(service, streams, body.stream_options)
-        self._params = streams[0].request.params
+        self._params = self.requests[0].params
         self._num_answers = body.n or 1
         self.shows_output = _shows_output(body)
         self._body = body.without_content()

@@ -1,4 +1,4 @@
-"""Server-sent events, and the end of answers whose client disconnects."""
+"""Answers as server-sent events, and the end of answers whose client goes away."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class EventStream(Response):
             pings.cancel()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment, which clients ignore, after each pause of `_PING_SECONDS`."""
+        """Send a comment, which clients ignore, whenever there was no event for some time."""
         while True:
             before = self._num_sent
             await asyncio.sleep(_PING_SECONDS)
@@ -134,7 +134,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; errors of theirs were raised before, or do not matter any more."""
+    """Cancel tasks and wait for them; their errors have been handled, or no longer matter."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

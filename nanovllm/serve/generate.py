@@ -58,7 +58,7 @@ class GenerateAnswer(Answer):
 
     def __init__(self, service: Service, streams: StreamList, body: GenerateBody) -> None:
         super().__init__(service, streams, body.stream_options)
-        self._num_logprobs = streams[0].request.params.logprobs
+        self._num_logprobs = self.requests[0].params.logprobs
         self._head = {"request_id": body.request_id or uuid4().hex}
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parts of all routers: the service, the time limit, and the answers in the API's description."""
+"""Parts that the routers share: the service, the limit of time, and the schemas of errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class ErrorDetail(BaseModel):
-    """The error."""
+    """An error's message, type, field and code."""
 
     message: str
     type: str
@@ -88,5 +88,5 @@ async def within_limits(request: Request, service: Service, answer: Awaitable[Re
 
 
 def answers(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of an endpoint that can stream: events, or `model`."""
+    """Return the possible answers of an endpoint that can stream: events, or `model`."""
     return {200: {"model": model, "content": {"text/event-stream": {}}}, **ERRORS}

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import cascade_plan as shared_prefix
+from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper

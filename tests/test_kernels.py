@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nanovllm.attention import cascade_plan as shared_prefix
+from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import plan_cascade_groups
 from nanovllm.kernels import policy, qk_norm, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
 from nanovllm.kernels._triton import device_limits, is_hopper

@@ -19,11 +19,20 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Scope
 
 import nanovllm
-from nanovllm.serve import control, state
+from nanovllm.serve import (
+    anthropic,
+    chat_completions,
+    completions,
+    control,
+    generate,
+    pooling,
+    responses,
+    state,
+    tokens,
+)
 from nanovllm.serve.errors import ApiError, api_error, error_response, validation_error
 from nanovllm.serve.limits import Guard, give_back_memory
 from nanovllm.serve.logs import RequestLogs, log_refusal
-from nanovllm.serve.routers import anthropic, openai, pooling, tokens
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -48,7 +57,8 @@ def create_app(service: Service) -> ASGIApp:
     app.state.service = service
     _add_error_handlers(app, service)
     # The first router that matches answers, so the most frequent requests come first.
-    routers = [openai.router, tokens.router, anthropic.router, pooling.router, state.router]
+    modules = [chat_completions, completions, responses, tokens, generate, anthropic, pooling, state]
+    routers = [module.router for module in modules]
     routers += [control.router] if settings.control else []
     for router in routers:
         app.include_router(router)

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.llm import LLM
 from nanovllm.serve.app import create_app
-from nanovllm.serve.field_types import MOST_PROMPTS
 from nanovllm.serve.limits import Connection, ConnectionPool
+from nanovllm.serve.protocol import MOST_PROMPTS
 from nanovllm.serve.server_counts import Counted, ServerCounts
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings

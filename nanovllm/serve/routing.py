@@ -83,10 +83,10 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 
 async def within_limits(request: Request, service: Service, answer: Awaitable[Result]) -> Result:
-    """Return an answer, or the head of a stream, unless the client goes away or it takes too long."""
-    return await until_disconnect(request, answer, service.settings.max_request_seconds)
+    """Return an answer, or the head of a stream, unless the client disconnects or it takes too long."""
+    return await until_disconnect(request.receive, answer, service.settings.max_request_seconds)
 
 
 def answers(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the possible answers of an endpoint that can stream: events, or a type of `openai_answers`."""
+    """Return the possible answers of an endpoint that can stream: events, or `model`."""
     return {200: {"model": model, "content": {"text/event-stream": {}}}, **ERRORS}

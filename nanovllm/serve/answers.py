@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
+from uuid import uuid4
 
 from anyio import to_thread
 from starlette.responses import Response
@@ -67,13 +69,16 @@ class Answer(ABC):
         service: computes it.
         streams: its prompts' requests.
         options: of a stream.
+        head: fields with which each chunk begins.
     """
 
     shows_output = True
     """Whether the answer has the tokens that are generated."""
 
-    def __init__(self, service: Service, streams: list[RequestStream], options: StreamOptions | None) -> None:
-        self.service, self.streams = service, streams
+    def __init__(
+        self, service: Service, streams: list[RequestStream], options: StreamOptions | None, head: dict[str, Any]
+    ) -> None:
+        self.service, self.streams, self.head = service, streams, head
         self.requests = [stream.request for stream in streams]
         self.usage = Usage(sum(len(request.token_ids) for request in self.requests), options)
 
@@ -85,9 +90,11 @@ class Answer(ABC):
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
         """Return the new parts of a prompt's output, each as the choices of one chunk."""
 
-    @abstractmethod
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
-        """Return a chunk."""
+        chunk = {**self.head, "choices": choices}
+        if self.usage.is_shown:
+            chunk["usage"] = self.usage.so_far()
+        return chunk
 
     def _first_chunks(self) -> Iterator[Any]:
         """Yield the chunks that come before all outputs."""
@@ -123,6 +130,12 @@ class Answer(ABC):
             return answer if translation is None else translation.whole(answer)
 
         return await json_answer(build, outputs, self.requests[0].params)
+
+
+def answer_head(service: Service, prefix: str, kind: str) -> dict[str, Any]:
+    """Return the fields with which OpenAI's answers begin: a new id with this prefix, `kind` as the object."""
+    head = {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": service.model}
+    return {**head, "system_fingerprint": service.fingerprint}
 
 
 async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:

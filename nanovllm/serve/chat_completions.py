@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +21,7 @@ from nanovllm.openai_format import (
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answers import Answer
+from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList
@@ -93,8 +91,8 @@ class ChatAnswer(Answer):
     def __init__(
         self, service: Service, streams: StreamList, body: ChatBody, options: AnswerOptions, params: SamplingParams
     ) -> None:
-        super().__init__(service, streams, body.stream_options)
-        self._id, self._created = f"chatcmpl-{uuid4().hex}", int(time.time())
+        head = answer_head(service, "chatcmpl", "chat.completion.chunk")
+        super().__init__(service, streams, body.stream_options, head)
         self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None
         self._shown = ShownTokens(body.top_logprobs, service.token_names(body), bool(body.return_token_ids))
         make_splitter = options.make_splitter(self.requests[0].token_ids, params)
@@ -104,14 +102,10 @@ class ChatAnswer(Answer):
         (output,) = outputs
         pairs = zip(output.outputs, self._splitters, strict=True)
         choices = [chat_choice(choice, splitter, self._shown, self._echo) for choice, splitter in pairs]
-        answer: Any = {**self._head("chat.completion"), "choices": choices, "usage": self.usage.body()}
+        answer: Any = {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage.body()}
         if self._shows_prompt_logprobs:
             answer["prompt_logprobs"] = prompt_positions(output, self._shown.names)
         return answer | self._prompt_ids()
-
-    def _chunk(self, choices: list[ChatChoice]) -> dict[str, Any]:
-        usage = {"usage": self.usage.so_far()} if self.usage.is_shown else {}
-        return {**self._head("chat.completion.chunk"), "choices": choices, **usage}
 
     def _first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the role of each choice, with the text that is echoed."""
@@ -135,11 +129,6 @@ class ChatAnswer(Answer):
             if output.finished:
                 last = _delta_choice(choice.index, {}, chat_finish_reason(choice, splitter))
                 yield [{**last, "stop_reason": choice.stop_reason}]
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        service = self.service
-        head = {"id": self._id, "object": kind, "created": self._created, "model": service.model}
-        return {**head, "system_fingerprint": service.fingerprint}
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": [*self.requests[0].token_ids]} if self._shown.ids else {}

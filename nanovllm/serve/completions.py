@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +13,7 @@ from starlette.responses import Response
 from nanovllm.openai_format import ENDPOINTS, Completion, TextChoice, prompt_positions, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answers import Answer
+from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.protocol import CompletionBody, prompt_list
 from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList
@@ -78,13 +76,12 @@ class CompletionAnswer(Answer):
     """
 
     def __init__(self, service: Service, streams: StreamList, body: CompletionBody) -> None:
-        super().__init__(service, streams, body.stream_options)
+        super().__init__(service, streams, body.stream_options, answer_head(service, "cmpl", "text_completion"))
         self._params = self.requests[0].params
         self._num_answers = body.n or 1
         self.shows_output = _shows_output(body)
         self._body = body.without_content()
         self._names = service.token_names(body)
-        self._id, self._created = f"cmpl-{uuid4().hex}", int(time.time())
         # By choice: number of characters sent, offsets of its tokens, and tokens that wait for their text.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
@@ -100,21 +97,12 @@ class CompletionAnswer(Answer):
                 if self._body.prompt_logprobs is not None:
                     item["prompt_logprobs"] = prompt_positions(output, self._names)
                 choices.append(item)
-        return {**self._head(), "choices": choices, "usage": self.usage.body()}
+        return {**self.head, "choices": choices, "usage": self.usage.body()}
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
         """Yield the new part of each choice."""
         for choice in output.outputs:
             yield [self._choice(index * self._num_answers + choice.index, output, choice)]
-
-    def _chunk(self, choices: list[TextChoice]) -> dict[str, Any]:
-        usage = {"usage": self.usage.so_far()} if self.usage.is_shown else {}
-        return {**self._head(), "choices": choices, **usage}
-
-    def _head(self) -> dict[str, Any]:
-        service = self.service
-        head = {"id": self._id, "object": "text_completion", "created": self._created, "model": service.model}
-        return {**head, "system_fingerprint": service.fingerprint}
 
     def _best(self, output: RequestOutput) -> list[CompletionOutput]:
         if len(output.outputs) <= self._num_answers:

@@ -57,9 +57,8 @@ class GenerateAnswer(Answer):
     """
 
     def __init__(self, service: Service, streams: StreamList, body: GenerateBody) -> None:
-        super().__init__(service, streams, body.stream_options)
+        super().__init__(service, streams, body.stream_options, {"request_id": body.request_id or uuid4().hex})
         self._num_logprobs = self.requests[0].params.logprobs
-        self._head = {"request_id": body.request_id or uuid4().hex}
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,), (choices,) = outputs, self._new_chunks(0, outputs[0])
@@ -79,4 +78,5 @@ class GenerateAnswer(Answer):
         ]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "choices": choices}
+        # Without usage, which comes once, at the end.
+        return {**self.head, "choices": choices}

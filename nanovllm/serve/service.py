@@ -234,7 +234,7 @@ class Service:
             return requests
 
         streams = await self.llm.enqueue(count, process, work_of([*map(_as_text, prompts)], params))
-        self._note(count, params)
+        self._note([len(stream.request.token_ids) for stream in streams], params)
         return streams
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
@@ -288,7 +288,9 @@ class Service:
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
         """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and the outputs behind them."""
         self._check_priority(priority)
-        self._note(len(prompts), SamplingParams(max_tokens=1))
+        # A text has at least as many characters as tokens.
+        lengths = [min(len(prompt), self.limits.max_model_len) for prompt in prompts]
+        self._note(lengths, SamplingParams(max_tokens=1))
         outputs = await self._observed(self.llm.pool(prompts, pooling, priority=priority or 0), len(prompts))
         return embeddings(outputs, self.hidden_size), outputs
 
@@ -310,12 +312,12 @@ class Service:
         if priority and not self.settings.allow_priority:
             raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
 
-    def _note(self, num_prompts: int, params: SamplingParams) -> None:
-        """Count requests, and log them."""
-        for _ in range(num_prompts):
+    def _note(self, lengths: list[int], params: SamplingParams) -> None:
+        """Count prompts of these lengths, and log them."""
+        for _ in lengths:
             self.metrics.observe_params(params)
         if self.settings.log_requests:
-            _logger.info("%d prompts: %s", num_prompts, one_line(repr(params)))
+            _logger.info("%d prompts, at most %d tokens: %s", len(lengths), sum(lengths), one_line(repr(params)))
 
     async def _observed(self, work: Awaitable[list[RequestOutput]], count: int) -> list[RequestOutput]:
         """Return the outputs of `count` requests, and count them as finished or aborted."""

@@ -16,8 +16,8 @@ from torch import nn
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.quantization.loading import LoadableModule
 from nanovllm.quantization.weight import Weight
+from nanovllm.weights.slices import LoadableModule
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from nanovllm.kernels.qk_norm import QKNorms, normalize_qk, sum_squares
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.layers.attention import QKVProduct
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.quantization.loading import WeightSlice, WeightTarget
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 
 class ParallelRMSNorm(RMSNorm):

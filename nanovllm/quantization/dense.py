@@ -11,8 +11,8 @@ from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.kernels.rms_norm import Norm, rms_norm
-from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 
 class DenseWeight(Weight):

@@ -13,7 +13,7 @@ from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.quantization.loading import LoadableModule
+from nanovllm.weights.slices import LoadableModule
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from transformers import AutoTokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.pooling_config import folder_pooling
 from nanovllm.text import tokenizer as tokenizer_module
 from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tokenizer import has_chat_template, load_tokenizer
 from nanovllm.utils.hub import resolve_model
+from nanovllm.weights.files import stored_tensors, weight_files
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 17209920\n"

@@ -40,11 +40,12 @@ from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import loader
+from nanovllm.models import with_stored_head
 from nanovllm.models.base import CausalLM
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.quantization_config import Granularity, QuantizationConfig
+from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
 from tests.test_kernels import DEVICE, DTYPES, GPU, randn
@@ -289,7 +290,7 @@ def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], si
     stored, meant = written
     wide = load_file(meant / "model.safetensors")
     for model in shards(ModelConfig.from_folder(str(stored)), size):
-        loader.load_weights(model, str(stored))
+        ModelWeights(model, torch.device("cpu")).load_folder(str(stored))
         parts = dequantised(model)
         assert len(parts) == 14
         for name, (region, index) in parts.items():
@@ -312,8 +313,8 @@ def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint,
     assert tokens == tokens_and_logits(meant)[0] == tokens_and_logits(stored, tensor_parallel_size=2)[0]
     config, wide = ModelConfig.from_folder(str(stored)), load_file(meant / "model.safetensors")["lm_head.weight"]
     for size in (1, 2, 3):
-        for model in shards(loader.with_stored_head(config, str(stored)), size):
-            loader.load_weights(model, str(stored))
+        for model in shards(with_stored_head(config, str(stored)), size):
+            ModelWeights(model, torch.device("cpu")).load_folder(str(stored))
             weight = model.lm_head.weight
             assert isinstance(weight, Fp8Weight)
             part = wide[weight.shard.outputs[None].present]
@@ -395,8 +396,8 @@ def test_a_checkpoint_is_quantised_while_it_loads(base: Path, by_hand: tuple[Pat
     config = ModelConfig.from_folder(str(base)).with_quantization("fp8")
     loading, loaded = shards(config, size), shards(ModelConfig.from_folder(str(by_hand[0])), size)
     for mine, theirs in zip(loading, loaded, strict=True):
-        loader.load_weights(mine, str(base))
-        loader.load_weights(theirs, str(by_hand[0]))
+        ModelWeights(mine, torch.device("cpu")).load_folder(str(base))
+        ModelWeights(theirs, torch.device("cpu")).load_folder(str(by_hand[0]))
         weights = [module for module in mine.modules() if isinstance(module, Fp8Weight)]
         others = [module for module in theirs.modules() if isinstance(module, Fp8Weight)]
         assert len(weights) == len(others) == 8
@@ -422,7 +423,7 @@ def test_dummy_weights_are_quantised_and_one_model_however_it_is_split(base: Pat
     config = ModelConfig.from_folder(str(base)).with_quantization("fp8")
     (whole,), halves = shards(config, 1), shards(config, 2)
     for model in (whole, *halves):
-        loader.init_dummy_weights(model, 5)
+        ModelWeights(model, torch.device("cpu")).draw(5)
     wide = dequantised(whole)
     for half in halves:
         for name, (region, index) in dequantised(half).items():

@@ -22,10 +22,10 @@ from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.policy import FP8_INS, KernelPolicy
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import loader
 from nanovllm.models.base import CausalLM
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, Fp8ExpertsWeight
-from nanovllm.quantization.loading import WeightSlice
+from nanovllm.weights.model_weights import ModelWeights
+from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
 from tests.test_fp8 import (
@@ -124,7 +124,7 @@ def check_parts(stored: Path, meant: Path, size: int, is_parallel: bool = False)
         wide = {name.replace(f".{theirs}.", f".{ours}."): tensor for name, tensor in wide.items()}
     found = set()
     for model in shards(config.with_expert_parallel() if is_parallel else config, size):
-        loader.load_weights(model, str(stored))
+        ModelWeights(model, torch.device("cpu")).load_folder(str(stored))
         for name, (region, index) in experts_of(model).items():
             assert torch.equal(region, wide[name][index]), name
             found.add(name)
@@ -144,10 +144,10 @@ def test_a_checkpoint_is_quantised_while_it_loads(mixture: Path, tmp_path: Path,
     wide = load_file(meant / "model.safetensors")
     config = ModelConfig.from_folder(str(mixture)).with_quantization("fp8")
     for model in shards(config.with_expert_parallel() if is_parallel else config, 2):
-        loader.load_weights(model, str(mixture))
+        ModelWeights(model, torch.device("cpu")).load_folder(str(mixture))
         for name, (region, index) in experts_of(model).items():
             assert torch.equal(region, wide[name][index]), name
-        loader.init_dummy_weights(model, 5)
+        ModelWeights(model, torch.device("cpu")).draw(5)
         assert all(region.std() > 0.1 for region, _ in experts_of(model).values())
     assert tokens_and_logits(mixture, quantization="fp8")[0] == tokens_and_logits(stored)[0]
 

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.quantization.loading import WeightSlice
-from nanovllm.runner.messages import LoadFailedError, MissingWeights
 from nanovllm.text.engine_control import EngineControl
+from nanovllm.weights.model_weights import ModelWeights
+from nanovllm.weights.report import LoadFailedError, MissingWeights
+from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
@@ -499,7 +500,7 @@ def test_a_tensor_that_is_written_in_part_is_missing(
             llm.add_request([1], GREEDY)
         # Or one rank would capture graphs without another.
         runner: Any = llm.llm_engine._runner
-        assert [missing.count for missing in runner.call("weights.missing")] == [1] * size
+        assert [missing.count for missing in runner.loader._call(ModelWeights.count_missing)] == [1] * size
         llm.load_weights(pairs[1:])
         assert answers(llm)
 

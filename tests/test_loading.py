@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.models import loader
-from nanovllm.quantization.loading import WeightSlice
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.loading_bar import loading_bar
+from nanovllm.weights import model_weights
+from nanovllm.weights.slices import WeightSlice
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -197,7 +197,7 @@ def test_a_terminal_shows_how_far_weights_are(monkeypatch: pytest.MonkeyPatch) -
         shown = StringIO()
         monkeypatch.setattr(shown, "isatty", lambda shows=terminal: shows)
         monkeypatch.setattr(sys, "stderr", shown)
-        monkeypatch.setattr(loader, "loading_bar", recorded)
+        monkeypatch.setattr(model_weights, "loading_bar", recorded)
         with LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8) as llm:
             (bar,) = bars
             assert ("Loading weights" in shown.getvalue()) == terminal

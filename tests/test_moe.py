@@ -26,7 +26,8 @@ from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
-from nanovllm.quantization.loading import WeightSlice
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
 from tests.test_families import FAMILIES
 from tests.test_greedy import Reference, check, make_llm, prompts
@@ -187,7 +188,7 @@ def test_ranks_say_what_transformers_says(
     settings = {"tensor_parallel_size": size, "enable_expert_parallel": is_parallel, "device": "cpu"}
     with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=3, **settings) as llm:
         runner: Any = llm.llm_engine._runner
-        shards = [shard.experts for shard in runner.call("__getattribute__", "shard")]
+        shards = [shard.experts for shard in runner.call(ModelRunner.__getattribute__, "shard")]
         num_experts = [shard.experts.size for shard in shards]
         total = shards[0].experts.total
         assert sum(num_experts) == total if is_parallel else num_experts == [total] * size

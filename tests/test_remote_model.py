@@ -1,4 +1,4 @@
-"""Models whose weights fsspec streams."""
+"""Models whose weights fsspec copies to the cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import remote_tensors
-from nanovllm.models.remote_tensors import SafetensorsFile
-from nanovllm.models.stored_tensors import stored_tensors, weight_files
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.remote import cached_copy
+from nanovllm.weights.files import stored_tensors, weight_files
+from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -48,31 +48,64 @@ def shard(files: Any, checkpoint: Path) -> None:
     files.pipe("/model/model.safetensors.index.json", str({"weight_map": weight_map}).replace("'", '"').encode())
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that has copies of weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nanovllm" / "remote"
+
+
+def copies(cache: Path) -> list[str]:
+    return sorted(path.name.split("-", 1)[1] for path in cache.glob("*/*.safetensors"))
+
+
 @pytest.mark.parametrize("sharded", [False, True])
-def test_weights_are_streamed(
-    sharded: bool, memory: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_copied_to_the_cache_once(
+    sharded: bool, memory: Any, checkpoint: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sharded:
         shard(memory, Path(shutil.copytree(checkpoint, tmp_path / "copy")))
-    largest, read = 2**16, []
-    cat_file = MemoryFileSystem.cat_file
+    files = ["model-00001-of-00002", "model-00002-of-00002"] if sharded else ["model"]
+    assert tokens("memory://model") == tokens(checkpoint)
+    assert copies(cache) == [f"{name}.safetensors" for name in files]
+    assert not list(Path(resolve_model("memory://model", None)).glob("*.safetensors"))
+    get_file, fetched = MemoryFileSystem.get_file, list[str]()
 
-    # S3's has the version of the file after its path.
-    def counted(self: Any, path: str, *, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        data: bytes = cat_file(self, path, start, end, **kwargs)
-        if path.endswith(".safetensors"):
-            read.append(len(data))
-        return data
+    def noted(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        fetched.append(path)
+        get_file(self, path, *args, **kwargs)
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
-    monkeypatch.setattr(remote_tensors, "_RANGE_BYTES", largest)
-    remote = tokens("memory://model")
-    total = sum(memory.size(path) for path in memory.glob("/model/*.safetensors"))
-    sizes = [tensor.nbytes for tensor in load_file(checkpoint / "model.safetensors").values()]
-    assert remote == tokens(checkpoint)
-    assert max(read) <= max(largest, *sizes) < total, "more than a range or a tensor at once"
-    assert len(read) < len(sizes), "neighbours are read together"
-    assert not list(Path(resolve_model("memory://model", None)).glob("*.safetensors")), "weights are not copied"
+    monkeypatch.setattr(MemoryFileSystem, "get_file", noted)
+    assert tokens("memory://model") == tokens(checkpoint)
+    assert not [path for path in fetched if path.endswith(".safetensors")]
+    assert tokens("memory://model", model_impl="transformers") == tokens(checkpoint, model_impl="transformers")
+
+
+def test_a_file_that_has_changed_takes_the_place_of_its_copy(
+    memory: Any, make_checkpoint: MakeCheckpoint, cache: Path
+) -> None:
+    tokens("memory://model")
+    other = make_checkpoint(seed=5)
+    memory.rm("/model/model.safetensors")
+    memory.put(str(other / "model.safetensors"), "/model/model.safetensors")
+    assert tokens("memory://model") == tokens(other)
+    assert copies(cache) == ["model.safetensors"]
+
+
+def test_a_copy_that_fails_leaves_nothing_that_is_read(
+    memory: Any, checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, path: str, local: str, **kwargs: Any) -> None:
+        Path(local).write_bytes(b"half")
+        raise OSError("the network is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", fail)
+        with pytest.raises(
+            ValueError, match="access to 'memory://model/model.safetensors' failed: the network is gone"
+        ):
+            cached_copy("memory://model/model.safetensors")
+    assert not copies(cache) and tokens("memory://model") == tokens(checkpoint)
 
 
 def test_load_weights_takes_a_url(memory: Any, checkpoint: Path) -> None:
@@ -82,17 +115,18 @@ def test_load_weights_takes_a_url(memory: Any, checkpoint: Path) -> None:
             llm.load_weights("memory://absent")
 
 
-def test_two_ranks_stream_the_same_weights(checkpoint: Path) -> None:
+def test_two_ranks_read_the_same_copy(checkpoint: Path) -> None:
     assert tokens(f"file://{checkpoint}", tensor_parallel_size=2) == tokens(checkpoint)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:-1], "model.safetensors' is damaged: it ends"),
-        (lambda data: data[:5], "model.safetensors' is damaged: it ends"),
-        (lambda data: data[:8] + b"!" + data[9:], "model.safetensors' is damaged: its header"),
-        (lambda data: b"\xff" * 8 + data[8:], "model.safetensors' is damaged: its header"),
+        (lambda data: data[:-1], "memory://model/model.safetensors' is damaged: "),
+        (lambda data: data[:5], "memory://model/model.safetensors' is damaged: "),
+        (lambda data: b"", "memory://model/model.safetensors' is empty"),
+        (lambda data: data[:8] + b"!" + data[9:], "memory://model/model.safetensors' is damaged: "),
+        (lambda data: b"\xff" * 8 + data[8:], "memory://model/model.safetensors' is damaged: "),
     ],
 )
 def test_damaged_files_are_refused_by_name(memory: Any, damage: Any, message: str) -> None:
@@ -110,17 +144,18 @@ def test_a_missing_folder_or_file_is_named(memory: Any, checkpoint: Path, tmp_pa
         weight_files("memory://model")
 
 
-@pytest.mark.parametrize("method", ["ls", "get_file", "size", "cat_file"])
+@pytest.mark.parametrize("method", ["ls", "get_file", "info"])
 def test_errors_of_a_stores_client_name_the_url(method: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Lacking credentials is no OSError of S3's client.
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Unable to locate credentials")
 
-    monkeypatch.setattr(MemoryFileSystem, method, fail)
-    with pytest.raises(ValueError, match=r"memory://model.* failed: Unable to locate credentials"):
-        SafetensorsFile("memory://model/model.safetensors")
-        list(stored_tensors("memory://model"))
-        resolve_model("memory://model", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, method, fail)
+        with pytest.raises(ValueError, match=r"memory://model.* failed: Unable to locate credentials"):
+            cached_copy("memory://model/model.safetensors")
+            list(stored_tensors("memory://model"))
+            resolve_model("memory://model", None)
 
 
 def test_a_file_in_somebodys_folder_does_not_lead_elsewhere(checkpoint: Path, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ httpx = pytest.importorskip("httpx")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanovllm.assets import BUNDLED_MODEL  # noqa: E402
-from nanovllm.models.live_weights import LiveWeights  # noqa: E402
-from nanovllm.quantization.loading import WeightSlice  # noqa: E402
 from nanovllm.serve.app import create_app  # noqa: E402
 from nanovllm.serve.service import Service  # noqa: E402
 from nanovllm.serve.settings import ServeSettings  # noqa: E402
+from nanovllm.weights.model_weights import ModelWeights  # noqa: E402
+from nanovllm.weights.slices import WeightSlice  # noqa: E402
 from tests.server_process import ServerProcess, unexpected_lines  # noqa: E402
 from tests.test_live_weights import save_adapter  # noqa: E402
 
@@ -164,9 +164,9 @@ def test_an_update_that_fails_in_its_middle_leaves_a_server_that_says_so(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    write = LiveWeights.write
+    write = ModelWeights.write
 
-    def failing(live: LiveWeights, name: str, tensor: Any) -> None:
+    def failing(live: ModelWeights, name: str, tensor: Any) -> None:
         if len(written) == 5:
             raise OSError("the file is gone")
         written.append(name)
@@ -178,12 +178,12 @@ def test_an_update_that_fails_in_its_middle_leaves_a_server_that_says_so(
         transport = httpx.ASGITransport(app)
         async with llm, httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             asked = {"prompt": [300], "max_tokens": 2}
-            monkeypatch.setattr(LiveWeights, "write", failing)
+            monkeypatch.setattr(ModelWeights, "write", failing)
             failed = await client.post("/update_weights", json={"weight_dir": "step_1"})
             assert failed.status_code == 500 and "the file is gone" in failed.json()["error"]["message"]
             for answer in (await client.get("/health"), await client.post("/v1/completions", json=asked)):
                 assert answer.status_code == 503 and "left undone by a load that" in answer.json()["error"]["message"]
-            monkeypatch.setattr(LiveWeights, "write", write)
+            monkeypatch.setattr(ModelWeights, "write", write)
             assert (await client.post("/update_weights", json={"weight_dir": "step_1"})).status_code == 200
             assert (await client.post("/v1/completions", json=asked)).status_code == 200
             norm = torch.full_like(load_file(root / "step_1" / "model.safetensors")["model.norm.weight"], torch.nan)

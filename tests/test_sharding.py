@@ -15,9 +15,10 @@ from nanovllm.distributed.shard import Shard
 from nanovllm.kernels import sampling
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import loader, make_model
+from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
-from nanovllm.quantization.loading import WeightSlice, WeightTarget
+from nanovllm.weights.model_weights import ModelWeights
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 from tests.conftest import MakeCheckpoint
 from tests.test_kernels import by_triton
 
@@ -67,7 +68,7 @@ def test_the_ranks_parts_are_the_checkpoint(
     sizes = []
     for model in models:
         read.clear()
-        loader.load_weights(model, str(folder))
+        ModelWeights(model, torch.device("cpu")).load_folder(str(folder))
         sizes.append(sum(read))
     checked = 0
     with safe_open(folder / "model.safetensors", "pt") as weights:
@@ -98,7 +99,7 @@ def test_dummy_weights_are_one_model_however_it_is_split(checkpoint: Path) -> No
     config = ModelConfig.from_folder(str(checkpoint))
     (whole,), halves = shards(config, 1), shards(config, 2)
     for model in (whole, *halves):
-        loader.init_dummy_weights(model, 5)
+        ModelWeights(model, torch.device("cpu")).draw(5)
     for target, part in whole.weight_slices().items():
         assert torch.equal(joined(halves, target), part.region), target
 
@@ -107,7 +108,7 @@ def test_embeddings_of_the_ranks_add_up(checkpoint: Path) -> None:
     config = ModelConfig.from_folder(str(checkpoint))
     (whole,), parts = shards(config, 1), shards(config, 2)
     for model in (whole, *parts):
-        loader.load_weights(model, str(checkpoint))
+        ModelWeights(model, torch.device("cpu")).load_folder(str(checkpoint))
     tokens = torch.arange(320, dtype=torch.int32)
     first, second, both = (model.get_submodule("model.embed_tokens")(tokens) for model in (*parts, whole))
     torch.testing.assert_close(first + second, both, rtol=0, atol=0)
@@ -160,4 +161,4 @@ def test_a_tensor_that_does_not_fit_is_told_by_its_whole_shape(make_checkpoint: 
     folder = make_checkpoint(**SHAPE)
     config = ModelConfig.from_folder(os.fspath(make_checkpoint(**(SHAPE | {"num_attention_heads": 3}))))
     with pytest.raises(ValueError, match=r"o_proj.weight' has shape \[64, 192\]; the config asks for \[64, 96\]"):
-        loader.load_weights(shards(config, 3)[2], str(folder))
+        ModelWeights(shards(config, 3)[2], torch.device("cpu")).load_folder(str(folder))

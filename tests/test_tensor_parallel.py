@@ -18,6 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.distributed.communicator import DistributedCommunicator
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
@@ -100,13 +101,13 @@ def test_a_call_has_a_reply_or_an_exception_of_every_rank(make_checkpoint: MakeC
     folder = make_checkpoint(**MODELS["qwen3"])
     with LLM(folder, tensor_parallel_size=2, **TIGHT) as llm:
         runner: Any = llm.llm_engine._runner
-        shards = runner.call("__getattribute__", "shard")
+        shards = runner.call(ModelRunner.__getattribute__, "shard")
         assert [shard.kv_heads.start for shard in shards] == [0, shards[0].kv_heads.stop]
         want = llm.generate([[1, 2, 3]], SamplingParams(0, max_tokens=4), use_tqdm=False)
-        with pytest.raises(RuntimeError, match=r"(?s)a call failed on rank 1:\nTraceback.*no_such_method"):
-            runner.call("no_such_method")
+        with pytest.raises(RuntimeError, match=r"(?s)a call failed on rank 1:\nTraceback.*no_such_attribute"):
+            runner.call(ModelRunner.__getattribute__, "no_such_attribute", own=list)
         # A call that failed disturbs neither the next one nor the next step.
-        assert runner.call("check") == [None, None]
+        assert runner.call(ModelRunner.check) == [None, None]
         assert llm.generate([[1, 2, 3]], SamplingParams(0, max_tokens=4), use_tqdm=False) == want
 
 

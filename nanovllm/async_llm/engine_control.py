@@ -10,8 +10,8 @@ from typing import TypeVar
 from nanovllm.async_llm.engine_thread import EngineThread
 from nanovllm.engine.engine_state import PauseMode
 from nanovllm.llm import LLM
-from nanovllm.runner.messages import LoadedWeights
-from nanovllm.text.weight_loading import Weights, load_weights, warn_of_nans
+from nanovllm.text.engine_control import Weights, load_weights, warn_of_nans
+from nanovllm.weights.report import LoadedWeights
 
 Result = TypeVar("Result")
 _WAKE_SECONDS = 0.02

@@ -13,7 +13,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.driven_engine import DrivenEngine
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.runner.messages import LoadedWeights, LoadFailedError, WeightsRunner
+from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsRunner
 
 
 class ControlledEngine(DrivenEngine):
@@ -59,13 +59,13 @@ class ControlledEngine(DrivenEngine):
         """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps():
             self._require_weights("load_weights")
-            return self._change_weights(lambda runner: runner.load_weights(weights, strict))
+            return self._change_weights(lambda runner: runner.loader.load(weights, strict))
 
     def unload_adapter(self) -> bool:
         """Take out the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps():
             self._require_weights("unload_adapter")
-            return bool(self._change_weights(lambda runner: runner.unload_adapter()).count)
+            return bool(self._change_weights(lambda runner: runner.loader.unload_adapter()).count)
 
     def _change_weights(self, change: Callable[[WeightsRunner], LoadedWeights]) -> LoadedWeights:
         """Change weights, and note what is missing afterwards, also if that fails."""

@@ -6,7 +6,7 @@ from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from nanovllm.runner.messages import MissingWeights
+from nanovllm.weights.report import MissingWeights
 
 PauseMode = Literal["keep", "wait", "abort"]
 SleepTag = Literal["weights", "kv_cache"]

@@ -36,11 +36,12 @@ from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.engine.token_masks import token_masks
 from nanovllm.outputs import StepError, StepResult
-from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle, WeightsRunner
+from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.unpicklable import Unpicklable
+from nanovllm.weights.report import WeightsRunner
 
 _REST_SECONDS = 0.002
 """How long a step of a paused engine takes, which does nothing."""

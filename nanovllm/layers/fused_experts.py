@@ -16,9 +16,9 @@ from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.quantization.config import make_experts_weight
-from nanovllm.quantization.loading import LoadableModule
 from nanovllm.quantization.weight import MatrixShard
 from nanovllm.quantization_config import QuantizationConfig
+from nanovllm.weights.slices import LoadableModule
 
 
 class Router(LoadableModule):

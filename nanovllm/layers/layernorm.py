@@ -16,7 +16,7 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qk_norm import QKNorms, normalize_qk, sum_squares
-from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
 class RMSNorm(LoadableModule):

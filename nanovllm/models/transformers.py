@@ -29,12 +29,10 @@ from nanovllm.model_config import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import LoadableCausalLM
 from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
-from nanovllm.models.source_slices import SourceParameters
-from nanovllm.models.stored_tensors import misfit, stored_tensors
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
-from nanovllm.models.transformers_shard import shard_model
-from nanovllm.quantization.loading import WeightSlice, WeightTarget, WholeTensor
-from nanovllm.utils.remote import is_url, weights_place
+from nanovllm.models.transformers_shard import SourceParameters, shard_model
+from nanovllm.weights.files import misfit, stored_tensors
+from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -124,8 +122,6 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
         """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
-        if is_url(place := weights_place(folder)):
-            raise ValueError(f"transformers' code cannot stream {place!r}, which {self._class.__name__} needs: copy it")
         options = {"dtype": dtype, "attn_implementation": PROBED, "output_loading_info": True}
         # Which are refused here, by name.
         options["ignore_mismatched_sizes"] = True

@@ -12,8 +12,8 @@ from typing_extensions import override
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.rms_norm import Norm, rms_norm
-from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 
 class DenseWeight(Weight):

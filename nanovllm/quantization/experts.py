@@ -10,9 +10,9 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
 from nanovllm.quantization.fp8 import Fp8Values
-from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard
 from nanovllm.quantization_config import QuantizationConfig
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
 class ExpertsWeight(LoadableModule, ABC):

@@ -21,9 +21,9 @@ from nanovllm.kernels.linear.fp8_linear import (
 )
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
 from nanovllm.quantization_config import BLOCK, QuantizationConfig
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
 class Fp8Values(LoadableModule):

@@ -10,8 +10,8 @@ from torch import nn
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.quantization.fp8 import ScaleSlice
-from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
 from nanovllm.quantization_config import KVGranularity
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
 class KVCacheScales(LoadableModule):

@@ -11,7 +11,7 @@ import torch
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.quantization.loading import LoadableModule
+from nanovllm.weights.slices import LoadableModule
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.stored_tensors import stored_tensors
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.hub import resolve_model
+from nanovllm.weights.files import stored_tensors
 
 
 @dataclass(frozen=True)

@@ -23,26 +23,27 @@ from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.loader import load_model
+from nanovllm.models import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
+from nanovllm.runner.messages import HostMemory, ScheduledBatch
 from nanovllm.runner.on_device import OnDevice
 from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
-from nanovllm.runner.weights_loader import WeightsHolder
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
+from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
+from nanovllm.weights.report import MissingWeights
 
 
-class ModelRunner(OnDevice, WeightsHolder):
+class ModelRunner(OnDevice):
     """Runs the steps of one engine on one device.
 
     Args:
@@ -111,10 +112,10 @@ class ModelRunner(OnDevice, WeightsHolder):
             self.model_config, self.communicator, self.config, folder, self.max_model_len, self.dtype, self.device
         )
         self.model.set_kernel_policy(self.policy)
+        self.weights = ModelWeights(self.model, self.device, self.communicator)
 
     def _unload(self) -> None:
-        vars(self).pop("weights", None)
-        del self.model
+        del self.weights, self.model
 
     def _make_backend(self) -> None:
         """Make what the model's layers attend with."""
@@ -342,25 +343,40 @@ class ModelRunner(OnDevice, WeightsHolder):
         with self._device_guard():
             return self.communicator.all_reduce_min(value)
 
+    @property
+    def loader(self) -> WeightsLoader:
+        """See `WeightsRunner`."""
+        return WeightsLoader(self.weights, self._call_weights)
+
+    def _call_weights(
+        self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None
+    ) -> list[Any]:
+        return [self.on_weights(function, *args) if own is None else own()]
+
+    def on_weights(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with this rank's weights and other arguments, on the stream of the steps."""
+        with torch.inference_mode(), self._device_guard():
+            return function(self.weights, *args)
+
     def sleep(self, keep_weights: bool) -> MissingWeights:
         """Give back the memory of weights, cache and graphs; see `WeightsRunner`."""
         with torch.inference_mode(), self._device_guard():
             self.synchronize()
             self._drop_graphs()
             self._free()
-            self.weights.live.release(keep_weights)
+            self.weights.release(keep_weights)
             free_memory(self.device)
-            return self.weights.missing()
+            return self.weights.count_missing()
 
     def wake_up(self, tags: list[str]) -> None:
         """Take memory again; see `WeightsRunner`."""
         with torch.inference_mode(), self._device_guard():
             if "weights" in tags:
-                self.weights.live.restore()
+                self.weights.restore()
             if "kv_cache" in tags and "kv_cache" not in vars(self):
                 self._allocate(self.num_kvcache_blocks)
             # Not with weights that may be anything.
-            if "kv_cache" in vars(self) and self.graphs is None and self.weights.live.is_complete:
+            if "kv_cache" in vars(self) and self.graphs is None and self.weights.is_complete:
                 self._capture()
 
     def exit(self) -> None:

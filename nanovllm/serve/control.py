@@ -12,11 +12,11 @@ from fastapi import Depends, Query
 from starlette.requests import Request
 
 from nanovllm.engine.engine_state import PauseMode, SleepTag
-from nanovllm.runner.messages import LoadFailedError
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import Body
 from nanovllm.serve.routing import ERRORS, ServiceDep, make_router
 from nanovllm.serve.service import Service
+from nanovllm.weights.report import LoadFailedError
 
 _logger = logging.getLogger(__name__)
 

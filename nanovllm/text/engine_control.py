@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Sequence
-from typing import get_args
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
+from nanovllm.engine.protocol import Engine
 from nanovllm.outputs import StepResult
 from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.weight_loading import Weights, load_weights, warn_of_nans
+from nanovllm.utils.checks import check_bool
+from nanovllm.utils.remote import absolute_folder
+from nanovllm.weights.files import write_tensors
+from nanovllm.weights.model_weights import counted
+from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _POLL_SECONDS = 0.005
+Weights = Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str]
 
 
 class EngineControl:
@@ -220,3 +229,34 @@ class EngineControl:
         self.require_awake()
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume()")
+
+
+def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeights:
+    """Write weights into the model of every engine; see `LLM.load_weights`."""
+    check_bool("strict", strict)
+    given = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
+    engine.state.require_no_requests("load_weights", engine.request_ids)
+    if isinstance(given, str) or engine.is_in_process:
+        return _load(engine, given, strict)
+    with TemporaryDirectory(prefix="nanovllm-weights-") as folder:
+        with counted([]):
+            files = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)
+        return _load(engine, files, strict)
+
+
+def _load(engine: Engine, weights: Any, strict: bool) -> LoadedWeights:
+    try:
+        loaded: list[LoadedWeights] = engine.call("load_weights", weights, strict)
+    except LoadFailedError:
+        if not engine.is_in_process:
+            # Replicas that have merged an adapter would go on with it beside those that have taken it out.
+            engine.call("unload_adapter")
+        raise
+    nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
+    return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
+
+
+def warn_of_nans(names: list[str]) -> None:
+    """Warn the caller of the function that calls this of tensors that have NaN."""
+    if names:
+        warnings.warn(f"{len(names)} tensors that were loaded have NaN, such as {names[0]!r}", stacklevel=3)

@@ -13,16 +13,18 @@ _FORMS = "a model is a folder with config.json, *.safetensors and a tokenizer, a
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def refuse_pointer(path: str, start: bytes | None = None) -> None:
+def refuse_pointer(path: str, start: bytes | None = None, *, named: str | None = None) -> None:
     """Raise a `ValueError` if a file is empty, or a pointer of Git LFS, which a clone without LFS leaves in its place.
 
     Args:
-        path: names the file.
+        path: of the file.
         start: its first bytes; None reads them.
+        named: the file's name in the message, if it is a copy; None for the path.
     """
     if start is None:
         with open(path, "rb") as stream:
             start = stream.read(len(_POINTER))
+    path = named or path
     if not start:
         raise ValueError(f"{path!r} is empty: download it again")
     if start.startswith(_POINTER):

@@ -12,6 +12,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import WeakFileLock
+from xxhash import xxh3_64
+
 from nanovllm.utils.extras import install_hint
 
 _PREFIX = "nanovllm-model-"
@@ -96,6 +99,47 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
             source.get_file(f"{path}/{name}", os.path.join(folder, name))
     Path(folder, _POINTER).write_text(url, encoding="utf-8")
     return folder
+
+
+def cached_copy(path: str) -> str:
+    """Return a local file with the content of a path: itself, or of a URL a copy in the cache, renewed if it changed.
+
+    Raises:
+        ValueError: it cannot be read, or the cache cannot be written.
+    """
+    if not is_url(path):
+        return path
+    source, found = filesystem(path)
+    with storage_errors(path, ValueError):
+        version = f"{path} {source.ukey(found)}"
+    folder = _cache() / xxh3_64(path.encode()).hexdigest()
+    copy = folder / f"{xxh3_64(version.encode()).hexdigest()}-{Path(path).name}"
+    if copy.exists():
+        return os.fspath(copy)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Other ranks, which want the same file, wait.
+        with WeakFileLock(folder / ".lock"):
+            if not copy.exists():
+                _renew(source, found, path, copy)
+    except OSError as error:
+        raise ValueError(f"the cache of remote weights cannot be written: {error}; XDG_CACHE_HOME moves it") from error
+    return os.fspath(copy)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm" / "remote"
+
+
+def _renew(source: Any, found: str, path: str, copy: Path) -> None:
+    """Copy a remote file, in whole or not at all, in place of its earlier versions."""
+    for other in copy.parent.iterdir():
+        if other.name != ".lock":
+            other.unlink()
+    unfinished = copy.with_name("unfinished")
+    with storage_errors(path, ValueError):
+        source.get_file(found, os.fspath(unfinished))
+    os.replace(unfinished, copy)
 
 
 def list_names(url: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,9 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class CallOrder:
-    """Call a method of the rank's `ModelRunner`, or of an attribute ("weights.load"), and reply with its result."""
+    """Call a function with the rank's `ModelRunner` and other arguments, and reply with its result."""
 
-    method: str
+    function: Callable[..., Any]
     args: tuple[Any, ...]
 
 

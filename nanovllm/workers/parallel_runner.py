@@ -12,11 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator, open_store
@@ -24,12 +22,13 @@ from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.forward_step import ForwardStep
-from nanovllm.runner.messages import MissingWeights, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
-from nanovllm.runner.weights_loader import WeightsChanger, WeightsLoader
 from nanovllm.utils.device import resolve_device
+from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
+from nanovllm.weights.report import MissingWeights
 from nanovllm.workers.processes import WorkerError, WorkerProcesses
 from nanovllm.workers.worker import READY, STARTED, WorkerPlan
 
@@ -63,7 +62,7 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
         raise
 
 
-class ParallelRunner(WeightsChanger):
+class ParallelRunner:
     """Runs the steps of one engine on `config.tensor_parallel_size` devices.
 
     Args:
@@ -128,43 +127,41 @@ class ParallelRunner(WeightsChanger):
                 self._ranks.broadcast_masks(masks)
             return ParallelHandle(runner.sample(step, masks), self)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's `ModelRunner`; returns the results in rank order.
+    def call(self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
+        """Call a function with every rank's `ModelRunner` and other arguments; return the results in rank order.
+
+        Args:
+            function: of a module or a class, so that it pickles.
+            args: the other arguments.
+            own: called on this rank instead.
 
         Raises:
             RuntimeError: the call failed on some rank; all ranks go on. Or the ranks have ended.
         """
         runner = self._require_open()
-        return self._call_others(method, args, lambda: attrgetter(method)(runner)(*args))
-
-    def _call_others(self, method: str, args: tuple[Any, ...], own: Callable[[], Any]) -> list[Any]:
-        """Call a method of every other rank's `ModelRunner`, and `own` here; see `call`."""
-        self._ranks.begin_call(method, args)
+        self._ranks.begin_call(function, args)
         try:
-            result = own()
+            result = function(runner, *args) if own is None else own()
         finally:
             others = self._ranks.replies()
         return [result, *others]
 
     @property
-    def _loader(self) -> WeightsLoader:
-        return WeightsLoader(self._require_open().weights, self.call, self._write_weight)
-
-    def _write_weight(self, name: str, tensor: torch.Tensor) -> None:
-        """Send a tensor to every rank."""
-        own = partial(self._require_open().weights.write, name, tensor)
-        self._call_others("weights.receive", (name, list(tensor.shape), tensor.dtype), own)
+    def loader(self) -> WeightsLoader:
+        """See `WeightsRunner`."""
+        return WeightsLoader(self._require_open().weights, partial(self.call, ModelRunner.on_weights))
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
         """See `WeightsRunner`."""
-        missing: MissingWeights = self.call("sleep", keep_weights)[0]
+        missing: MissingWeights = self.call(ModelRunner.sleep, keep_weights)[0]
         return missing
 
     def wake_up(self, tags: list[str]) -> None:
         """See `WeightsRunner`."""
-        # Of what a load that failed has left undone the first rank alone knows; all capture graphs, or none does.
-        self.call("weights.live.missing.update", self._require_open().weights.live.missing)
-        self.call("wake_up", tags)
+        # The first rank alone knows what a failed load left undone; all capture graphs, or none does.
+        missing = self._require_open().weights.missing
+        self.call(ModelRunner.on_weights, ModelWeights.mark_missing, missing)
+        self.call(ModelRunner.wake_up, tags)
 
     def synchronize(self) -> None:
         """Wait for all launched work on every rank.
@@ -172,7 +169,7 @@ class ParallelRunner(WeightsChanger):
         Raises:
             RuntimeError: it failed on some rank, or the ranks have ended.
         """
-        self.call("synchronize")
+        self.call(ModelRunner.synchronize)
 
     def exit(self) -> None:
         """Free every device and end the worker processes; a second call does nothing."""

@@ -90,13 +90,13 @@ class WorkerProcesses:
         """
         self._send(masks)
 
-    def begin_call(self, method: str, args: tuple[Any, ...]) -> None:
-        """Have every rank call a method of its runner; `replies` must follow.
+    def begin_call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Have every rank call a function with its runner; `replies` must follow.
 
         Raises:
             WorkerError: a rank has ended.
         """
-        self._send(CallOrder(method, args))
+        self._send(CallOrder(function, args))
 
     def replies(self) -> list[Any]:
         """Wait for the results of a call, in rank order.

@@ -14,7 +14,6 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -119,6 +118,6 @@ def _receive_masks(channel: Receiver, runner: ModelRunner) -> np.ndarray:
 
 def _call(runner: ModelRunner, order: CallOrder) -> Reply:
     try:
-        return Reply(attrgetter(order.method)(runner)(*order.args))
+        return Reply(order.function(runner, *order.args))
     except Exception:
         return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])

@@ -1,9 +1,10 @@
-"""Which tensors of a checkpoint a module's parameters are made of, and what one rank holds of each."""
+"""Maps checkpoint tensors to module parameters, and to this rank's slice of each."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -63,21 +64,14 @@ class WeightSlice:
             region = region.narrow(dim, 0, shard.num_present)
         return cls(tuple(shape), tuple(index), region)
 
-    def fill(self, name: str, tensor: Any) -> torch.dtype:
-        """Read the slice of a tensor and store it; return the stored dtype.
+    def fill(self, name: str, tensor: Any) -> None:
+        """Read the slice of a tensor, which `check_shape` and `check_dtype` have passed, and store it.
 
         Args:
             name: of the tensor, in the checkpoint.
-            tensor: the whole; has `get_shape()` and reads what it is indexed by.
-
-        Raises:
-            ValueError: the tensor has another shape, or another dtype.
+            tensor: the whole; reads what it is indexed by.
         """
-        self.check_shape(name, tensor.get_shape())
-        values: torch.Tensor = tensor[self.index]
-        self.check_dtype(name, values.dtype)
-        self.store(name, values)
-        return values.dtype
+        self.store(name, tensor[self.index])
 
     def check_dtype(self, name: str, dtype: torch.dtype) -> None:
         """Refuse a tensor of another dtype than those of `dtypes`."""
@@ -90,7 +84,7 @@ class WeightSlice:
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
 
     def check_values(self, name: str, tensor: Any) -> None:
-        """Refuse values that `store` does; tensor: what has them, in whole or in part, which is read if any are."""
+        """Refuse values that `store` refuses; tensor: has them, and is read only if some can be refused."""
 
     def store(self, name: str, values: torch.Tensor) -> None:
         """Put the slice of the tensor `name` where it goes, in the dtype that is there, if both are plain floats."""
@@ -150,6 +144,31 @@ class StackedTensor:
         place = (slice(self.number, self.number + 1), *index)
         values: torch.Tensor = self.tensor[place]
         return values[0]
+
+
+def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
+    """Return each target with the rows of a tensor that it gets; the last gets what is left."""
+    if len(parts) < 2 or tensor.get_shape() in ([], [1]):
+        # One number is that of all.
+        yield from ((target, tensor) for target, _ in parts)
+        return
+    if len(tensor.get_shape()) > len(parts[0][1].shape):
+        for number, (_, own) in enumerate(groupby(parts, lambda part: part[0].expert)):
+            yield from rows_of(StackedTensor(tensor, number), list(own))
+        return
+    start, num_rows = 0, tensor.get_shape()[0]
+    for number, (target, part) in enumerate(parts, 1):
+        stop = num_rows if number == len(parts) else start + part.shape[0]
+        yield target, TensorRows(tensor, start, stop)
+        start = stop
+
+
+def shape_of(parts: list[tuple[WeightTarget, WeightSlice]]) -> list[int]:
+    """Return the shape of the tensor that has all these parts."""
+    experts = {target.expert for target, _ in parts}
+    _, first = parts[0]
+    rows = sum(part.shape[0] for _, part in parts) // len(experts)
+    return [*([len(experts)] if len(experts) > 1 else []), rows, *first.shape[1:]]
 
 
 class LoadableModule(nn.Module):

@@ -1,18 +1,21 @@
-"""The tensors in the safetensors of a folder, on this host or where fsspec reads."""
+"""Safetensors of a folder, local or remote, and tensors on their way to other processes of this host."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from nanovllm.models.remote_tensors import SafetensorsFile
 from nanovllm.utils.folder_faults import no_weights, refuse_pointer
-from nanovllm.utils.remote import filesystem, is_url, list_names, storage_errors, weights_place
+from nanovllm.utils.remote import cached_copy, filesystem, list_names, storage_errors, weights_place
 from nanovllm.utils.units import shown
 
 _WHOLE = "model.safetensors"
@@ -25,6 +28,8 @@ _BUFFERS = re.compile(
 )
 _MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
 """Where it has four dimensions, and is no bias."""
+_FILE_BYTES = 2**30
+"""Tensors that are gathered for a file: so much memory is taken beside them."""
 
 
 def misfit(folder: str, missing: list[str], surplus: list[str]) -> str:
@@ -83,16 +88,16 @@ def _indexed_names(place: str) -> list[str]:
 
 
 def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield each tensor of a folder: its file, its name, and what reads the parts of it that are asked for.
+    """Yield each tensor of a folder: its file, its name, and a reader of the slices that it is indexed by.
 
-    Buffers that older code stored and every model now computes are left out: angles, masks, positions.
+    A remote file is copied to the cache first. Buffers that older code stored and every model now computes are left
+    out: angles, masks, positions.
 
     Raises:
         ValueError: no weights there, or a file missing or damaged.
     """
     for file in weight_files(folder):
-        tensors = SafetensorsFile(file).tensors() if is_url(file) else _mapped_tensors(file)
-        for name, tensor in tensors:
+        for name, tensor in _mapped_tensors(file):
             if not _is_computed(name, tensor):
                 yield file, name, tensor
 
@@ -103,10 +108,70 @@ def _is_computed(name: str, tensor: Any) -> bool:
 
 
 def _mapped_tensors(file: str) -> Iterator[tuple[str, Any]]:
+    path = cached_copy(file)
     try:
-        with safe_open(file, framework="pt") as weights:
+        with safe_open(path, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
                 yield name, weights.get_slice(name)
     except SafetensorError as error:
-        refuse_pointer(file)
+        refuse_pointer(path, named=file)
         raise ValueError(f"{file!r} is damaged: {error}") from error
+
+
+def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
+    """Return a name and its tensor; floats of 64 bits, which no model has, are converted to 32.
+
+    Raises:
+        ValueError: the item is no such pair, or the tensor has no values here.
+    """
+    if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+        raise ValueError(f"weights are pairs of a name and a tensor, not {item!r:.80}")
+    name, tensor = item
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"tensor {name!r} is a {type(tensor).__name__}")
+    if hasattr(tensor, "full_tensor"):
+        raise ValueError(f"tensor {name!r} is a DTensor, of which a rank has a part: give its full_tensor()")
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise ValueError(f"tensor {name!r} has no values: {tensor.device}, {tensor.layout}")
+    tensor = tensor.detach()
+    return name, tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """Pairs of a name and a tensor, in files, in their order; it pickles without them."""
+
+    files: list[str]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for file in self.files:
+            with safe_open(file, "pt") as opened:
+                for key in sorted(opened.keys()):
+                    yield key.partition(" ")[2], opened.get_tensor(key)
+
+
+def write_tensors(folder: str, weights: Iterable[Any]) -> TensorFiles:
+    """Write pairs of a name and a tensor to files.
+
+    Raises:
+        ValueError: what comes is no such pair.
+    """
+    files: list[str] = []
+    gathered: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        files.append(str(Path(folder, f"{len(files)}.safetensors")))
+        save_file(gathered, files[-1])
+        gathered.clear()
+
+    num_bytes = 0
+    for item in weights:
+        name, tensor = weight_pair(item)
+        # Of its own, also where tensors share memory; numbered, since names may come twice.
+        gathered[f"{len(gathered):06d} {name}"] = tensor.to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+        if num_bytes >= _FILE_BYTES:
+            write()
+            num_bytes = 0
+    write()
+    return TensorFiles(files)

@@ -1,0 +1,518 @@
+"""Weights of a running model: first load, updates in place, adapters, and memory given back in a sleep.
+
+A weight goes one way, at the first load and in an update: a pair of a name and a tensor, from a folder or a caller; the
+slices of it that this rank holds; checks, before anything of it is written; then the storage. Everything is written
+where it is, so that captured graphs go on reading it. Storages are emptied and filled again, so that views of them
+(parts of a merged matrix, a tied head) stay valid.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.utils.loading_bar import loading_bar
+from nanovllm.utils.units import shown
+from nanovllm.weights.adapter import is_adapter, read_adapter
+from nanovllm.weights.files import misfit, stored_tensors, weight_pair
+from nanovllm.weights.names import WeightedModel
+from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
+from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor, rows_of, shape_of
+
+Parts = list[tuple[WeightTarget, WeightSlice]]
+Maxima = list[tuple[str, torch.Tensor]]
+_E4M3_NAN = 0x7F
+"""Its bits without the sign."""
+_STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+"""By their names in safetensors."""
+
+
+class ModelWeights:
+    """The weights of one rank.
+
+    Args:
+        model: has memory for them.
+        device: of the model.
+        communicator: joins the ranks.
+
+    Attributes:
+        missing: weights that a sleep dropped, or a failed load left undone, and that were not loaded since.
+        half_merged: weights that may have parts of an adapter, on this rank or another, since a change of it failed.
+    """
+
+    def __init__(self, model: WeightedModel, device: torch.device, communicator: Communicator | None = None) -> None:
+        self._model = model
+        self._device = device
+        self._communicator = communicator or Communicator()
+        self._slices = model.weight_slices()
+        # By the names of tensors that have come once: a trainer brings them again and again.
+        self._parts: dict[str, Parts] = {}
+        self._maxima: Maxima = []
+        # What an adapter has changed, as it was.
+        self._base: dict[WeightTarget, torch.Tensor] = {}
+        # Of each storage its bytes while it is released, and a copy of its content.
+        self._sizes: list[int] | None = None
+        self._is_kept = False
+        self._pinned: list[torch.Tensor] = []
+        self.missing: set[WeightTarget] = set()
+        self.half_merged: set[WeightTarget] = set()
+
+    @property
+    def adapter_targets(self) -> set[WeightTarget]:
+        """The weights that an adapter changed, or may have changed in part."""
+        return self.half_merged | set(self._base)
+
+    def targets(self, name: str) -> list[WeightTarget]:
+        """Return the targets of a tensor that `check` has passed; none if it is not needed."""
+        return [target for target, _ in self._parts[name]]
+
+    def check(self, name: str, tensor: Any) -> bool:
+        """Return whether a tensor is needed; a tied head is not.
+
+        Args:
+            name: in the checkpoint.
+            tensor: a tensor, or what reads one of safetensors.
+
+        Raises:
+            ValueError: the model has no such tensor, or one of another shape or dtype.
+        """
+        if isinstance(tensor, torch.Tensor):
+            tensor = WholeTensor(tensor)
+        parts = self._find(name)
+        shape, dtype = list(tensor.get_shape()), _dtype_of(tensor)
+        if len(parts) > 1 and shape not in ([], [1], expected := shape_of(parts)):
+            raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
+        for target, rows in rows_of(tensor, parts):
+            part = self._slices[target]
+            part.check_shape(name, rows.get_shape())
+            part.check_dtype(name, dtype)
+        return bool(parts)
+
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Raise a `ValueError` if a tensor, which `check` has passed, has values that are not stored."""
+        for part in {type(part): part for _, part in self._parts[name]}.values():
+            part.check_values(name, tensor)
+
+    def _find(self, name: str) -> Parts:
+        if name in self._parts:
+            return self._parts[name]
+        targets = self._model.weight_targets(name)
+        unknown = [target for target in targets if target not in self._slices]
+        if unknown:
+            near = get_close_matches(name, map(self._model.stored_name, self._slices), 1)
+            raise ValueError(f"the model has no tensor {name!r}" + (f"; it has {near[0]!r}" if near else ""))
+        self._parts[name] = [(target, self._slices[target]) for target in targets]
+        return self._parts[name]
+
+    def write(self, name: str, tensor: Any) -> None:
+        """Store this rank's slices of a tensor that `check` has passed, and watch for NaN."""
+        if isinstance(tensor, torch.Tensor):
+            tensor = WholeTensor(tensor)
+        for target, rows in rows_of(tensor, self._parts[name]):
+            maxima: Maxima = []
+            self._slices[target].fill(name, _Watched(name, rows, self._device, maxima))
+            # Not of what was refused.
+            self._maxima += maxima
+            self.missing.discard(target)
+
+    def send(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor that `check` has passed on this rank, the first, and broadcast it: the others `receive` it."""
+        with torch.inference_mode(), self._after_the_caller():
+            if self._communicator.size > 1:
+                tensor = self._communicator.broadcast(tensor.to(self._device))
+            self.write(name, tensor)
+
+    def receive(self, name: str, shape: list[int], dtype: torch.dtype) -> None:
+        """Write a tensor that the first rank sends."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        self.check(name, tensor)
+        self.write(name, self._communicator.broadcast(tensor))
+
+    @contextmanager
+    def _after_the_caller(self) -> Iterator[None]:
+        """Work on the stream of the steps, after the work that the caller has queued on its own, which waits for it."""
+        if self._device.type != "cuda":
+            yield
+            return
+        callers, own = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
+        with torch.cuda.stream(own):
+            own.wait_stream(callers)
+            yield
+            callers.wait_stream(own)
+
+    def load_folder(self, folder: str) -> None:
+        """Fill the model for the first time from the safetensors of a folder, with all of them.
+
+        A rank reads its slices from the memory-mapped files, one tensor after the other, so that no more than one is in
+        the host's memory. The first rank shows a bar, and warns of floats that have to be converted.
+
+        Raises:
+            ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape
+                or dtype.
+        """
+        self._check_names(folder)
+        rank, converted = self._communicator.rank, dict[str, torch.dtype]()
+        num_bytes = sum(part.region.nbytes for part in self._slices.values())
+        with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
+            for name, tensor in self._model.folder_tensors(folder):
+                self.check(name, tensor)
+                for target, rows in rows_of(tensor, self._parts[name]):
+                    self._slices[target].fill(name, rows)
+                    bar.update(self._slices[target].region.nbytes)
+                    if self._slices[target].has_model_dtype:
+                        converted[name] = _dtype_of(tensor)
+        if rank == 0:
+            config_dtype = getattr(torch, self._model.config.dtype)
+            _warn_of_conversions(folder, converted, config_dtype, next(self._model.parameters()).dtype)
+
+    def _check_names(self, folder: str) -> None:
+        """Refuse, before any is read, tensors that are missing, left over, or there twice."""
+        found, surplus = set[WeightTarget](), []
+        for file, name, _ in stored_tensors(folder):
+            for target in self._model.weight_targets(name):
+                if target in found:
+                    raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
+                found.add(target)
+                if target not in self._slices:
+                    surplus.append(name)
+        missing = [str(target) for target in self._slices if target not in found]
+        if surplus or missing:
+            raise ValueError(misfit(folder, missing, surplus))
+
+    def draw(self, seed: int) -> None:
+        """Fill the model with normal random numbers of the config's spread; norms with ones.
+
+        Each tensor of a checkpoint is drawn in whole, so that the ranks share one model.
+        """
+        like = next(self._model.parameters())
+        generator = torch.Generator(like.device).manual_seed(seed % 2**63)
+        for target, part in self._slices.items():
+            if "norm" in target.param:
+                part.region.fill_(1.0)
+                continue
+            drawn = torch.empty(part.shape, dtype=like.dtype, device=like.device)
+            drawn.normal_(0.0, self._model.config.initializer_range, generator=generator)
+            part.store(str(target), drawn[part.index])
+
+    def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
+        """Return the number of tensors of a folder that are needed, and their targets; refuse one that does not fit.
+
+        Raises:
+            ValueError: see `check` and `check_values`; a file is missing or damaged; or, with `strict`, tensors are
+                missing.
+        """
+        num_needed, found = 0, set[WeightTarget]()
+        for name, tensor in self._model.folder_tensors(folder):
+            num_needed += self.check(name, tensor)
+            self.check_values(name, tensor)
+            found.update(self.targets(name))
+        if strict:
+            self.check_whole(found)
+        return num_needed, found
+
+    def check_whole(self, written: set[WeightTarget]) -> None:
+        """Raise a `ValueError` if these are not all."""
+        if missing := [str(target) for target in self._slices if target not in written]:
+            raise ValueError(f"{len(missing)} of {len(self._slices)} tensors are missing: {shown(missing)}")
+
+    def write_folder(self, folder: str) -> None:
+        """Write the tensors of a folder, which `check_folder` has passed."""
+        for name, tensor in self._model.folder_tensors(folder):
+            if self.check(name, tensor):
+                self.write(name, tensor)
+
+    def check_adapter(self, folder: str) -> tuple[int, set[WeightTarget]]:
+        """Return how many matrices an adapter changes, and which weights they are.
+
+        Raises:
+            ValueError: it does not fit, or the weights that it changes are missing, quantised or tied to others.
+        """
+        updates = read_adapter(folder)
+        if self.missing:
+            raise ValueError(f"an adapter changes weights, of which {len(self.missing)} are missing")
+        for name, update in updates.items():
+            # Of what is stored in e4m3 the update would have another dtype.
+            if not all(part.has_model_dtype for _, part in self._find(name)):
+                raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
+            if not self.check(name, update):
+                raise ValueError(f"adapter in {folder!r}: the model's {name!r} is tied to its embedding")
+        return len(updates), {target for name in updates for target in self.targets(name)}
+
+    def merge_adapter(self, folder: str) -> None:
+        """Add an adapter, which `check_adapter` has passed, to the weights without the one before it."""
+        self.take_adapter_out()
+        for name, update in read_adapter(folder).items():
+            # Other ranks than the first have checked nothing.
+            self.check(name, update)
+            for target, rows in rows_of(update.to(self._device), self._parts[name]):
+                part = self._slices[target]
+                self._base[target] = part.region.to("cpu", copy=True)
+                part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
+
+    def take_adapter_out(self) -> int:
+        """Restore the weights that an adapter has changed, to the bit; return how many."""
+        count = len(self._base)
+        while self._base:
+            # Kept until it is restored: a device may have no memory for what a store takes.
+            target, values = next(iter(self._base.items()))
+            self._slices[target].store(str(target), values)
+            del self._base[target]
+        return count
+
+    def take_nans(self) -> list[str]:
+        """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
+        maxima, self._maxima = self._maxima, []
+        names: list[str] = []
+        # One launch for those of a dtype: a conversion of each costs as much as its maximum.
+        for dtype in dict.fromkeys(value.dtype for _, value in maxima):
+            same = [(name, value) for name, value in maxima if value.dtype == dtype]
+            stacked = torch.stack([value for _, value in same])
+            found = (stacked == _E4M3_NAN if dtype == torch.uint8 else stacked.isnan()).tolist()
+            names += [name for (name, _), is_nan in zip(same, found, strict=True) if is_nan]
+        return list(dict.fromkeys(names))
+
+    def count_missing(self) -> MissingWeights:
+        """Return the weights that a sleep dropped or a failed load left undone, or that have parts of an adapter."""
+        missing = self.missing or self.half_merged
+        example = str(min(missing)) if missing else ""
+        return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.missing)
+
+    def mark_missing(self, targets: set[WeightTarget]) -> None:
+        """Add missing weights, which another rank knows of."""
+        self.missing |= targets
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the model can run: the weights are on the device, and none is missing."""
+        return self._sizes is None and not self.missing
+
+    def release(self, keep: bool) -> None:
+        """Give the weights' memory back; on the CPU only what is not kept.
+
+        Args:
+            keep: copy them to the host's memory, from where `restore` brings them, unless they were dropped before.
+        """
+        storages, is_cuda = self._storages(), self._device.type == "cuda"
+        if self._sizes is None:
+            self._sizes, self._is_kept = [storage.nbytes() for storage in storages], keep
+            if keep and is_cuda:
+                # Pinned once: that takes seconds, and a trainer's engine sleeps in every step.
+                self._pinned = self._pinned or [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in self._sizes]
+                for storage, copy in zip(storages, self._pinned, strict=True):
+                    copy.copy_(_bytes_of(storage), non_blocking=True)
+                torch.cuda.synchronize(self._device)
+        elif keep or not self._is_kept:
+            return
+        if not keep:
+            self._is_kept = False
+            self._pinned, self._base, self.half_merged = [], {}, set()
+            self.missing = set(self._slices)
+        if is_cuda or not keep:
+            for storage in storages:
+                # A file that is mapped is no memory to give back.
+                if storage.resizable():
+                    storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take memory for the weights again, with what was kept in it; nothing happens if they have some."""
+        if self._sizes is None:
+            return
+        storages = self._storages()
+        for storage, size in zip(storages, self._sizes, strict=True):
+            if storage.nbytes() != size:
+                storage.resize_(size)
+        if self._is_kept:
+            for storage, copy in zip(storages, self._pinned, strict=False):
+                _bytes_of(storage).copy_(copy, non_blocking=True)
+        self._sizes = None
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Return each storage that weights lie in, once."""
+        found = {}
+        for tensor in self._model.weight_tensors():
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage
+        return list(found.values())
+
+
+@contextmanager
+def counted(written: Sized) -> Iterator[None]:
+    """If the `with` block raises, say how many tensors it had written.
+
+    Raises:
+        ValueError, LoadFailedError: the block raised it.
+        RuntimeError: it raised another error, such as that of the iterator which brings the tensors.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; {len(written)} tensors were written before") from error
+    except LoadFailedError as error:
+        raise LoadFailedError(f"{error}; {len(written)} tensors were written before", error.missing) from error
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"the weights end with {cause}; {len(written)} tensors were written before") from error
+
+
+class WeightsLoader:
+    """Changes the weights of every rank from the first.
+
+    Args:
+        own: the first rank's weights, which say what fits, and what is missing.
+        call: calls a function with every rank's `ModelWeights` and further arguments, and returns the results in rank
+            order; the keyword `own` is called instead on this rank.
+    """
+
+    def __init__(self, own: ModelWeights, call: Callable[..., list[Any]]) -> None:
+        self._own = own
+        self._call = call
+
+    def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
+        """Write tensors into the model that runs, on every rank, or merge an adapter.
+
+        Args:
+            weights: pairs of a name and a tensor, which come one by one; or the path of a folder of them, or of an
+                adapter.
+            strict: refuse to leave a tensor as it was.
+
+        Raises:
+            ValueError: a tensor does not fit, of which nothing is written; says how many were before it. Of a folder
+                none is written.
+            LoadFailedError: a folder, or a tensor, was written in part; or an adapter was not merged.
+        """
+        if isinstance(weights, str) and is_adapter(weights):
+            count = self._merge_adapter(weights)
+        elif isinstance(weights, str):
+            count = self._load_folder(weights, strict)
+        else:
+            count = self._load_pairs(weights, strict)
+        nans = [name for names in self._call(ModelWeights.take_nans) for name in names]
+        return LoadedWeights(count, self._own.count_missing(), list(dict.fromkeys(nans)))
+
+    def unload_adapter(self) -> LoadedWeights:
+        """Restore the weights that an adapter has changed, and return their number.
+
+        Raises:
+            LoadFailedError: they were restored in part.
+        """
+        return LoadedWeights(self._take_adapter_out(), self._own.count_missing())
+
+    def _load_folder(self, folder: str, strict: bool) -> int:
+        count, targets = self._own.check_folder(folder, strict)
+        self._take_adapter_out()
+        with self._left_undone("loading weights", targets):
+            self._call(ModelWeights.write_folder, folder)
+        return count
+
+    def _load_pairs(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> int:
+        own, written = self._own, list[str]()
+        with counted(written):
+            for item in weights.items() if isinstance(weights, Mapping) else weights:
+                name, tensor = weight_pair(item)
+                if own.check(name, tensor):
+                    own.check_values(name, tensor)
+                    self._write(name, tensor)
+                    written.append(name)
+            if strict:
+                own.check_whole({target for name in written for target in own.targets(name)})
+        return len(written)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        if self._own.adapter_targets:
+            self._take_adapter_out()
+        with self._left_undone(f"writing {name!r}", set(self._own.targets(name))):
+            send = partial(self._own.send, name, tensor)
+            self._call(ModelWeights.receive, name, list(tensor.shape), tensor.dtype, own=send)
+
+    @contextmanager
+    def _left_undone(self, what: str, targets: set[WeightTarget]) -> Iterator[None]:
+        """If the `with` block raises, these weights are missing until they are loaded."""
+        try:
+            yield
+        except Exception as error:
+            self._own.missing |= targets
+            raise LoadFailedError(f"{what} has failed in its middle: {error}", self._own.count_missing()) from error
+
+    def _merge_adapter(self, folder: str) -> int:
+        count, targets = self._own.check_adapter(folder)
+        # Other ranks may change more of them than this one, and may not take out the adapter before.
+        changed = self._own.adapter_targets | targets
+        try:
+            self._call(ModelWeights.merge_adapter, folder)
+        except Exception as error:
+            self._own.half_merged = changed
+            failure = f"merging an adapter has failed: {error}"
+            try:
+                self._take_adapter_out()
+            except LoadFailedError as again:
+                raise LoadFailedError(f"{failure}; {again}", again.missing) from error
+            raise LoadFailedError(f"{failure}; the weights are those without one", self._own.count_missing()) from error
+        return count
+
+    def _take_adapter_out(self) -> int:
+        """Restore, on every rank, the weights that an adapter has changed, and return how many."""
+        changed = self._own.adapter_targets
+        try:
+            counts = self._call(ModelWeights.take_adapter_out)
+        except Exception as error:
+            self._own.half_merged = changed
+            cause = f"taking an adapter out has failed in its middle: {error}"
+            raise LoadFailedError(cause, self._own.count_missing()) from error
+        self._own.half_merged = set()
+        # Of ranks some may have restored theirs in a call before, which failed on another.
+        return max(counts)
+
+
+def _dtype_of(tensor: Any) -> Any:
+    """Return the dtype of a tensor, which safetensors call by names of their own."""
+    dtype = tensor.get_dtype()
+    return _STORED_DTYPES.get(dtype, dtype)
+
+
+def _warn_of_conversions(
+    folder: str, stored: dict[str, torch.dtype], config_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Warn of tensors whose stored dtype is neither the config's, which the user or the CPU may change, nor `dtype`."""
+    odd = [name for name, stored_dtype in stored.items() if stored_dtype not in (config_dtype, dtype)]
+    if odd:
+        warnings.warn(
+            f"{len(odd)} tensors in {folder!r}, such as {odd[0]!r}, are stored as {stored[odd[0]]}, though the config "
+            f"says {config_dtype}: they were converted to {dtype}",
+            stacklevel=2,
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A tensor reader that copies slices to the device and records their maximum, to detect NaN."""
+
+    name: str
+    tensor: Any
+    device: torch.device
+    maxima: Maxima
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
+        if values.numel():
+            # There is no maximum in e4m3; without their signs its bytes are in the order of their values.
+            is_e4m3 = values.dtype == torch.float8_e4m3fn
+            self.maxima.append((self.name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
+        return values

@@ -1,0 +1,106 @@
+"""Names of checkpoint tensors, and the places in a model's modules that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.model_config import ModelConfig
+from nanovllm.weights.files import stored_tensors
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+
+_SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+"""Other names of scales, all of which multiply."""
+_KV_SCALES = {
+    ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale",
+    ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale",
+}  # fmt: skip
+"""Scales of a cache in e4m3: module and name there -> name here."""
+
+
+class WeightedModel(nn.Module):
+    """A model whose weights are loaded and updated by their names in a checkpoint.
+
+    Args:
+        config: the shape of the whole.
+    """
+
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str | None]]]
+    """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
+    """Modules that have another name in some checkpoints: name there -> name here."""
+    fused_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Projections that are one in some checkpoints, too, as Phi-3's are: name -> parts of its weight, in order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+        """Return what this rank holds of each tensor that the model is made of."""
+        slices: dict[WeightTarget, WeightSlice] = {}
+        for name, module in self.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                assert isinstance(module, LoadableModule)
+                slices |= module.weight_slices(name)
+        return slices
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the values of `weight_slices` lie in."""
+        # Buffers are scales.
+        return [*self.parameters(), *self.buffers()]
+
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors of a folder, by name, as `ModelWeights` takes them.
+
+        Raises:
+            ValueError: no weights there, or a file missing or damaged.
+        """
+        for _, name, tensor in stored_tensors(folder):
+            yield name, tensor
+
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        """Map the name of a checkpoint tensor to its targets, which may not exist; none for one that is not needed.
+
+        Several targets are consecutive rows of the tensor.
+        """
+        # A tied head is the embedding; many checkpoints store it all the same.
+        if self.config.tie_word_embeddings and name == "lm_head.weight":
+            return []
+        # Embedding models are published without their head, and the rest without the name that it has beside one.
+        if not name.startswith(("model.", "lm_head.")):
+            name = f"model.{name}"
+        path = [self.renamed_modules.get(module, module) for module in name.split(".")]
+        path[-1] = _SCALES.get(path[-1], path[-1])
+        module = path[-2] if len(path) >= 2 else ""
+        if module == "experts" and self.config.experts is not None:
+            # All experts in one tensor, as transformers' modules and so trainers have them.
+            return self._stacked_experts(path)
+        if (scale := _KV_SCALES.get((module, path[-1]))) is not None:
+            return [WeightTarget(".".join([*path[: path.index("self_attn") + 1], "attn.scales", scale]))]
+        if module in self.fused_modules_mapping:
+            return [WeightTarget(".".join(path), part) for part in self.fused_modules_mapping[module]]
+        part = None
+        if module in self.packed_modules_mapping:
+            path[-2], part = self.packed_modules_mapping[module]
+        expert = None
+        if len(path) >= 4 and path[-4] == "experts" and path[-3].isdecimal():
+            # One tensor for each of the experts that are stacked here.
+            expert = int(path.pop(-3))
+        return [WeightTarget(".".join(path), part, expert)]
+
+    def _stacked_experts(self, path: list[str]) -> list[WeightTarget]:
+        assert self.config.experts is not None
+        param, parts = ".".join([*path, "weight"]), self.fused_modules_mapping.get(path[-1], (None,))
+        return [WeightTarget(param, part, i) for i in range(self.config.experts.num_experts) for part in parts]
+
+    def stored_name(self, target: WeightTarget) -> str:
+        """Return the name of the checkpoint's tensor for a target."""
+        *path, module, name = target.param.split(".")
+        if target.part is not None:
+            packed = self.packed_modules_mapping.items()
+            module = next(there for there, here in packed if here == (module, target.part))
+        return ".".join([*path, *([] if target.expert is None else [str(target.expert)]), module, name])

@@ -1,0 +1,62 @@
+"""Results of changes to an engine's weights; plain data, without torch, for the engine and its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class MissingWeights:
+    """Number of weights that steps must wait for, and the name of one.
+
+    Attributes:
+        is_half_merged: whether they have parts of an adapter, which could not be taken out; otherwise a sleep dropped
+            them, or a load that failed left them undone.
+    """
+
+    count: int = 0
+    example: str = ""
+    is_half_merged: bool = False
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """Number of tensors written, the weights still missing, and the names of tensors with NaN."""
+
+    count: int
+    missing: MissingWeights
+    nan_names: list[str] = field(default_factory=list)
+
+
+class LoadFailedError(RuntimeError):
+    """A change of weights failed in its middle; nothing runs until the `missing` ones, if any, are loaded."""
+
+    def __init__(self, cause: str, missing: MissingWeights) -> None:
+        # As they were given, so that it pickles.
+        super().__init__(cause, missing)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WeightsRunner(Protocol):
+    """A runner that changes weights, and sleeps, between two steps."""
+
+    @property
+    def loader(self) -> Any:
+        """The `WeightsLoader` of all ranks; `Any`, since it needs torch."""
+
+    def sleep(self, keep_weights: bool) -> MissingWeights:
+        """Give back the memory of weights, cache and graphs.
+
+        Args:
+            keep_weights: keep a copy in the host's memory, unless they were dropped before.
+        """
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again for "weights", with what was kept, or for "kv_cache", empty; ignores what has some.
+
+        Once both have theirs, and no weight is missing, the CUDA graphs are captured.
+        """

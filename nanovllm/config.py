@@ -66,10 +66,8 @@ class Config:
         num_kvcache_blocks: blocks in the cache; -1 takes the GPU memory that is left, or on the CPU a tenth of the free
             memory, at most 1 GiB. If only some layers have sliding windows, each kind of layer has this number.
         swap_space: GiB of the host's memory, for all ranks of an engine together, for blocks that the cache evicts.
-            With it, and with `prefix_cache`, layers with sliding windows keep the blocks of those without.
+            With it, layers with sliding windows keep the blocks of those without.
         enable_prefix_caching: share the cache blocks of equal prefixes.
-        prefix_cache: a folder of blocks that `llm.save_prefix_cache(folder, prompts)` has written, in this process or
-            another; requests load theirs from it.
         attention_backend: "triton" (heads of up to 512 elements), "flash_attn" (block size a multiple of 256, no
             float32) or "sdpa" (needs no Triton); "auto" is "triton" on CUDA and "sdpa" on the CPU.
         load_format: "auto" reads safetensors; "dummy" draws seeded random weights, and needs only a `config.json`.
@@ -108,7 +106,6 @@ class Config:
     num_kvcache_blocks: int = -1
     swap_space: float = 0.0
     enable_prefix_caching: bool = True
-    prefix_cache: str | None = None
     attention_backend: AttentionBackendName = "auto"
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
@@ -138,8 +135,6 @@ class Config:
             raise ValueError(f"device must be a string such as 'cuda:0', not {self.device!r}")
         if self.tokenizer is not None and not isinstance(self.tokenizer, str | os.PathLike):
             raise ValueError(f"tokenizer must be a folder or a Hub id, not {self.tokenizer!r}")
-        if self.prefix_cache is not None:
-            self._check_prefix_cache(self.prefix_cache)
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
@@ -147,13 +142,6 @@ class Config:
             raise ValueError("attention_backend='flash_attn' does not support kv_cache_dtype='fp8'")
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(f"quantization must be None or 'fp8', not {self.quantization!r}")
-
-    def _check_prefix_cache(self, folder: str) -> None:
-        if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
-            raise ValueError(f"prefix_cache must be a folder that exists, not {folder!r}")
-        if not self.enable_prefix_caching:
-            raise ValueError(f"prefix_cache={folder!r} needs enable_prefix_caching=True")
-        object.__setattr__(self, "prefix_cache", os.path.abspath(folder))
 
     @property
     def max_num_running(self) -> int:
@@ -184,7 +172,6 @@ class EngineSettings(TypedDict, total=False):
     num_kvcache_blocks: int
     swap_space: float
     enable_prefix_caching: bool
-    prefix_cache: str | None
     attention_backend: AttentionBackendName
     load_format: LoadFormat
     quantization: Quantization | None

@@ -29,7 +29,6 @@ from nanovllm.outputs import (
 )
 from nanovllm.pooling_config import folder_pooling
 from nanovllm.replicas.loaded_model import LoadedModel, load_model
-from nanovllm.runner.block_files import remove_abandoned
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
 from nanovllm.stats_plot import plot_stats
 from nanovllm.text.answers import AnswerFormat, AnswerOptions, kept_tags
@@ -52,7 +51,6 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
 from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
-from nanovllm.text.save_prefixes import save_prefixes
 from nanovllm.text.scoring import score_output, score_params, split_pairs
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.units import format_count
@@ -460,42 +458,6 @@ class LLM(EngineControl, Unpicklable):
             'Hello'
         """
         return self.tokenizer
-
-    def save_prefix_cache(self, folder: str | os.PathLike[str], prompts: Prompts, use_tqdm: bool = True) -> int:
-        """Write the KV cache of prompts to files, which `LLM(prefix_cache=folder)` of the same model loads.
-
-        A file holds a full block (of one rank); what lies after a prompt's last full block is not saved. What neither
-        cache nor folder has is computed, one prompt after the other. Several engines may write to one folder.
-
-        Args:
-            folder: is made if it is not there. Nobody else may be able to write to it whose prompts you would not run.
-            prompts: see `generate`; those with a `cache_salt` serve prompts with the same one.
-            use_tqdm: show a progress bar.
-
-        Returns:
-            The number of different full blocks of the prompts, all of which the folder now has.
-
-        Raises:
-            ValueError: a prompt is out of bounds, `folder` is no folder, prefix caching is off, or layers of the model
-                have windows: all of them, or some, and the engine was started without `prefix_cache`.
-            OSError: a file cannot be written; the error is a RuntimeError if it is another rank's.
-            RuntimeError: other requests are unfinished, or see `generate`.
-
-        Example:
-            >>> num_blocks = llm.save_prefix_cache("prefixes", [[7] * 80], use_tqdm=False)
-        """
-        if not self.config.enable_prefix_caching:
-            raise ValueError("save_prefix_cache needs enable_prefix_caching=True")
-        if not isinstance(folder, str | os.PathLike) or (os.path.exists(folder) and not os.path.isdir(folder)):
-            raise ValueError(f"folder must be a path, of a folder if it exists, not {folder!r}")
-        self.require_ready()
-        local = self._loaded.require_local()
-        files = local.prefix_files(os.path.abspath(folder))
-        given, params = list(as_prompts(prompts)), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        requests = self.input_processor.process(given, [params] * len(given), [0] * len(given), streams=True)
-        os.makedirs(folder, exist_ok=True)
-        remove_abandoned(os.fspath(folder))
-        return save_prefixes(self.engine_client, local.engine, files, requests, use_tqdm)
 
     @property
     def most_pending(self) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import re
 import subprocess
 import sys
@@ -41,8 +40,7 @@ from triton.runtime import driver
 from nanovllm.config import Config, Dtype
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator, make_buffer
-from nanovllm.kernels._triton import compiled_only, to_compile
-from nanovllm.kernels.compilers import Compilers
+from nanovllm.kernels._triton import to_compile
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.quantization_config import QuantizationConfig
@@ -155,16 +153,13 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
     """Make a runner on the fake device; returns what compiles each kernel of its start, or those of `names`."""
     kernels: dict[Any, Callable[[], Any]] = {}
 
-    def record(
-        device: torch.device, runs: Iterable[Callable[[], None]], compilers: Compilers | None, rank: int, size: int
-    ) -> None:
-        assert (compilers, rank, size) == (given, 0, num_ranks)
+    def record(device: torch.device, runs: Iterable[Callable[[], None]], rank: int, size: int) -> None:
+        assert (rank, size) == (0, num_ranks)
         context = copy_context()
         context.run(to_compile.set, kernels)
         for run in runs:
             context.run(run)
 
-    given = Compilers("cpu")
     version = int(capability[:-1]), int(capability[-1])
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
@@ -210,8 +205,7 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
             limits = step_limits(config, model)
             assert limits is not None
             communicator = FirstRank(num_ranks, torch.device("cuda:0"), limits)
-        settings: dict[str, Any] = {"max_model_len": config.max_model_len, "compilers": given}
-        ModelRunner(config, model, "none", communicator=communicator, **settings)
+        ModelRunner(config, model, "none", communicator=communicator, max_model_len=config.max_model_len)
     return [compiles for (kernel, _), compiles in kernels.items() if not names or kernel.__name__ in names]
 
 
@@ -231,11 +225,7 @@ def count_instructions(cubin: bytes) -> dict[str, int]:
 def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
     log = io.StringIO()
     with redirect_stdout(log):
-        # As it reaches another process, which compiles it into Triton's cache.
-        kernel = pickle.loads(pickle.dumps(compiles))()
-    context = copy_context()
-    context.run(compiled_only.set, True)
-    assert context.run(compiles).hash == kernel.hash, kernel.name
+        kernel = compiles()
     (spilled,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     loops = re.search(r"scf\.(for|while)", kernel.asm["ttgir"]) is not None
     (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())

@@ -248,17 +248,14 @@ class MockRunner:
         return outputs
 
     def _transfer(self, batch: ScheduledBatch) -> list[BlockTransfer]:
-        """Queue what ends later, and do the rest, which is returned: copies, and loads from files."""
+        """Queue loads and saves, which end later, and return the copies, which are made."""
         self._end_copies(self.copies.at_begin(batch))
-        num_slots = 0 if self.host_memory is None else self.host_memory.num_slots
-        is_late = [move.kind == "save" or (move.kind == "load" and move.source < num_slots) for move in batch.transfers]
-        transfers = [move for move, late in zip(batch.transfers, is_late, strict=True) if not late]
-        places = [self.cache if transfer.kind == "copy" else self.host for transfer in transfers]
-        contents = [list(place[move.source]) for place, move in zip(places, transfers, strict=True)]
+        transfers = [move for move in batch.transfers if move.kind == "copy"]
+        contents = [list(self.cache[move.source]) for move in transfers]
         for transfer, content in zip(transfers, contents, strict=True):
             assert transfer.destination not in self.copies.saving() | self.copies.loading()
             self.cache[transfer.destination] = content
-        moves = [move for move, late in zip(batch.transfers, is_late, strict=True) if late]
+        moves = [move for move in batch.transfers if move.kind != "copy"]
         assert [move.kind for move in moves] == sorted(move.kind for move in moves), "loads come before saves"
         self.copies.queue += [(batch.number, move) for move in moves]
         if batch.waits_for_loads:

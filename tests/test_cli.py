@@ -389,7 +389,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "prompt_logprobs": (["2"], 2),
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
-    "prefix_cache": (["x"], "x"),
     "quantization": (["fp8"], "fp8"),
     "kv_cache_dtype": (["fp8"], "fp8"),
     "host": (["::1"], "::1"),
@@ -439,7 +438,7 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         assert named == ({"model": "some/model"} if cls is Config else {})
     assert set(field_texts(cls)) == {item.name for item in fields(cls)}
     # These contradict others.
-    unchecked = "detokenize", "min_tokens", "n", "prefix_cache", "swap_space"
+    unchecked = "detokenize", "min_tokens", "n", "swap_space"
     checked = {name: value for name, value in expected.items() if name not in unchecked}
     assert cls(**checked)
 

@@ -1,4 +1,4 @@
-"""Kernels compiled by processes or threads before their first launch, for a GPU that is not there."""
+"""Kernels compiled by threads before their first launch, for a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -6,34 +6,18 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 
-from nanovllm import LLM
-from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.config import Config
 from nanovllm.kernels.compile_ahead import _shared_out
-from nanovllm.replicas import local_engine
-from nanovllm.workers import worker as rank
 
 PROGRAM = """
-    import multiprocessing
     import os
-    import resource
-    import signal
-    import sys
     import threading
-    import time
-    import warnings
     from functools import partial
     import torch
-    import triton.backends.nvidia.driver
     from triton._C.libtriton import llvm
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -41,29 +25,15 @@ PROGRAM = """
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime import driver
 
-    # As in a terminal: a shell that starts the tests in the background has it ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    parent, launched, loaded = os.getpid(), [], []
+    launched, loaded, notes = [], [], []
 
     class Launcher:
         def __init__(self, source, metadata):
             self.name = source.fn.__name__
-            note("launcher", self.name)
+            notes.append(("launcher", threading.current_thread().name, self.name))
 
         def __call__(self, *args, **kwargs):
             launched.append(self.name)
-
-    def note(*words):
-        with open("notes", "a") as file:
-            print(os.getpid(), *words, file=file)
-
-    def notes(*kinds):
-        "For each kind of note, which processes wrote it, and of what; they are gone then."
-        with open("notes", "a+") as file:
-            file.seek(0)
-            lines = [line.split() for line in file]
-        os.remove("notes")
-        return [[(int(pid), name) for pid, kind, name in lines if kind == wanted] for wanted in kinds]
 
     class Utils:
         def load_binary(self, name, *args):
@@ -88,17 +58,18 @@ PROGRAM = """
         def get_active_torch_device(self):
             return torch.device("cpu")
 
-    # That of Triton 3.6 has something to compile.
-    triton.backends.nvidia.driver.CudaLauncher = Launcher
+    def noted(*kinds):
+        "Take the notes: for each kind, the threads and the kernels."
+        taken = [[note[1:] for note in notes if note[0] == kind] for kind in kinds]
+        notes.clear()
+        return taken
+
     driver.set_active(Driver())
     torch.cuda.set_device = lambda device: None
-    torch.cuda.device_count = lambda: 1
 
     import nanovllm.kernels.compile_ahead as ahead
-    import nanovllm.kernels.compilers as module
     from nanovllm.kernels._triton import jit, tl
     from nanovllm.kernels.compile_ahead import compile_ahead
-    from nanovllm.kernels.compilers import Compilers
     from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention
     from nanovllm.kernels.attention.prefill_attention import ChunkRows
     from nanovllm.kernels.linear.splitk_gemm import splitk_gemm
@@ -162,10 +133,7 @@ PROGRAM = """
 
     ahead.loading_bar = Bar
 
-    def start(runs, rank=0, size=1):
-        "Do what the start of an engine does."
-        with Compilers() as compilers:
-            compile_ahead(device, runs, compilers, rank, size)
+    start = partial(compile_ahead, device)
 
     def fails(error, runs):
         try:
@@ -191,26 +159,9 @@ PROGRAM = """
     def late(number):
         return partial(_late_kernel[(1,)], x, LATE=number)
 
-    def local():
-        @jit
-        def _local_kernel(x_ptr):
-            tl.store(x_ptr, 1)
-
-        _local_kernel[(1,)](x)
-
-    def _new_kernel(x_ptr):
-        tl.store(x_ptr, 2)
-
-    def new():
-        global _new_kernel
-        _new_kernel = jit(_new_kernel)
-        _new_kernel[(1,)](x)
-
-    def noted(parse):
+    def noting(parse):
         def make_ir(source, *args):
-            note("parsed", source.fn.__name__)
-            note("thread", threading.current_thread().name)
-            warnings.warn("an error in the engine, but nowhere else")
+            notes.append(("parsed", threading.current_thread().name, source.fn.__name__))
             return parse(source, *args)
 
         return make_ir
@@ -218,235 +169,33 @@ PROGRAM = """
     def not_linked(*args):
         raise AssertionError("kernels of attention and norms do without the library of device functions")
 
-    def stop(*args):
-        os.kill(os.getpid(), 9)
-
-    def stand_still(*args):
-        note("still", os.getppid())
-        time.sleep(1000)
-
-    def interrupt(*args):
-        # The note comes first: whoever is interrupted may end this process at once.
-        note("still", os.getppid())
-        os.kill(parent, signal.SIGINT)
-        time.sleep(1000)
-
-    def slow(job):
-        global both_ranks
-        if both_ranks:
-            both_ranks.wait(100)
-            both_ranks = None
-        time.sleep(0.05)
-        compile_kernel(job)
-
-    def soon(ask):
-        end = time.monotonic() + 100
-        while not (answer := ask()) and time.monotonic() < end:
-            time.sleep(0.05)
-        return answer
-
-    def has_ended(pid):
-        "Whether a process is gone, or a zombie that nobody has asked after."
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
-    def no_more():
-        raise BlockingIOError("no more processes")
-
-    def interrupted():
-        child = fork()
-        if child:
-            signal.raise_signal(signal.SIGINT)
-        return child
-
-    def warned():
-        "Python's own, from 3.12 on."
-        child = fork()
-        if child:
-            warnings.warn("the process is multi-threaded", DeprecationWarning)
-        return child
-
-    def no_fork():
-        raise AssertionError("forked")
-
-    def no_children_left():
-        try:
-            os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return True
-        return False
-
-    def open_descriptors():
-        # That of the folder itself is closed again.
-        return {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + name)}
-
-    ASTSource.make_ir, GluonASTSource.make_ir = noted(ASTSource.make_ir), noted(GluonASTSource.make_ir)
+    ASTSource.make_ir, GluonASTSource.make_ir = noting(ASTSource.make_ir), noting(GluonASTSource.make_ir)
     llvm.link_extern_libs = not_linked
+    os.sched_getaffinity = lambda pid: range(2)
 
-    fork, cores, compile_kernel, serve, work, patience = (
-        os.fork, os.sched_getaffinity, module.compile_kernel, module._serve, module._work, module._PATIENCE_SECONDS
-    )
-
-    # A start that went wrong, a failing run, and a kernel that does not compile leave nothing behind.
-    empty = module.empty_kernel
-    ahead.empty_kernel = module.empty_kernel = None
+    # Triton's failing start, a failing run, and a kernel that does not compile, which the caller compiles again.
+    empty, ahead.empty_kernel = ahead.empty_kernel, None
     assert fails(KeyError, [late(-1), fail]) and not loaded
-    assert fails(CompilationError, [fail_to_compile]) and no_children_left()
-    assert [pid == parent for pid, name in notes("parsed")[0]] == [True, True]
-    ahead.empty_kernel = module.empty_kernel = empty
+    assert fails(CompilationError, [late(-1), fail_to_compile]) and loaded == ["_late_kernel"], loaded
+    assert sorted(name for _, name in noted("parsed")[0]) == ["_late_kernel", "_wrong_kernel", "_wrong_kernel"]
+    ahead.empty_kernel = empty
     ahead.compiler_ready.cache_clear()
-    os.sched_getaffinity = lambda pid: range(1)
-    assert fails(CompilationError, [fail_to_compile, late(-1)]) and no_children_left()
-    parsed = [(pid == parent, name) for pid, name in notes("parsed")[0] if name != "empty_kernel"]
-    wrong = [(here, "_wrong_kernel") for here in (False, True, True)]
-    assert parsed == [wrong[0], (False, "_late_kernel"), *wrong[1:]] and loaded == ["_late_kernel"], parsed
     loaded.clear()
-    os.sched_getaffinity = cores
 
-    # Each is compiled once, by one of the processes, and so is its launcher; and loaded once, here.
-    assert soon(lambda: threading.active_count() == 1)
-    descriptors = open_descriptors()
-    module._COMPILES_LAUNCHERS = True
-    os.fork = warned
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        start(runs * 2)
-    assert sorted(loaded) == sorted(kernels) and not launched and no_children_left(), (loaded, launched)
+    # Each kernel and its launcher is compiled once, by a thread, and loaded once.
+    ahead._COMPILES_LAUNCHERS = True
+    start(runs * 2)
+    assert sorted(loaded) == sorted(kernels) and not launched, (loaded, launched)
     assert bars[-1].n == bars[-1].total == len(kernels)
-    parsed, launchers = notes("parsed", "launcher")
+    parsed, launchers = noted("parsed", "launcher")
+    parsed = [note for note in parsed if note[1] != "empty_kernel"]
     assert sorted(name for _, name in parsed) == sorted(kernels), parsed
-    workers = {pid for pid, _ in parsed}
-    assert (len(workers) > 1) == (len(cores(0)) > 1) and parent not in workers, parsed
-    assert sorted(name for pid, name in launchers if pid in workers) == sorted(kernels), launchers
+    assert len({thread for thread, _ in parsed}) == 2 and "MainThread" not in dict(parsed), parsed
+    compiled = [name for thread, name in launchers if thread != "MainThread"]
+    assert sorted(compiled) == sorted(kernels), launchers
     for run in runs:
         run()
     assert launched == kernels and sorted(loaded) == sorted(kernels), (loaded, launched)
-    assert open_descriptors() == descriptors
-
-    # What processes do not do for being killed, or for standing still, is done here.
-    os.fork, module._PATIENCE_SECONDS = fork, 0.2
-    for number, (name, does) in enumerate([("_work", stop), ("_work", stand_still), ("_serve", stand_still)]):
-        setattr(module, name, does)
-        with Compilers() as compilers:
-            compile_ahead(device, [late(number)], compilers)
-            assert compilers._server is None
-        assert loaded.count("_late_kernel") == number + 1 and no_children_left()
-        module._serve, module._work = serve, work
-    assert all(soon(lambda: has_ended(pid)) for pid, _ in notes("still")[0])
-    module._PATIENCE_SECONDS = patience
-
-    # Where there are fewer processes than cores they do it all, and where there are none it is done here.
-    os.sched_getaffinity = lambda pid: range(3)
-    for number, allowed in ((3, 2), (5, 1), (7, 0)):
-        forks = iter([fork] * allowed + [no_more] * 3)
-        os.fork = lambda: next(forks)()
-        start([late(number), late(number + 1)])
-        assert bars[-1].n == bars[-1].total == 2
-        workers = {pid for pid, _ in notes("parsed")[0]}
-        assert len(workers) == 1 and (parent in workers) == (allowed < 2), workers
-    assert loaded.count("_late_kernel") == 9 and no_children_left()
-
-    # An interrupt leaves no process, while they are forked and while they compile.
-    os.fork = interrupted
-    assert fails(KeyboardInterrupt, [late(9)]) and no_children_left()
-    os.fork, module._work = fork, interrupt
-    assert fails(KeyboardInterrupt, [late(9)]) and no_children_left()
-    ((worker, _),) = soon(lambda: notes("still")[0])
-    assert soon(lambda: has_ended(worker))
-    assert loaded.count("_late_kernel") == 9 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    module._work = work
-
-    # A kernel's key in Triton's cache is the one that this process has found.
-    def with_key():
-        _late_kernel.hash = "a key"
-        late(9)()
-
-    notes()
-    key = _late_kernel.hash
-    start([with_key])
-    assert [pid == parent for pid, _ in notes("parsed")[0]] == [False]
-    _late_kernel.hash = key
-
-    # What another process cannot know is compiled here, and none of the others runs a handler of signals.
-    signal.signal(signal.SIGCHLD, lambda *args: note("handler", "SIGCHLD"))
-    start([local, new, late(10)])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    parsed, handlers = notes("parsed", "handler")
-    assert {pid for pid, _ in handlers} == {parent}
-    parsed = dict(map(reversed, parsed))
-    assert parsed.pop("_late_kernel") != parent and parsed == {"_local_kernel": parent, "_new_kernel": parent}
-
-    # Nor do many descriptors hinder, or children that nobody is told of; and none is left open.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    told = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    start([late(11), late(12)])
-    assert parent not in {pid for pid, _ in notes("parsed")[0]} and loaded.count("_late_kernel") == 13
-    signal.signal(signal.SIGCHLD, told)
-    assert open_descriptors() == descriptors | set(many)
-
-    # Neither the processes that wait for kernels nor those that compile outlive an engine that is killed, and none
-    # hears of Ctrl-C.
-    module._work = stand_still
-    for runs_now in ([], [late(13)]):
-        engine = os.fork()
-        if not engine:
-            if not runs_now:
-                # The end of the engine's end of the pipe suffices.
-                module._PR_SET_PDEATHSIG = -1
-            with Compilers() as compilers:
-                compile_ahead(device, runs_now, compilers)
-                note("idle", compilers._server)
-                stand_still()
-        (worker, server), = soon(lambda: notes("still" if runs_now else "idle")[0])
-        processes = [int(server), *([worker] if runs_now else [])]
-        for pid in processes:
-            os.kill(pid, signal.SIGINT)
-        time.sleep(0.1)
-        assert not any(map(has_ended, processes))
-        os.kill(engine, 9)
-        os.waitpid(engine, 0)
-        assert soon(lambda: all(map(has_ended, processes)))
-    module._work = work
-
-    # Ranks compile other kernels first, and all of them about once.
-    module.compile_kernel, both_ranks = slow, multiprocessing.get_context("fork").Barrier(2)
-    os.sched_getaffinity = lambda pid: range(2)
-    notes()
-    ranks = []
-    for rank in range(2):
-        ranks.append(os.fork())
-        if not ranks[-1]:
-            start([late(number) for number in range(13, 23)], rank, 2)
-            os._exit(len(loaded) - 15 - len(kernels))
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [10, 10]
-    parsed = [pid for pid, _ in notes("parsed")[0]]
-    assert len(set(parsed)) == 2 and not set(ranks) & set(parsed), parsed
-    assert 10 <= len(parsed) <= 12 and min(map(parsed.count, parsed)) >= 2, parsed
-    module.compile_kernel = compile_kernel
-
-    # With another thread in the process, or CUDA, or without a GPU to use, nothing is forked: threads compile.
-    os.fork = no_fork
-    for owner, name, value in (
-        (torch.cuda, "is_initialized", lambda: True), (torch.cuda, "device_count", lambda: 0),
-        (module, "HAS_TRITON", False), (module.sys, "platform", "win32"),
-    ):
-        before = getattr(owner, name)
-        setattr(owner, name, value)
-        Compilers()
-        setattr(owner, name, before)
-    Compilers("cpu")
-    ended = threading.Event()
-    other = threading.Thread(target=ended.wait, daemon=True)
-    other.start()
-    notes()
-    start([late(23), late(24), late(25)])
-    threads, launchers = notes("thread", "launcher")
-    assert len(threads) == 3 and len(set(threads)) == 2 and "MainThread" not in dict(threads).values(), threads
-    assert {pid for pid, _ in threads} == {parent} and len(launchers) == 6, launchers
 
     # Engines that are made in two threads compile a kernel once.
     engines = [threading.Thread(target=start, args=([late(26)],)) for _ in range(2)]
@@ -454,17 +203,15 @@ PROGRAM = """
         thread.start()
     for thread in engines:
         thread.join()
-    assert [name for _, name in notes("parsed")[0]] == ["_late_kernel"]
-    ended.set()
-    other.join()
+    assert [name for _, name in noted("parsed")[0]] == ["_late_kernel"]
 
-    # What was compiled before is loaded, by no process and no other thread.
-    os.fork, loads, Compilers.compile, ahead.compile_kernel = fork, len(loaded), None, None
-    start([*runs, late(0), late(1)])
+    # Kernels in Triton's cache are loaded, and no thread starts.
+    ahead.ThreadPoolExecutor, loads = None, len(loaded)
+    start([*runs, late(26)])
     assert launched == kernels and len(loaded) == loads
     _late_kernel.device_caches.clear()
-    start([late(0), late(1)])
-    assert len(loaded) == loads + 2 and launched == kernels and no_children_left()
+    start([late(26)])
+    assert len(loaded) == loads + 1 and launched == kernels
     print("passed")
 """
 
@@ -493,52 +240,3 @@ def test_ranks_begin_with_their_own_kernels_and_end_with_the_others(size: int) -
     # What others do last is taken from them first.
     if size == 2:
         assert orders == [[0, 2, 4, 6, 8, 9, 7, 5, 3, 1], [1, 3, 5, 7, 9, 8, 6, 4, 2, 0]]
-
-
-def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = MagicMock()
-
-    @contextmanager
-    def start_ranks(config: Config) -> Iterator[None]:
-        order.start_ranks()
-        yield
-
-    def make_runner(*args: object, compilers: object, **settings: object) -> None:
-        assert compilers is order.Compilers.return_value.__enter__.return_value
-        raise KeyError("the runner's own")
-
-    order.Compilers.return_value.__exit__.return_value = False
-    monkeypatch.setattr(local_engine, "Compilers", order.Compilers)
-    monkeypatch.setattr(local_engine, "start_ranks", start_ranks)
-    monkeypatch.setattr(local_engine, "ModelRunner", make_runner)
-    with pytest.raises(KeyError, match="the runner's own"):
-        LLM(BUNDLED_MODEL, device="cpu")
-    names = [name for name, _, _ in order.mock_calls]
-    assert order.mock_calls[0] == call.Compilers("cpu") and names.index("start_ranks") < len(names) - 1
-    assert names[-1] == "Compilers().__exit__"
-
-
-def test_a_rank_makes_its_compilers_before_its_threads_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = MagicMock()
-    replaced = (
-        "Compilers",
-        "Connection",
-        "Receiver",
-        "ModelRunner",
-        "connect",
-        "find_store",
-        "step_limits",
-        "end_with_parent",
-    )
-    for name in replaced:
-        monkeypatch.setattr(rank, name, getattr(order, name))
-    # It would end this process.
-    monkeypatch.setattr(rank, "os", SimpleNamespace(_exit=order.exit_process))
-    plan = rank.WorkerPlan(Config("none", device="cpu"), MagicMock(), "none", 1, 0)
-    order.Receiver.return_value.receive.side_effect = [plan, None]
-    rank.run_worker(1, 2, 0, 0, 0)
-    names = [name for name, _, _ in order.mock_calls]
-    assert names.index("Compilers") < names.index("end_with_parent")
-    assert order.ModelRunner.call_args.kwargs["compilers"] is order.Compilers.return_value
-    assert names.index("ModelRunner") < names.index("Compilers().__exit__") < names.index("ModelRunner().exit")
-    assert names[-1] == "exit_process" and order.exit_process.call_args == call(0)

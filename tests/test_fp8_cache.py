@@ -387,16 +387,6 @@ def test_a_block_takes_half_the_bytes(checkpoint: Path) -> None:
     assert sizes[0] == 2 * sizes[1]
 
 
-def test_files_of_blocks_are_of_one_dtype(checkpoint: Path, tmp_path: Path) -> None:
-    prompt = list(range(60))
-    kinds: tuple[KVCacheDtype, ...] = "auto", "fp8"
-    for dtype, found in zip(kinds * 2, (0, 0, 48, 48), strict=True):
-        with LLM(checkpoint, **SETTINGS, kv_cache_dtype=dtype, prefix_cache=str(tmp_path)) as llm:
-            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
-            assert llm.stats()["num_cached_tokens"] == found
-            llm.save_prefix_cache(tmp_path, [prompt])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

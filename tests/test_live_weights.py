@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -345,60 +344,6 @@ def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Pa
     with LLM(pair[1], **SETTINGS) as fresh:
         want = [output.outputs[0].token_ids for output in fresh.generate(prompts, GREEDY, use_tqdm=False)]
     assert [a == b for a, b in zip(found, want, strict=True)] == [True, True]
-
-
-def test_files_of_prefixes_are_of_the_models_own_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    params = SamplingParams(0, 2, ignore_eos=True)
-    with LLM(pair[0], prefix_cache=str(tmp_path), **SETTINGS) as llm:
-        assert llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False) == 3
-        llm.reset_prefix_cache()
-        assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48
-        # Of a folder that is refused nothing is written.
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match=r"no \*.safetensors"):
-            llm.load_weights(tmp_path / "empty")
-        llm.reset_prefix_cache()
-        assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 48
-        # Of pairs some may be.
-        some = [("model.norm.weight", stored(pair[1])["model.norm.weight"]), ("other", torch.ones(1))]
-        with (
-            pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"),
-            pytest.raises(ValueError, match="1 tensors were written before"),
-        ):
-            llm.load_weights(some)
-        llm.reset_prefix_cache()
-        assert llm.generate([PREFIX], params, use_tqdm=False)[0].num_cached_tokens == 0
-        with pytest.raises(RuntimeError, match="the model has other weights than its folder"):
-            llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
-
-
-def test_weights_that_come_while_prefixes_are_saved_end_that(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(pair[0], prefix_cache=str(tmp_path), max_num_batched_tokens=16, max_num_seqs=4, **SETTINGS) as llm:
-        engine = llm.llm_engine
-        run_step, threads = engine.run_step, list[threading.Thread]()
-
-        def change() -> None:
-            llm.pause()
-            with pytest.warns(UserWarning, match="the files of prefix_cache do not fit new weights"):
-                llm.load_weights(pair[1])
-            llm.resume()
-
-        def step() -> Any:
-            # The prompt has four.
-            if not threads and engine.stats()["num_steps"] == 2:
-                threads.append(threading.Thread(target=change))
-                threads[0].start()
-                while not engine._guard.borrowers:
-                    time.sleep(0.001)
-            return run_step()
-
-        monkeypatch.setattr(engine, "run_step", step)
-        with pytest.raises(RuntimeError, match="the model got other weights than its folder"):
-            llm.save_prefix_cache(tmp_path, [PREFIX], use_tqdm=False)
-        threads[0].join()
-        assert engine.block_manager.source is None and not list(tmp_path.iterdir())
 
 
 def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:

@@ -24,7 +24,6 @@ def spinner(text: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        # An engine forks the processes that compile its kernels only while there is no other thread.
         thread.join()
 
 

@@ -16,18 +16,16 @@ Knows nothing of the device: block ids are all that it deals in.
 from __future__ import annotations
 
 import typing
-from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, zip_longest
 
 from nanovllm.engine.block import Block
-from nanovllm.engine.block_source import BlockLoads, BlockSource
 from nanovllm.engine.block_table import BlockTable
 from nanovllm.engine.evicted_prefixes import BlockKey, Identity
 from nanovllm.engine.held_blocks import HeldBlocks
-from nanovllm.engine.host_cache import HostCache
+from nanovllm.engine.host_cache import BlockLoads, HostCache
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, NewBlock
@@ -65,7 +63,6 @@ class BlockManager:
 
     Attributes:
         held: which of its blocks a sequence holds.
-        source: is asked for the blocks of a prefix that follow those in the cache and in `host`, such as files of them.
         loads: what the step being planned must load.
     """
 
@@ -88,7 +85,6 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
         self._num_gained = 0
-        self.source: BlockSource | None = None
         self.host = host
         self._num_clean_blocks = num_clean_blocks
         self.loads = BlockLoads()
@@ -135,9 +131,8 @@ class BlockManager:
         seq.num_registered_blocks = fit.num_matched
         seq.num_computed_tokens = fit.num_computed
         seq.num_shared_tokens = 0
-        for other in (self.host, self.source):
-            if other is not None:
-                self._fetch(other, seq)
+        if self.host is not None:
+            self._fetch(self.host, seq)
         return True
 
     def num_missing_blocks(self, seq: Sequence) -> int:
@@ -373,10 +368,10 @@ class BlockManager:
         self._cache.reset()
         return not self._cache.blocks
 
-    def _fetch(self, source: BlockSource, seq: Sequence) -> None:
-        """Load what a source has of the blocks that follow a sequence's registered ones."""
+    def _fetch(self, host: HostCache, seq: Sequence) -> None:
+        """Load the blocks that follow a sequence's registered ones from the host's memory, if that is faster."""
         first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
-        slots = source.fetch(seq, first, end) if first < end else ()
+        slots = host.fetch(seq, first, end) if first < end else ()
         if slots:
             self._load(seq, slots)
 
@@ -428,15 +423,6 @@ class BlockManager:
             registered = [self.blocks[block_id] for block_id in block_ids]
             if registered and host.lacks(registered[-1]):
                 yield from registered
-
-    def prefix_blocks(self, token_ids: array[int], salt: str | None) -> list[int]:
-        """Return the blocks that the cache has of a prefix's full ones, up to the first that it has not.
-
-        There is one group of layers.
-        """
-        root = self._cache.root(salt, self._cache.num_resets, 0)
-        matched = self._cache.match(root, token_ids, len(token_ids) // self.block_size)
-        return [block.block_id for block in matched if block is not None]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert every promise of this class, given all sequences that may hold blocks. For tests; O(blocks)."""

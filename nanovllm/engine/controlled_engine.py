@@ -5,7 +5,6 @@ The methods run where the engine is; `Engine.call` reaches them in another proce
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,9 +22,6 @@ class ControlledEngine(DrivenEngine):
     Args:
         weights: changes the model's weights, and its memory; None if nothing does.
 
-    Attributes:
-        has_own_weights: whether the weights are those of the model's folder.
-
     Raises:
         RuntimeError: the engine is closed; or requests are pending, and it is not paused.
     """
@@ -36,7 +32,6 @@ class ControlledEngine(DrivenEngine):
     def __init__(self, weights: WeightsRunner | None) -> None:
         super().__init__()
         self._weights_runner = weights
-        self.has_own_weights = True
 
     @property
     @abstractmethod
@@ -64,16 +59,7 @@ class ControlledEngine(DrivenEngine):
         """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps():
             self._require_weights("load_weights")
-            is_unchanged = False
-            try:
-                return self._change_weights(lambda runner: runner.load_weights(weights, strict))
-            except ValueError:
-                # Of a folder that is refused nothing is written; how many pairs were, is not known here.
-                is_unchanged = isinstance(weights, str)
-                raise
-            finally:
-                if not is_unchanged:
-                    self._drop_prefix_files()
+            return self._change_weights(lambda runner: runner.load_weights(weights, strict))
 
     def unload_adapter(self) -> bool:
         """Take out the adapter that `load_weights` has merged, and return whether there was one."""
@@ -153,10 +139,3 @@ class ControlledEngine(DrivenEngine):
         self._require_rest(name)
         if "weights" in self.state.asleep:
             raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
-
-    def _drop_prefix_files(self) -> None:
-        """Read and write no files of prefixes any more, which are of the weights that the model's folder has."""
-        self.has_own_weights = False
-        if self.block_manager.source is not None:
-            self.block_manager.source = None
-            warnings.warn("the files of prefix_cache do not fit new weights: they are not read any more", stacklevel=7)

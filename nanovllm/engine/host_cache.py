@@ -34,8 +34,36 @@ class HostBlock:
     identity: int
 
 
+class BlockLoads:
+    """Transfers into device blocks that the step being planned performs, by destination block."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[int, BlockTransfer] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._transfers)
+
+    def add(self, slots: typing.Sequence[int], block_ids: typing.Sequence[int]) -> None:
+        """Load blocks from host slots."""
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self._transfers[block_id] = BlockTransfer("load", slot, block_id)
+
+    def take(self) -> list[BlockTransfer]:
+        """Return and remove the pending loads."""
+        loads, self._transfers = list(self._transfers.values()), {}
+        return loads
+
+    def has_blocks_of(self, seq: Sequence) -> bool:
+        """Return whether loads into a sequence's blocks are pending."""
+        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_tables[0])
+
+    def clear(self) -> None:
+        """Drop all pending loads."""
+        self._transfers.clear()
+
+
 class HostCache:
-    """Copies of blocks, least recently used first; a `BlockSource`.
+    """Copies of blocks, least recently used first.
 
     Args:
         memory: has the slots.
@@ -79,7 +107,7 @@ class HostCache:
         }
 
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
-        """Return the slots of a sequence's blocks if loading them pays; see `BlockSource`."""
+        """Return the slots of a sequence's blocks from `first` on, up to `end`, if loading them is faster."""
         copies = self._copies_of(seq, seq.block_tables[0].registered_identity, first, end)
         if not self._pays(len(copies)):
             _, self._computed_at = self._done_at(len(copies))

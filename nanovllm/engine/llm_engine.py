@@ -14,15 +14,13 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.block_source import BlockSource
 from nanovllm.engine.block_usage import BlockUsage, block_usage
 from nanovllm.engine.call_guard import Call, drive, exit_with_interpreter
 from nanovllm.engine.controlled_engine import ControlledEngine
@@ -368,22 +366,6 @@ class LLMEngine(ControlledEngine, Unpicklable):
     def is_drained(self) -> bool:
         """Whether a pause that waits has nothing to wait for."""
         return self.scheduler.is_drained() and not self._in_flight
-
-    @contextmanager
-    def block_source(self, source: BlockSource) -> Iterator[None]:
-        """Ask `source` for blocks of prefixes inside the `with` block, for the call that drives the engine.
-
-        Raises:
-            RuntimeError: requests are unfinished.
-        """
-        if not self.scheduler.is_finished() or self._inbox:
-            raise RuntimeError("the engine has unfinished requests")
-        before, self.block_manager.source = self.block_manager.source, source
-        try:
-            yield
-        finally:
-            # Files of prefixes are dropped by new weights, which come between two steps.
-            self.block_manager.source = before if self.has_own_weights else None
 
     def stats(self, *, now: bool = False) -> dict[str, int]:
         """Return counters since the engine began, and the blocks in use now, whether `now` is asked for or not."""

@@ -207,7 +207,7 @@ class Scheduler:
     def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
 
-        A prompt some of whose blocks this step loads, from the host's memory or from files, gets its first chunk one
+        A prompt some of whose blocks this step loads from the host's memory gets its first chunk one
         step later, so that other rows do not wait for the copies. If there are no others, the step itself waits for its
         loads, on the device, and computes these prompts.
         """

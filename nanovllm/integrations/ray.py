@@ -63,10 +63,10 @@ class ProcessorConfig:
     sort_by_prefix: bool = False
 
     def __post_init__(self) -> None:
-        # What is wrong is said here, and not by an actor that ends; folders are those of the nodes.
+        # Mistakes are raised here, not in an actor that would end.
         _params(self.sampling_params)
-        elsewhere = {"max_pending_requests", "prefix_cache"}
-        engine = Config(self.model_source, **{k: v for k, v in self.engine_kwargs.items() if k not in elsewhere})
+        settings = {name: value for name, value in self.engine_kwargs.items() if name != "max_pending_requests"}
+        engine = Config(self.model_source, **settings)
         max_num_seqs = engine.data_parallel_size * engine.max_num_seqs
         most = int(1.25 * max_num_seqs)
         size, in_flight = self.batch_size, self.max_concurrent_batches

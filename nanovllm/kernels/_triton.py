@@ -67,23 +67,12 @@ if HAS_TRITON:
                 return super().run(*args, grid=grid, warmup=warmup or to_compile.get() is not None, **kwargs)
 
             def _do_compile(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-                compiles = partial(self.compile_now, self.cache_key, key, *args, **kwargs)
+                compiles = partial(super()._do_compile, key, *args, **kwargs)
                 kernels = to_compile.get()
                 if kernels is None:
                     return compiles()
                 kernels.setdefault((self, key), compiles)
                 return None
-
-            def compile_now(self, cache_key: str, *args: Any, **kwargs: Any) -> Any:
-                """Compile this kernel, or read it from Triton's cache, and return it."""
-                # Up to Triton 3.7 the cache key depends on which kernels' keys were computed before. A process that
-                # compiles for another must use that process's key.
-                self.hash = cache_key
-                return super()._do_compile(*args, **kwargs)
-
-            def __reduce__(self) -> str:
-                """Pickle the kernel as the name of its module's global."""
-                return str(self.__name__)
 
         return Kernel
 

@@ -1,8 +1,6 @@
-"""Compile kernels in parallel, and load them, before their first launch.
+"""Compile kernels in threads, and load them, before their first launch.
 
-Processes compile them, or threads if the program already has other threads, as a notebook has. A fifth of a
-compilation is Python, which the GIL serialises: a cold start of Qwen3-0.6B takes 4.0 s with processes, and 5.1 to 5.5 s
-with threads.
+A fifth of a compilation is Python, which the GIL serialises: a cold start of Qwen3-0.6B takes 5.1 to 5.5 s.
 """
 
 from __future__ import annotations
@@ -17,14 +15,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.kernels._triton import NotCompiledError, compiled_only, to_compile, triton
-from nanovllm.kernels.compilers import Compilers, Job, compile_kernel, empty_kernel
+from nanovllm.kernels._triton import NotCompiledError, compiled_only, jit, to_compile, triton
 from nanovllm.utils.loading_bar import loading_bar
 
 T = TypeVar("T")
+Job = Callable[[], Any]
+"""Compiles one kernel, or reads it from Triton's cache, and returns it."""
 
+_COMPILES_LAUNCHERS = getattr(triton, "__version__", "").startswith("3.6.")
+"""Whether Triton compiles a C launcher for each kernel; 3.6 does."""
 # Engines created in several threads at once would compile the same kernels.
 _one_at_a_time = Lock()
+
+
+@jit
+def empty_kernel():
+    """Do nothing; compiled to initialise Triton."""
 
 
 @cache
@@ -48,13 +54,7 @@ def compiler_ready(device: torch.device) -> Future[None]:
     return ready
 
 
-def compile_ahead(
-    device: torch.device,
-    runs: Iterable[Callable[[], None]],
-    compilers: Compilers | None = None,
-    rank: int = 0,
-    size: int = 1,
-) -> None:
+def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]], rank: int = 0, size: int = 1) -> None:
     """Compile and load, without launching them, the kernels that `runs` would launch.
 
     Kernels in Triton's cache are only loaded.
@@ -62,7 +62,6 @@ def compile_ahead(
     Args:
         device: the current device.
         runs: functions that launch kernels; the slowest kernels to compile should come first.
-        compilers: processes that compile; without them, threads compile, as they do what the processes leave.
         rank, size: this process is number `rank` of `size` that compile the same kernels at the same time.
     """
     kernels: dict[Any, Job] = {}
@@ -78,9 +77,6 @@ def compile_ahead(
         context.run(compiled_only.set, True)
         missing = [job for job in _shared_out(list(kernels.values()), rank, size) if not context.run(_loaded, job)]
         with loading_bar("Compiling kernels", len(missing), "kernel", rank) as bar:
-            if missing and compilers is not None:
-                compilers.compile(missing, num_workers, bar.update)
-                missing = [job for job in missing if not context.run(_loaded, job)]
             _compile_in_threads(missing, num_workers, bar.update)
         # Raises the error of any kernel that could not be compiled.
         for job in missing:
@@ -103,6 +99,13 @@ def _loaded(job: Job) -> bool:
     except NotCompiledError:
         return False
     return True
+
+
+def compile_kernel(job: Job) -> None:
+    """Compile everything that the kernel's first launch would compile."""
+    kernel = job()
+    if _COMPILES_LAUNCHERS:
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _compile_in_threads(jobs: list[Job], num_threads: int, on_done: Callable[[], object]) -> None:

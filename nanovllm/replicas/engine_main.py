@@ -18,7 +18,6 @@ from multiprocessing.reduction import recv_handle
 
 import torch
 
-from nanovllm.kernels.compilers import Compilers
 from nanovllm.replicas.engine_server import MOST_CHARACTERS, EngineServer
 from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
 from nanovllm.replicas.messages import CONNECT, EngineInfo, EnginePlan, StartFailure, portable
@@ -38,8 +37,6 @@ def run_engine(descriptor: int, parent: int) -> None:
         parent: that process's id.
     """
     faulthandler.enable()
-    # Before any thread starts, because this forks.
-    compilers = Compilers()
     end_with_parent(parent)
     control = Connection(descriptor)
     try:
@@ -48,7 +45,7 @@ def run_engine(descriptor: int, parent: int) -> None:
         return
     torch.set_num_threads(max(1, torch.get_num_threads() // plan.num_replicas))
     try:
-        local = make_local_engine(plan.config, compilers)
+        local = make_local_engine(plan.config)
     except Exception as error:
         control.send(StartFailure(portable(error), traceback.format_exc()[-MOST_CHARACTERS:]))
         return

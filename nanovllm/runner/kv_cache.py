@@ -15,7 +15,7 @@ from nanovllm.attention.kv_cache_spec import KVCacheSpec
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.runner.block_copies import BlockCopies
-from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
+from nanovllm.runner.messages import ScheduledBatch
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class KVCache:
     Attributes:
         tensors: the pages by what layers cache; of several groups, whatever their windows.
         num_clipped: that of a cache in e4m3, else None.
-        host_blocks: blocks from files by slot, which the next step that loads may load, as `block` has them.
         copies: copy blocks to the host's memory and back; None if they are not kept there.
     """
 
@@ -79,14 +78,13 @@ class KVCache:
         block_size: int,
     ) -> None:
         self._layers, self._device = layers, num_clipped.device
-        self.host_blocks: dict[int, list[torch.Tensor]] = {}
         self.copies: BlockCopies | None = None
         is_e4m3 = any(spec.dtype == torch.float8_e4m3fn for spec in specs)
         self.num_clipped = num_clipped if is_e4m3 else None
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
         backend.take_groups([[specs[i] for i in group.layers] for group in groups])
-        # The blocks of several groups take turns in one tensor; files of blocks have the order of a single one's.
+        # The blocks of several groups take turns in one tensor.
         pages = specs if len(groups) == 1 else [replace(spec, window=None) for spec in specs]
         counts = [Counter(pages[i] for i in group.layers) for group in groups]
         self.tensors = {
@@ -136,7 +134,7 @@ class KVCache:
             layer.unbind()
 
     def begin_step(self, batch: ScheduledBatch) -> None:
-        """Copy a step's blocks within the device, and load those from files, before the step's inputs are sent."""
+        """Copy a step's blocks within the device, before the step's inputs are sent."""
         if self.copies is not None:
             self.copies.begin_step(batch)
         if not batch.transfers:
@@ -145,9 +143,6 @@ class KVCache:
         copies = [(transfer.source, transfer.destination) for transfer in batch.transfers if transfer.kind == "copy"]
         if copies:
             self._copy(copies)
-        loads = [transfer for transfer in batch.transfers if self._is_file(transfer)]
-        if loads:
-            self._load_files(loads)
 
     def load_and_save(self, batch: ScheduledBatch) -> None:
         """Queue what a step loads from the host's memory and saves there, once its inputs are sent.
@@ -156,20 +151,11 @@ class KVCache:
         """
         if self.copies is None:
             return
-        moves = [transfer for transfer in batch.transfers if transfer.kind != "copy" and not self._is_file(transfer)]
+        moves = [transfer for transfer in batch.transfers if transfer.kind != "copy"]
         if moves:
             self.copies.queue(moves)
         if batch.waits_for_loads:
             self.copies.wait_for_loads()
-
-    def _is_file(self, transfer: BlockTransfer) -> bool:
-        """Whether a block is loaded from a file: those slots follow the ones in the host's memory."""
-        num_slots = 0 if self.copies is None else self.copies.host.num_slots
-        return transfer.kind == "load" and transfer.source >= num_slots
-
-    def block(self, block_id: int) -> list[torch.Tensor]:
-        """Return a block's pages, views of [block_size, num_kv_heads, head size]: keys of each layer, and values."""
-        return [layer[block_id] for layer in self.pages()]
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         pairs = torch.tensor(copies)
@@ -179,12 +165,6 @@ class KVCache:
         for layer in self.pages():
             pages = layer.view(torch.uint8) if self.num_clipped is not None else layer
             pages[destinations] = pages[sources]
-
-    def _load_files(self, loads: list[BlockTransfer]) -> None:
-        for load in loads:
-            for page, content in zip(self.block(load.destination), self.host_blocks[load.source], strict=True):
-                page.copy_(content)
-        self.host_blocks.clear()
 
     def pages(self) -> Iterator[torch.Tensor]:
         """The keys of each layer, and the values, [num_blocks, ...]."""

@@ -240,40 +240,6 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
-class BlocksRead:
-    """What came of reading blocks from files.
-
-    Attributes:
-        count: blocks that were read, up to the first that is not there or was refused.
-        refused: of each refused file its name, and why.
-    """
-
-    count: int
-    refused: list[str] = field(default_factory=list)
-
-
-class BlockFileRunner(Protocol):
-    """What the engine needs of a runner to keep blocks in files; see `runner.block_files`."""
-
-    kv_windows: list[int | None]
-    host_memory: HostMemory | None
-
-    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
-        """Read blocks from a folder into the host's slots `slot`, `slot + 1`, ..., for the next step to load.
-
-        These are slots beyond those of `Runner.host_memory`. What a slot held before is forgotten, and so is, after the
-        next step that loads, what it did not load.
-        """
-
-    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
-        """Write blocks of the device to a folder, each under its digest, unless they are there.
-
-        Raises:
-            OSError: a file cannot be written; a RuntimeError if it is another rank's.
-        """
-
-
-@dataclass(frozen=True)
 class MissingWeights:
     """Weights that steps must wait for: how many, and the name of one.
 

@@ -20,12 +20,10 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
-from nanovllm.kernels.compilers import Compilers
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
-from nanovllm.runner.block_files import RunnerBlockFiles
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache
@@ -43,7 +41,7 @@ from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
 
 
-class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
+class ModelRunner(OnDevice, WeightsHolder):
     """Runs the steps of one engine on one device.
 
     Args:
@@ -52,7 +50,6 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         folder: where its weights are.
         max_model_len: most tokens of one sequence.
         communicator: joins this rank with the others that share the model; None if it has the model to itself.
-        compilers: processes that compile kernels; None leaves it to threads.
 
     Raises:
         ValueError: a device, dtype or backend that cannot be had, or weights that do not fit the config.
@@ -66,7 +63,6 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         *,
         max_model_len: int,
         communicator: Communicator | None = None,
-        compilers: Compilers | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -93,7 +89,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
             self.capture_sizes = make_capture_sizes(config, self.backend, self.model, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
-            self._compile_kernels(compilers)
+            self._compile_kernels()
             self.num_kvcache_blocks = self._measure_cache(free_before)
             self._free()
             self._num_clipped.zero_()
@@ -133,7 +129,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
     def _make_groups(self) -> list[KVCacheGroup]:
         """Divide the layers into groups, alike on all ranks; one where blocks leave the device, as all layers' do."""
         config, specs = self.config, self.kv_specs
-        is_one = config.swap_space or config.prefix_cache is not None or not have_equal_pages(specs)
+        is_one = config.swap_space or not have_equal_pages(specs)
         if not self._all_reduce_min(int(not is_one)):
             return single_group(specs)
         return make_groups(specs, config.kvcache_block_size, self.max_blocks)
@@ -372,7 +368,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
             with self._device_guard():
                 torch.cuda.empty_cache()
 
-    def _compile_kernels(self, compilers: Compilers | None) -> None:
+    def _compile_kernels(self) -> None:
         """Compile, all at once, the kernels that steps take."""
         if not self.capture_sizes.shapes:
             return
@@ -381,7 +377,7 @@ class ModelRunner(OnDevice, RunnerBlockFiles, WeightsHolder):
         shapes = [largest, *reversed(self.capture_sizes.representatives())]
         runs = [partial(self._run_without_kernels, shape, shape is not largest) for shape in shapes]
         with torch.inference_mode(), self.model.one_layer_of_each_kind():
-            compile_ahead(self.device, runs, compilers, self.communicator.rank, self.communicator.size)
+            compile_ahead(self.device, runs, self.communicator.rank, self.communicator.size)
 
     def _run_without_kernels(self, shape: StepShape, is_capture_size: bool) -> None:
         """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""

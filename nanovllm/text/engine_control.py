@@ -41,7 +41,7 @@ class EngineControl:
         """Write weights into the model that runs, in place, on every rank and replica.
 
         Replicas get tensors through files of a temporary folder. What was computed with the old ones stays in the
-        prefix cache until `reset_prefix_cache`. Files of `prefix_cache` are not read any more.
+        prefix cache until `reset_prefix_cache`.
 
         Args:
             weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder

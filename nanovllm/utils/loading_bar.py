@@ -7,11 +7,6 @@ from typing import Any
 from tqdm.auto import tqdm
 
 
-class _Bar(tqdm):
-    # The thread that tqdm would start goes on, and an engine forks its compilers only while there is no other.
-    monitor_interval = 0
-
-
 def loading_bar(stage: str, total: int, unit: str, rank: int = 0) -> Any:
     """Return a bar that vanishes when it is closed; rank 0 alone shows it, and only on a terminal.
 
@@ -22,6 +17,6 @@ def loading_bar(stage: str, total: int, unit: str, rank: int = 0) -> Any:
         rank: of the process.
     """
     disable = None if total and rank == 0 else True
-    return _Bar(
+    return tqdm(
         total=total, desc=stage, unit=unit, unit_scale=unit == "B", disable=disable, leave=False, dynamic_ncols=True
     )

@@ -22,10 +22,9 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator, open_store
 from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
-from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.forward_step import ForwardStep
-from nanovllm.runner.messages import BlocksRead, MissingWeights, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import MissingWeights, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
 from nanovllm.runner.step_limits import step_limits
@@ -69,7 +68,7 @@ class ParallelRunner(WeightsChanger):
 
     Args:
         ranks: the worker processes, from `start_ranks`.
-        config, model_config, folder, max_model_len, compilers: see `ModelRunner`.
+        config, model_config, folder, max_model_len: see `ModelRunner`.
 
     Raises:
         ValueError: the model cannot be sharded over so many ranks, or `ModelRunner` raises it.
@@ -84,7 +83,6 @@ class ParallelRunner(WeightsChanger):
         folder: str,
         *,
         max_model_len: int,
-        compilers: Compilers | None = None,
     ) -> None:
         size = ranks.size
         shard_of(model_config, 0, size)
@@ -108,7 +106,6 @@ class ParallelRunner(WeightsChanger):
                 folder,
                 max_model_len=max_model_len,
                 communicator=communicator,
-                compilers=compilers,
             )
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
@@ -148,18 +145,6 @@ class ParallelRunner(WeightsChanger):
         finally:
             others = self._ranks.replies()
         return [result, *others]
-
-    def read_blocks(self, folder: str, digests: list[bytes], slot: int) -> BlocksRead:
-        """Read, on every rank, the blocks that all have; see `BlockFileRunner`."""
-        # Most prompts are in no folder, and need no reply of every rank.
-        if not self._require_open().has_block(folder, digests[0]):
-            return BlocksRead(0)
-        replies: list[BlocksRead] = self.call("read_blocks", folder, digests, slot)
-        return BlocksRead(min(reply.count for reply in replies), [file for reply in replies for file in reply.refused])
-
-    def write_blocks(self, folder: str, digests: list[bytes], block_ids: list[int]) -> None:
-        """Write every rank's part of blocks; see `BlockFileRunner`."""
-        self.call("write_blocks", folder, digests, block_ids)
 
     @property
     def _loader(self) -> WeightsLoader:

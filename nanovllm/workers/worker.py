@@ -23,7 +23,6 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import find_store
 from nanovllm.distributed.symmetric_communicator import connect
-from nanovllm.kernels.compilers import Compilers
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
@@ -66,11 +65,9 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
         reports_descriptor: file descriptor of the pipe to rank 0.
     """
     reports = Connection(reports_descriptor, readable=False)
-    # Before any thread starts, because this forks.
-    compilers = Compilers()
     end_with_parent(parent)
     try:
-        _serve(rank, size, Receiver(channel_descriptor), reports, compilers)
+        _serve(rank, size, Receiver(channel_descriptor), reports)
     except BaseException:
         # The pipe is broken if rank 0 has died.
         with suppress(OSError):
@@ -82,7 +79,7 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
     os._exit(0)
 
 
-def _serve(rank: int, size: int, channel: Receiver, reports: Connection, compilers: Compilers) -> None:
+def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None:
     plan: WorkerPlan = channel.receive()
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     device = resolve_device(plan.config.device, rank, size)
@@ -93,15 +90,9 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection, compile
     # Before `connect`, because rank 0 does not read reports while it connects.
     reports.send(STARTED)
     communicator = connect(rank, size, device, store, step_limits(plan.config, plan.model_config))
-    with compilers:
-        runner = ModelRunner(
-            plan.config,
-            plan.model_config,
-            plan.folder,
-            max_model_len=plan.max_model_len,
-            communicator=communicator,
-            compilers=compilers,
-        )
+    runner = ModelRunner(
+        plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
+    )
     reports.send(READY)
     decode_slots = NO_SLOTS
     # `runner.check` raises while the channel waits if the last step failed on the device.

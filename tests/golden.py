@@ -153,15 +153,15 @@ def record_kernels(shape: str, **settings: Any) -> Record:
             params = SamplingParams(0.8, 5, ignore_eos=True, seed=0)
 
             def run(seed: int, rows: int = rows, length: int = length, params: SamplingParams = params) -> Any:
-                return llm.generate(prompts([length] * rows, seed=seed), params, use_tqdm=False)
+                return llm.generate(prompts((length,) * rows, seed=seed), params, use_tqdm=False)
 
             # The second run of a size captures it.
             for seed in range(3):
                 outputs = run(seed)
             record[f"tokens of {rows} x {length}"] = [output.outputs[0].token_ids for output in outputs]
             record[f"kernels of {rows} x {length}"] = launched(lambda: run(9))
-        shared = prompts([1024], seed=7)[0]
-        together = [shared + tail for tail in prompts([30] * 128, seed=8)]
+        shared = prompts((1024,), seed=7)[0]
+        together = [shared + tail for tail in prompts((30,) * 128, seed=8)]
         for _ in range(3):
             outputs = llm.generate(together, SamplingParams(0.8, 6, ignore_eos=True, seed=0), use_tqdm=False)
         record["tokens of a shared prefix"] = [output.outputs[0].token_ids for output in outputs]

@@ -21,7 +21,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.runner.messages import BlockTransfer, HostMemory, Rows, ScheduledBatch, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -52,18 +52,23 @@ class MockHandle:
     logprobs: TokenLogprobs | None = None
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
     masked: list[int] = field(default_factory=list)
+    offsets: np.ndarray | None = None
 
     def result(self) -> StepOutput:
         if self.error is not None:
             raise self.error
         return StepOutput(
-            np.array(self.token_ids, dtype=np.int64), self.logprob_rows, self.logprobs, self.prompt_outputs
+            np.array(self.token_ids, dtype=np.int64),
+            self.logprob_rows,
+            self.logprobs,
+            self.prompt_outputs,
+            offsets=self.offsets,
         )
 
 
-def slot_array(*slots: int) -> np.ndarray:
-    """Slots as `ScheduledBatch` has them."""
-    return np.array(slots, dtype=np.int32)
+def slot_rows(*slots: int) -> Rows:
+    """A row of one token for each slot."""
+    return Rows.of_one_token(np.array(slots, dtype=np.int32))
 
 
 def mock_logprobs(token_ids: Sequence[int], num_logprobs: int) -> TokenLogprobs:
@@ -120,8 +125,13 @@ class MockRunner:
         windows: list[int | None] | None = None,
         num_host_slots: int = 0,
         copy_seed: int = 0,
+        *,
+        num_drafts: int = 0,
     ) -> None:
         self.num_kvcache_blocks = num_blocks
+        self.num_drafts = num_drafts
+        # Decides which drafts are right.
+        self.draft_rng = random.Random(copy_seed)
         # Slots in the host's memory that can be saved to, and how many there will be.
         self.num_ready_slots, self.most_ready_slots = 0, num_host_slots
         self.host_memory: HostMemory | None = None
@@ -170,6 +180,56 @@ class MockRunner:
             signal.raise_signal(signal.SIGINT)
         self.batches.append(batch)
         self._check_new_blocks(batch)
+        transfers = self._update_slots(batch)
+        # All keys of a step are stored before any is read.
+        for slot in batch.rows.slots:
+            self._store(slot, self.num_computed[slot], self.last_token[slot])
+        for chunk in batch.chunks:
+            assert len(chunk.token_ids)
+            for position, token in enumerate(chunk.token_ids, chunk.start):
+                if chunk.store:
+                    self._store(chunk.slot, position, token)
+                else:
+                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.kv_windows))}
+                    assert loaded == {token}, "what is not stored must be there"
+        sampled: list[list[int]] = []
+        rows = zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True)
+        for slot, num_new in rows:
+            assert 1 <= num_new <= 1 + self.num_drafts
+            sampled.append(self._run_row(slot, num_new))
+        for chunk in batch.chunks:
+            # Its first token sees what was stored before.
+            self._context(chunk.slot, chunk.start + 1)
+            self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
+            if chunk.samples:
+                self.prefilling.discard(chunk.slot)
+                sampled.append([self._sample(chunk.slot)])
+        assert len(sampled) == len(batch.sampled_seq_ids)
+        if self.fail_result:
+            self.fail_result = False
+            # A step that failed may have left anything in the blocks that it was to write.
+            for slot in batch.rows.slots:
+                self._store(slot, self.num_computed[slot] - 1, EMPTY)
+            for transfer in transfers:
+                self.cache[transfer.destination] = [EMPTY] * self.block_size
+            for chunk in batch.chunks:
+                for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
+                    self._store(chunk.slot, position, EMPTY)
+            return MockHandle([], RuntimeError("step failed"))
+        slots = batch.rows.slots.tolist() + [chunk.slot for chunk in batch.chunks if chunk.samples]
+        slots = [slot for slot, tokens in zip(slots, sampled, strict=True) for _ in tokens]
+        tokens = [token for row in sampled for token in row]
+        handle = MockHandle(tokens, prompt_outputs=self._prompt_outputs(batch))
+        if (batch.rows.num_new > 1).any():
+            handle.offsets = np.cumsum([0, *map(len, sampled)])
+        handle.logprob_rows = [index for index, slot in enumerate(slots) if slot in self.num_logprobs]
+        if handle.logprob_rows:
+            most = max(self.num_logprobs[slots[index]] for index in handle.logprob_rows)
+            handle.logprobs = mock_logprobs([tokens[index] for index in handle.logprob_rows], most)
+        return handle
+
+    def _update_slots(self, batch: ScheduledBatch) -> list[BlockTransfer]:
+        """Apply new requests, blocks and copies, which are returned."""
         for request in batch.new_requests:
             self.prefilling.add(request.slot)
             self.tables[request.slot] = [list(table) for table in request.block_tables]
@@ -185,51 +245,26 @@ class MockRunner:
             else:
                 assert new.index == len(table)
                 table.append(new.block_id)
-        # All keys of a step are stored before any is read.
-        for slot in batch.decode_slots:
-            self._store(slot, self.num_computed[slot], self.last_token[slot])
-        for chunk in batch.chunks:
-            assert len(chunk.token_ids)
-            for position, token in enumerate(chunk.token_ids, chunk.start):
-                if chunk.store:
-                    self._store(chunk.slot, position, token)
-                else:
-                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.kv_windows))}
-                    assert loaded == {token}, "what is not stored must be there"
-        sampled = []
-        for slot in batch.decode_slots:
+        return transfers
+
+    def _run_row(self, slot: int, num_new: int) -> list[int]:
+        """Compute a row's newest token, and drafts up to the first wrong one, whose keys are stored all the same."""
+        tokens: list[int] = []
+        while True:
             self.num_computed[slot] += 1
-            sampled.append(self._sample(slot))
-        for chunk in batch.chunks:
-            # Its first token sees what was stored before.
-            self._context(chunk.slot, chunk.start + 1)
-            self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
-            if chunk.samples:
-                self.prefilling.discard(chunk.slot)
-                sampled.append(self._sample(chunk.slot))
-        assert len(sampled) == len(batch.sampled_seq_ids)
-        if self.fail_result:
-            self.fail_result = False
-            # A step that failed may have left anything in the blocks that it was to write.
-            for slot in batch.decode_slots:
-                self._store(slot, self.num_computed[slot] - 1, EMPTY)
-            for transfer in transfers:
-                self.cache[transfer.destination] = [EMPTY] * self.block_size
-            for chunk in batch.chunks:
-                for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
-                    self._store(chunk.slot, position, EMPTY)
-            return MockHandle([], RuntimeError("step failed"))
-        slots = batch.decode_slots.tolist() + [chunk.slot for chunk in batch.chunks if chunk.samples]
-        rows = [row for row, slot in enumerate(slots) if slot in self.num_logprobs]
-        if not rows:
-            return MockHandle(sampled, prompt_outputs=self._prompt_outputs(batch))
-        most = max(self.num_logprobs[slots[row]] for row in rows)
-        logprobs = mock_logprobs([sampled[row] for row in rows], most)
-        return MockHandle(sampled, None, rows, logprobs, self._prompt_outputs(batch))
+            tokens.append(self._sample(slot))
+            if len(tokens) == num_new:
+                return tokens
+            position, is_right = self.num_computed[slot], self.draft_rng.random() < 0.7
+            if not is_right:
+                for ahead in range(num_new - len(tokens)):
+                    self._store(slot, position + ahead, self.draft_rng.randrange(VOCAB_SIZE))
+                return tokens
+            self._store(slot, position, tokens[-1])
 
     def _check_new_blocks(self, batch: ScheduledBatch) -> None:
         """Assert that blocks are given to running requests alone, and to none that comes with its block tables."""
-        running = {*batch.decode_slots.tolist(), *(chunk.slot for chunk in batch.chunks), *self.prefilling}
+        running = {*batch.rows.slots.tolist(), *(chunk.slot for chunk in batch.chunks), *self.prefilling}
         running -= {request.slot for request in batch.new_requests}
         assert {new.slot for new in batch.new_blocks} <= running, "a block for a request that does not run"
 
@@ -321,6 +356,7 @@ def make_engine(
     windows: list[int | None] | None = None,
     num_host_slots: int = 0,
     copy_seed: int = 0,
+    num_drafts: int = 0,
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -333,7 +369,14 @@ def make_engine(
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(
-        num_blocks, block_size, config.max_num_running, pipeline_depth, windows, num_host_slots, copy_seed
+        num_blocks,
+        block_size,
+        config.max_num_running,
+        pipeline_depth,
+        windows,
+        num_host_slots,
+        copy_seed,
+        num_drafts=num_drafts,
     )
     engine = LLMEngine(
         config,

@@ -24,6 +24,7 @@ class NullRunner:
 
     pipeline_depth = 1
     num_kvcache_blocks = 4096
+    num_drafts = 0
     kv_windows: ClassVar[list[int | None]] = [None]
     host_memory = None
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nanovllm.attention import cascade_plan as shared_prefix
 from nanovllm.attention.cascade_buffers import CascadeBuffers
 from nanovllm.attention.cascade_plan import find_groups, plan_cascade_groups
-from tests.mock_runner import slot_array
+from tests.mock_runner import slot_rows
 
 BLOCK_SIZE = 16
 
@@ -88,15 +88,15 @@ def test_the_device_is_sent_what_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     tables[5, 0] = 9
     slots = np.full(6, 2 * BLOCK_SIZE + 3, dtype=np.int32), tables
     buffers = CascadeBuffers(6, BLOCK_SIZE, 4, 2, torch.device("cpu"))
-    assert buffers.plan(slot_array(*[5]), *slots) is None and not len(buffers.to_send())
-    lens = buffers.plan(slot_array(*[0, 3, 5]), *slots)
+    assert buffers.plan(slot_rows(*[5]).slots, *slots) is None and not len(buffers.to_send())
+    lens = buffers.plan(slot_rows(*[0, 3, 5]).slots, *slots)
     assert lens is not None and lens.tolist() == [32, 32, 0]
     sent = buffers.to_send()
     buffers.receive(torch.from_numpy(sent))
     assert buffers.groups.rows[0].tolist() == [32, 32, 0, 0, 0, 0]
     assert buffers.groups.items[0].tolist() == [0, 2, 0, 32] and not buffers.groups.items[1:].any()
-    assert buffers.plan(slot_array(*[0, 3, 5]), *slots) is not None and not len(buffers.to_send())
+    assert buffers.plan(slot_rows(*[0, 3, 5]).slots, *slots) is not None and not len(buffers.to_send())
     # Alone, a row has nothing to share; a graph that could is then sent as much.
-    assert buffers.plan(slot_array(*[0]), *slots) is None
+    assert buffers.plan(slot_rows(*[0]).slots, *slots) is None
     buffers.receive(torch.from_numpy(buffers.to_send()))
     assert not buffers.groups.items.any() and not buffers.groups.rows.any()

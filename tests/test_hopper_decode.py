@@ -24,9 +24,9 @@ from nanovllm.kernels.attention.context_splits import merge_splits, split_contex
 from nanovllm.kernels.attention.decode_attention import plan_decode
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
-from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import slot_array
+from tests.mock_runner import slot_rows
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
@@ -246,12 +246,12 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
 
     builder = BatchBuilder(3, 2, 16, 64, PlannedBackend(CascadeBuffers(3, 16, 0, 1, CPU), pay), CPU, num_groups=1)
     new_requests = [NewRequest(slot, [[slot, 3 + slot]], 10 + slot, 0.0, 0) for slot in range(2)]
-    chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
+    chunks = [Chunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
     shape, plan = builder.plan(batch)
     assert shape == StepShape(0, 21, 2, DecodeVariant(False, True)) and asked == [[]]
     assert builder.gather(builder.send(batch, shape, plan)).metadata[0].variant == shape.variant
-    step = ScheduledBatch(decode_slots=slot_array(1, 0), sampled_seq_ids=[1, 0])
+    step = ScheduledBatch(rows=slot_rows(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
         shape, plan = builder.plan(step)
         assert shape.variant == DecodeVariant(False, False) and asked[-1] == [12 + i, 11 + i]
@@ -271,11 +271,11 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
     new_requests = [
         NewRequest(slot, [[*blocks, 5 + slot]], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
     ]
-    chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
+    chunks = [Chunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
     builder.send(batch, *builder.plan(batch))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
-        step = ScheduledBatch(decode_slots=slot_array(*slots), sampled_seq_ids=slots)
+        step = ScheduledBatch(rows=slot_rows(*slots), sampled_seq_ids=slots)
         shape, plan = builder.plan(step)
         builder.send(step, shape, plan)
         assert shape.variant == DecodeVariant(len(slots) == 3, True) and asked[-1] == lens

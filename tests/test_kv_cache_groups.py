@@ -121,7 +121,7 @@ def test_one_memory_holds_more_sequences(mixed: tuple[Path, Reference]) -> None:
         while not llm.is_finished():
             for request_id, output in llm.step().finished:
                 assert output["token_ids"] == reference.complete(tuple(ids.pop(request_id)))
-            most = max(most, len(llm.llm_engine.scheduler.decoding))
+            most = max(most, len(llm.llm_engine.scheduler.steady))
         return most
 
     sizes = {"max_num_batched_tokens": 64, "num_kvcache_blocks": 20}
@@ -161,7 +161,7 @@ def test_groups_with_windows_hold_a_bounded_number_of_blocks(depth: int) -> None
     most = [0, 0, 0]
     while not engine.is_finished():
         engine.step()
-        for seq in engine.scheduler.decoding.seqs:
+        for seq in engine.scheduler.steady.seqs:
             held = [len(table.held) for table in seq.block_tables]
             # Nothing waits for the next block's border before it is released.
             assert held[1] <= 3 and held[2] <= 2

@@ -110,7 +110,7 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, those of its prefix from the cache where they are there.
 
-        With a window, only those that its first step needs; see `extend`.
+        With a window, only those that its first step needs; see `extend_windows`.
 
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
@@ -215,28 +215,34 @@ class BlockManager:
         None may be one that another output of the request has, too; that output may have ended, and have filled and
         registered it.
         """
-        index, lacking = seq.num_computed_tokens // self.block_size, []
+        first, last = self._next_blocks(seq)
+        lacking = []
         for group, table in enumerate(seq.block_tables):
-            if index < len(table) and not (seq.siblings and self._is_shared(table[index])):
-                continue
-            lacking.append(group)
+            if last >= len(table) or (seq.siblings and self._is_shared(table[first])):
+                lacking.append(group)
         return lacking
+
+    def _next_blocks(self, seq: Sequence) -> tuple[int, int]:
+        """Return the indices of the blocks in which the next token to compute may lie: drafts in flight may fail."""
+        first = (seq.num_computed_tokens - seq.num_unsure) // self.block_size
+        return first, seq.num_computed_tokens // self.block_size
 
     def _is_shared(self, block_id: int) -> bool:
         return self.blocks[block_id].ref_count > 1 or self.blocks[block_id].key is not None
 
     def give_blocks(self, seq: Sequence, groups: list[int]) -> tuple[list[NewBlock], list[BlockTransfer]]:
         """Give a sequence what it lacks, as many free blocks as `groups`, and return what they are to be copies of."""
-        index, new, copies = seq.num_computed_tokens // self.block_size, [], []
+        first, last = self._next_blocks(seq)
+        new, copies = list[NewBlock](), list[BlockTransfer]()
         for group in groups:
             table = seq.block_tables[group]
-            if index == len(table):
+            if last == len(table):
                 new.append(self._append_block(seq, group))
                 continue
-            source, copy = table[index], self._take_free_block()
+            source, copy = table[first], self._take_free_block()
             self._release(seq, source)
-            table[index] = copy
-            new.append(NewBlock(seq.slot, index, copy, group))
+            table[first] = copy
+            new.append(NewBlock(seq.slot, first, copy, group))
             copies.append(BlockTransfer("copy", source, copy))
         return new, copies
 
@@ -245,7 +251,18 @@ class BlockManager:
         table.append(self._take_free_block())
         return NewBlock(seq.slot, len(table) - 1, table[-1], group)
 
-    def extend(self, seq: Sequence) -> list[NewBlock]:
+    def capacity(self, seq: Sequence) -> int:
+        """Return the tokens that a sequence's blocks have room for in every group."""
+        return seq.num_blocks * self.block_size
+
+    def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlock]:
+        """Give a sequence blocks up to `num_tokens` tokens in all groups, as far as they are free."""
+        new = []
+        while self.capacity(seq) < num_tokens and len(self._free) >= len(seq.block_tables):
+            new += [self._append_block(seq, group) for group in range(len(seq.block_tables))]
+        return new
+
+    def extend_windows(self, seq: Sequence) -> list[NewBlock]:
         """Give a sequence blocks for its next tokens in groups with windows, as far as they are free, evenly."""
         self.release_outside_window(seq)
         spans = self.held.spans(seq.num_computed_tokens, seq.num_tokens)
@@ -260,7 +277,7 @@ class BlockManager:
     def release_outside_window(self, seq: Sequence) -> None:
         """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
         for group in self.held.windowed:
-            table, first = seq.block_tables[group], self.held.first(group, seq.num_computed_tokens)
+            table, first = seq.block_tables[group], self.held.first(group, seq.num_computed_tokens - seq.num_unsure)
             for block_id in table[table.num_released : first]:
                 self._release(seq, block_id)
             table.num_released = max(table.num_released, first)
@@ -446,12 +463,12 @@ class BlockManager:
                 self._check_table(seq, group, table)
 
     def _check_table(self, seq: Sequence, group: int, table: BlockTable) -> None:
-        held, first = table.held, self.held.first(group, seq.num_computed_tokens)
+        held, first = table.held, self.held.first(group, seq.num_computed_tokens - seq.num_unsure)
         assert len(held) == len(set(held)) <= self.held.most(group), f"{seq} holds a block twice, or too many"
         most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
         assert table.num_released <= most_released, f"{seq} has released a block too early"
         # A chunk that begins inside a registered block does not store.
-        num_kept = seq.num_registered_blocks if seq.is_prefill else 0
+        num_kept = seq.num_registered_blocks if seq.is_behind else 0
         for block_id in table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
             is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
             assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"

@@ -76,6 +76,7 @@ class ModelRunner(OnDevice, WeightsHolder):
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
+        self.num_drafts = 0
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // config.kvcache_block_size)
         self.graphs: StepGraphs | None = None
@@ -253,7 +254,7 @@ class ModelRunner(OnDevice, WeightsHolder):
         """Return what rows ask for beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
         num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
-        sampled = batch.decode_slots.tolist() + [slots.padding_slot] * num_padding
+        sampled = batch.rows.slots.tolist() + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 

@@ -13,7 +13,7 @@ from nanovllm.distributed.communicator import Communicator
 from nanovllm.runner.block_copies import BlockCopies, CudaBlockCopies
 from nanovllm.runner.host_blocks import HostBlocks
 from nanovllm.runner.kv_cache import KVCache
-from nanovllm.runner.messages import HostMemory, NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import Chunk, HostMemory, NewRequest, ScheduledBatch
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
@@ -105,7 +105,7 @@ def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: 
 
 def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
     """Return a batch of one prompt, whose keys and values nobody keeps."""
-    chunk = PromptChunk(0, 0, array("i", [0]) * num_tokens, store=False, samples=True)
+    chunk = Chunk(0, 0, array("i", [0]) * num_tokens, store=False, samples=True)
     return ScheduledBatch(
         new_requests=[NewRequest(0, [[0] * num_blocks], 1, 1.0, 0)], chunks=[chunk], sampled_seq_ids=[0]
     )

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
 from nanovllm.config import Config
-from nanovllm.engine.request_seeds import RequestSeeds
+from nanovllm.engine.request import RequestSeeds
 from nanovllm.serve.logs import log_config
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.parent import end_with_parent

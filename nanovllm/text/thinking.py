@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.request import TokenConstraint
-from nanovllm.engine.token_masks import fill_rows
+from nanovllm.engine.request import TokenConstraint, fill_rows
 from nanovllm.text.reasoning import prompt_end, reasoning_format
 
 _TAIL = 16

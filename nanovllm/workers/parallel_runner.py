@@ -110,6 +110,7 @@ class ParallelRunner(WeightsChanger):
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
+        self.num_drafts = runner.num_drafts
         self.kv_windows = runner.kv_windows
         self.host_memory = runner.host_memory
 

@@ -11,17 +11,30 @@ import signal
 import zlib
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nanovllm import SamplingParams
+from nanovllm.attention.kv_cache_spec import State
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.messages import BlockTransfer, HostMemory, Rows, ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.runner.kv_cache import cache_kind
+from nanovllm.runner.messages import (
+    BlockTransfer,
+    CacheKind,
+    FullCache,
+    HostMemory,
+    Rows,
+    ScheduledBatch,
+    StepOutput,
+    TokenLogprobs,
+    WindowCache,
+)
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -32,13 +45,27 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(array("i", context).tobytes()) % VOCAB_SIZE
 
 
+def state_after(state: int, tokens: Sequence[int], part: int) -> int:
+    """The mock model's recurrent layer: a running hash."""
+    for token in tokens:
+        state = zlib.crc32(array("q", [state, token, part]).tobytes())
+    return state
+
+
 def complete(
-    prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int, *windows: int | None
+    prompt: list[int],
+    max_tokens: int,
+    eos: frozenset[int],
+    max_model_len: int,
+    *windows: int | None,
+    states: Sequence[int] = (),
 ) -> list[int]:
-    """What the mock model says, without any engine; `windows` are of groups of layers."""
+    """What the mock model says, without any engine; of groups of layers, their windows, and the blocks of a state."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and (len(tokens) < max_model_len or len(tokens) == len(prompt)):
-        tokens.append(next_token([token for window in windows or (None,) for token in tokens[-(window or 0) :]]))
+        seen = [token for window in windows or (None,) for token in tokens[-(window or 0) :]]
+        hashes = [state_after(0, tokens, part) for num_blocks in states for part in range(num_blocks)]
+        tokens.append(next_token([*seen, *(state % VOCAB_SIZE for state in hashes)]))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
@@ -64,6 +91,11 @@ class MockHandle:
             self.prompt_outputs,
             offsets=self.offsets,
         )
+
+
+def window_kinds(*windows: int | None) -> list[CacheKind]:
+    """Kinds of caches by the tokens that layers see at most; None if they see all."""
+    return [FullCache() if window is None else WindowCache(window) for window in windows]
 
 
 def slot_rows(*slots: int) -> Rows:
@@ -127,6 +159,7 @@ class MockRunner:
         copy_seed: int = 0,
         *,
         num_drafts: int = 0,
+        states: Sequence[State] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
         self.num_drafts = num_drafts
@@ -144,9 +177,13 @@ class MockRunner:
         self.copies = LateCopies(random.Random(copy_seed))
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
-        self.kv_windows: list[int | None] = windows or [None]
-        self.cache = [[EMPTY] * block_size for _ in range(num_blocks)]
-        self.host: dict[int, list[int]] = {}
+        self.windows: list[int | None] = windows or [None]
+        # Blocks that hold two numbers of state each.
+        self.states: list[CacheKind] = [cache_kind(state, block_bytes=16) for state in states]
+        self.cache_kinds = [*window_kinds(*self.windows), *self.states]
+        # The tokens of a page, or of a state: its group, its part, tokens computed and their hash.
+        self.cache: list[list[int] | tuple[int, ...]] = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.host: dict[int, list[int] | tuple[int, ...]] = {}
         # By slot and group.
         self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
@@ -190,16 +227,18 @@ class MockRunner:
                 if chunk.store:
                     self._store(chunk.slot, position, token)
                 else:
-                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.kv_windows))}
+                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.windows))}
                     assert loaded == {token}, "what is not stored must be there"
         sampled: list[list[int]] = []
         rows = zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True)
         for slot, num_new in rows:
-            assert 1 <= num_new <= 1 + self.num_drafts
+            assert 1 <= num_new <= (1 if self.states else 1 + self.num_drafts)
+            self._advance(slot, self.num_computed[slot], [self.last_token[slot]])
             sampled.append(self._run_row(slot, num_new))
         for chunk in batch.chunks:
             # Its first token sees what was stored before.
             self._context(chunk.slot, chunk.start + 1)
+            self._advance(chunk.slot, chunk.start, chunk.token_ids)
             self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
             if chunk.samples:
                 self.prefilling.discard(chunk.slot)
@@ -210,6 +249,10 @@ class MockRunner:
             # A step that failed may have left anything in the blocks that it was to write.
             for slot in batch.rows.slots:
                 self._store(slot, self.num_computed[slot] - 1, EMPTY)
+            for slot in [*batch.rows.slots, *(chunk.slot for chunk in batch.chunks)]:
+                for table in self.tables[slot][len(self.windows) :]:
+                    for block in table:
+                        self.cache[block] = [EMPTY] * self.block_size
             for transfer in transfers:
                 self.cache[transfer.destination] = [EMPTY] * self.block_size
             for chunk in batch.chunks:
@@ -286,7 +329,7 @@ class MockRunner:
         """Queue loads and saves, which end later, and return the copies, which are made."""
         self._end_copies(self.copies.at_begin(batch))
         transfers = [move for move in batch.transfers if move.kind == "copy"]
-        contents = [list(self.cache[move.source]) for move in transfers]
+        contents = [copy(self.cache[move.source]) for move in transfers]
         for transfer, content in zip(transfers, contents, strict=True):
             assert transfer.destination not in self.copies.saving() | self.copies.loading()
             self.cache[transfer.destination] = content
@@ -314,31 +357,50 @@ class MockRunner:
         self.closed += 1
 
     def _store(self, slot: int, position: int, token: int) -> None:
-        for group, table in enumerate(self.tables[slot]):
+        for group, table in enumerate(self.tables[slot][: len(self.windows)]):
             block = table[position // self.block_size]
             if self.copies.queue:
                 assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
             # Layers of one group cannot read what those of another have stored.
-            self.cache[block][position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
+            if isinstance(page := self.cache[block], tuple):
+                page = self.cache[block] = [EMPTY] * self.block_size
+            page[position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
 
     def _load(self, slot: int, position: int, group: int = 0) -> int:
         block = self.tables[slot][group][position // self.block_size]
         if self.copies.queue:
             assert block not in self.copies.loading(), "the block is not there yet"
-        stored = self.cache[block][position % self.block_size]
+        page = self.cache[block]
+        assert isinstance(page, list), "the block has a state"
+        stored = page[position % self.block_size]
         assert stored // VOCAB_SIZE == group, "the block is empty, or another group's"
         return stored % VOCAB_SIZE
 
     def _context(self, slot: int, end: int) -> list[int]:
         """What each group's layers see before `end`; in no group may it be another's tokens."""
-        first = [max(0, end - (window or end)) for window in self.kv_windows]
+        first = [max(0, end - (window or end)) for window in self.windows]
         seen = [[self._load(slot, p, group) for p in range(first[group], end)] for group in range(len(first))]
         longest = max(seen, key=len)
         assert all(longest[len(longest) - len(tokens) :] == tokens for tokens in seen)
         return [token for tokens in seen for token in tokens]
 
+    def _advance(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
+        """Read the states of a slot, unless it begins, and overwrite them."""
+        for group, table in enumerate(self.tables[slot][len(self.windows) :]):
+            for part, block in enumerate(table):
+                state = 0
+                if start:
+                    *kind, state = self.cache[block]
+                    assert kind == [group, part, start], f"{kind} of {block}, not {[group, part, start]}"
+                self.cache[block] = group, part, start + len(token_ids), state_after(state, token_ids, part)
+
+    def _states(self, slot: int) -> list[int]:
+        tables = self.tables[slot][len(self.windows) :]
+        return [self.cache[block][-1] % VOCAB_SIZE for table in tables for block in table]
+
     def _sample(self, slot: int) -> int:
-        self.last_token[slot] = next_token(self._context(slot, self.num_computed[slot]))
+        context = self._context(slot, self.num_computed[slot])
+        self.last_token[slot] = next_token([*context, *self._states(slot)])
         return self.last_token[slot]
 
 
@@ -357,6 +419,7 @@ def make_engine(
     num_host_slots: int = 0,
     copy_seed: int = 0,
     num_drafts: int = 0,
+    states: Sequence[State] = (),
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -377,6 +440,7 @@ def make_engine(
         num_host_slots,
         copy_seed,
         num_drafts=num_drafts,
+        states=states,
     )
     engine = LLMEngine(
         config,
@@ -420,10 +484,11 @@ def check_engine(engine: LLMEngine) -> None:
             # It is not looked at again yet, and would not fit.
             matched = manager._match_prefix(seq)
             num_computed = min(len(matched[0]) * manager.block_size, seq.num_tokens - 1)
-            spans = manager.held.spans(num_computed, seq.num_tokens)
-            num_needed = sum(
-                end - first - sum(block is not None and block.ref_count > 0 for block in blocks[first:])
-                for blocks, (first, end) in zip(matched, spans, strict=True)
+            needed = manager._needed(num_computed, seq.num_tokens)
+            num_needed = sum(map(len, needed)) - sum(
+                block is not None and block.ref_count > 0
+                for blocks, own in zip(matched, needed, strict=False)
+                for block in blocks[own.start :]
             )
             assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]

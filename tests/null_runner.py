@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StepOutput
 
 
 class NullHandle:
@@ -25,7 +25,7 @@ class NullRunner:
     pipeline_depth = 1
     num_kvcache_blocks = 4096
     num_drafts = 0
-    kv_windows: ClassVar[list[int | None]] = [None]
+    cache_kinds: ClassVar[list[CacheKind]] = [FullCache()]
     host_memory = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.kv_cache_spec import State
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
@@ -54,6 +56,10 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
+def state_spec(size: int, checkpoint: int) -> State:
+    return State({"hash": ((size,), torch.int64)}, checkpoint)
+
+
 # Built once: strategies made inside a composite are made anew for each example, which takes most of the test's time.
 SIZES = st.fixed_dictionaries(
     {
@@ -67,6 +73,10 @@ SIZES = st.fixed_dictionaries(
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
         "num_drafts": st.sampled_from([0, 0, 1, 3]),
         "copy_seed": st.integers(0, 99),
+        # Groups with states of so many numbers, two of which fill a block, and block ends at which they are kept.
+        "states": st.sampled_from(
+            [[], [], [state_spec(1, 1)], [state_spec(3, 2)], [state_spec(2, 3), state_spec(4, 1)]]
+        ),
         "windows": st.sampled_from(
             [[None], [None], [None], [1], [2], [5], [7], [None, 3], [None, None, 6], [None, 2, 5], [4, 4], [3, 7]]
         ),
@@ -86,11 +96,12 @@ EVENT = st.one_of(ADD, ADD, ADD, STEP, STEP, ABORT, FAIL)
 EVENTS = st.lists(EVENT, min_size=8, max_size=25)
 
 
-def num_needed(num_tokens: int, *, windows: list[int | None], block_size: int, **_: Any) -> int:
+def num_needed(num_tokens: int, *, windows: list[int | None], block_size: int, states: list[State], **_: Any) -> int:
     """The blocks that a sequence of so many stored tokens cannot do without, in all groups."""
     filled = -(-num_tokens // block_size)
+    num_states = sum(-(-state.num_bytes // 16) for state in states)
     # A window begins with the last token of a block, if there is no worse place.
-    return sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
+    return num_states + sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
 
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -125,7 +136,10 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             except ValueError:
                 assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
-            wanted[request_id] = complete(prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"])
+            num_blocks = [state.num_blocks for state in runner.states]
+            wanted[request_id] = complete(
+                prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"], states=num_blocks
+            )
         elif kind == "step":
             for _ in range(arguments[0]):
                 step()
@@ -330,6 +344,49 @@ def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> 
     assert len(free) > sum(len(batch.rows) > 0 for batch in runner.batches)
     again = engine.add_request([*prompt, *free], SamplingParams(0, 1))
     assert run(engine)[again]["num_cached_tokens"] == 40
+
+
+@DEPTHS
+def test_a_prefix_with_a_state_begins_at_a_checkpoint(depth: int) -> None:
+    # Three numbers take two blocks; every second block end is kept, and a prompt's last.
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[state_spec(3, 2)]
+    )
+
+    def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
+        request_id = engine.add_request(prompt, greedy(max_tokens))
+        output = run(engine)[request_id]
+        assert output["token_ids"] == complete(prompt, max_tokens, frozenset(), 128, None, states=[2])
+        return int(output["num_cached_tokens"])
+
+    prompt = list(range(30))
+    assert num_cached(prompt) == 0
+    # Chunks end where a state is kept, and each but the last leaves it: the next one writes to a copy.
+    chunks = [chunk for batch in runner.batches for chunk in batch.chunks]
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in chunks] == [(0, 8), (8, 8), (16, 8), (24, 4), (28, 2)]
+    assert [len(batch.transfers) for batch in runner.batches] == [0, 2, 2, 2, 2]
+    # Keys match up to 20, 28 and 28 tokens; of a whole hit one block is computed again.
+    assert [num_cached(prompt[:23]), num_cached([*prompt, 1]), num_cached(prompt[:28])] == [16, 28, 24]
+    # In decoding as well.
+    tokens = [*prompt, *complete(prompt, 20, frozenset(), 128, None, states=[2])]
+    assert num_cached(prompt, 20) == 28 and num_cached([*tokens[:49], 0]) == 48
+    # Without its key block, no state is found.
+    engine.reset_prefix_cache()
+    assert num_cached(prompt) == 0
+
+
+@DEPTHS
+def test_states_are_forgotten_where_no_block_is_free_for_a_copy(depth: int) -> None:
+    # The sequence needs four blocks for keys and one for its state.
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=5, max_num_batched_tokens=8, states=[state_spec(1, 1)]
+    )
+    prompt = list(range(9))
+    request_id = engine.add_request(prompt, greedy(8))
+    want = complete(prompt, 8, frozenset(), 128, None, states=[1])
+    assert run(engine)[request_id]["token_ids"] == want
+    assert not engine.stats()["num_preemptions"] and sum(len(batch.transfers) for batch in runner.batches) < 3
+    assert engine.limits.max_stored_tokens == 16
 
 
 @DEPTHS
@@ -645,7 +702,7 @@ def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
     manager, prompt = engine.block_manager, list(range(9))
     engine.add_request(prompt[:4], greedy(1))
     run(engine)
-    cached = manager._cache.blocks[0, array("i", prompt[:4]).tobytes()]
+    cached = manager._cache.blocks[0, array("i", prompt[:4]).tobytes(), b""]
     engine.add_request(prompt, SamplingParams(0.5, 4, ignore_eos=True, n=2, prompt_logprobs=0))
     engine.step()
     first, second = engine.scheduler.sequences

@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention import sdpa
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.host_plan import DecodeContexts, DecodeVariant
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend
@@ -78,7 +78,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         device = torch.device(DEVICE)
-        specs = [KVCacheSpec(2, 16, 16, one.window, torch.float32) for one in LAYERS]
+        specs = [Paged(2, 16, 16, one.window, torch.float32) for one in LAYERS]
         backend = TritonBackend(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
         slots = np.arange(num_decodes, dtype=np.int32)
         contexts = DecodeContexts(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
@@ -90,7 +90,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
     other_cache, other_tables = torch.empty_like(cache), order[tables.long()].int()
     other_cache[:, order] = cache
     groups = [[options for options in LAYERS if (options.window is None) == is_full] for is_full in (True, False)]
-    backend.take_groups([[KVCacheSpec(2, 16, 16, one.window, torch.float32) for one in group] for group in groups])
+    backend.take_groups([[Paged(2, 16, 16, one.window, torch.float32) for one in group] for group in groups])
     tiles = int32([0, 0])
     metadata = AttentionMetadata(
         num_decodes=num_decodes,
@@ -127,7 +127,7 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
     query_lens = [1, 1, 1, num_queries]
     # With 192 and 128 elements (DeepSeek) a padded key and value are no power of two together.
     layers = [(2, 24, 24, None), (1, 80, 48, 20), (1, 80, 48, None), (1, 192, 128, None), (1, 512, 512, 60)]
-    specs = [KVCacheSpec(*layer, dtype) for layer in layers]
+    specs = [Paged(*layer, dtype) for layer in layers]
     backend: AttentionBackend = SdpaBackend(16)
     if kind == "triton":
         if DEVICE == "cpu":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from nanovllm.attention.host_plan import NOTHING, CaptureVariant, DecodeContexts, HostPlan
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.head_outputs import HeadOutputs
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
@@ -33,11 +33,11 @@ class AttentionBackend(ABC):
         """Return the variants of steps, those that take less memory first."""
         return [CaptureVariant(None)]
 
-    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+    def check(self, spec: Paged, options: AttentionOptions) -> None:
         """Raise a ValueError if layers that cache and attend like this are not supported."""
         return
 
-    def take_groups(self, groups: Sequence[Sequence[KVCacheSpec]]) -> None:
+    def take_groups(self, groups: Sequence[Sequence[Paged]]) -> None:
         """Take in what the layers of each group of the KV cache store, on which plans depend."""
         return
 

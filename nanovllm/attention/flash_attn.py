@@ -6,7 +6,7 @@ import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.head_outputs import HeadOutputs
 from nanovllm.kernels.attention.options import AttentionOptions
@@ -16,7 +16,7 @@ from nanovllm.kernels.qkv_rope_store import KVPages
 class FlashAttnBackend(AttentionBackend):
     """Attention by flash-attn; only decode steps are captured in CUDA graphs."""
 
-    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+    def check(self, spec: Paged, options: AttentionOptions) -> None:
         """See the base class."""
         if options.sinks is not None or spec.key_size != spec.value_size:
             raise ValueError("attention_backend='flash_attn' has neither sinks nor values of another size than keys")

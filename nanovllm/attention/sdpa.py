@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.head_outputs import HeadOutputs
 from nanovllm.kernels.attention.options import AttentionOptions
@@ -53,7 +53,7 @@ class SdpaBackend(AttentionBackend):
         # Of each group's layers: one plan serves those of one window.
         self._windows: list[list[int | None]] = [[None]]
 
-    def take_groups(self, groups: Sequence[Sequence[KVCacheSpec]]) -> None:
+    def take_groups(self, groups: Sequence[Sequence[Paged]]) -> None:
         """See the base class."""
         self._windows = [list(dict.fromkeys(spec.window for spec in specs)) for specs in groups]
 

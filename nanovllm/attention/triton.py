@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.cascade_buffers import CascadeBuffers
 from nanovllm.attention.host_plan import CaptureVariant, DecodeContexts, DecodePlanner, DecodeVariant, HostPlan
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
@@ -65,7 +65,7 @@ class LayerKind(NamedTuple):
     window: int | None
 
     @classmethod
-    def of_spec(cls, spec: KVCacheSpec) -> LayerKind:
+    def of_spec(cls, spec: Paged) -> LayerKind:
         """Return the kind of layers that cache this."""
         return cls(spec.num_kv_heads, spec.key_size, spec.value_size, spec.window)
 
@@ -114,7 +114,7 @@ class TritonBackend(AttentionBackend):
         dtype: torch.dtype,
         block_size: int,
         num_heads: int,
-        specs: Sequence[KVCacheSpec],
+        specs: Sequence[Paged],
         *,
         num_slots: int,
         shares_prefixes: bool = False,
@@ -164,7 +164,7 @@ class TritonBackend(AttentionBackend):
         """See the base class."""
         self.planner.receive(array)
 
-    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+    def check(self, spec: Paged, options: AttentionOptions) -> None:
         """See the base class."""
         if max(spec.key_size, spec.value_size) > MAX_HEAD_SIZE:
             raise ValueError(

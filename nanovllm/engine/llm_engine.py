@@ -86,7 +86,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
             runner.num_kvcache_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            windows=runner.kv_windows,
+            kinds=runner.cache_kinds,
             # The drafts of two steps may be in flight.
             max_chunk=config.max_num_batched_tokens + 2 * runner.num_drafts,
             host=None if memory is None else HostCache(memory, config.kvcache_block_size),
@@ -104,8 +104,8 @@ class LLMEngine(ControlledEngine, Unpicklable):
             vocab_size,
             max_model_len,
             # Of tokens in all groups of layers, none of which has released any.
-            num_kv_slots=runner.num_kvcache_blocks // len(runner.kv_windows) * config.kvcache_block_size,
-            max_stored_tokens=self.block_manager.held.most_tokens(max_model_len),
+            num_kv_slots=runner.num_kvcache_blocks // len(runner.cache_kinds) * config.kvcache_block_size,
+            max_stored_tokens=self.block_manager.max_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
         )
         self.seeds = RequestSeeds(config.seed)

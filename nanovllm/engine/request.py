@@ -78,6 +78,11 @@ class Request:
         return self.is_streamed or self.params.stop is not None
 
     @property
+    def cache_extra(self) -> bytes:
+        """What the cache's blocks depend on beside tokens; see `PrefixCache`."""
+        return b"" if self.cache_salt is None else b"salt " + self.cache_salt.encode()
+
+    @property
     def is_constrained(self) -> bool:
         """Whether outputs need a constraint; see `MakeConstraint`."""
         return self.grammar is not None or bool(self.bad_sequences)

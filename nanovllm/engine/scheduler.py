@@ -14,7 +14,6 @@ the one to preempt. The first is preempted only for a waiting one of higher prio
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Reversible
 from dataclasses import asdict, dataclass, field
@@ -26,8 +25,7 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine_outputs import StreamedToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SteadyRows, sort_key
-from nanovllm.runner.messages import Chunk, NewRequest, PromptScores, ScheduledBatch, StepOutput
-from nanovllm.sampling_params import SamplingExtra
+from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
 
 @dataclass
@@ -97,6 +95,7 @@ class Scheduler:
         # Sorted; there are no more than slots.
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
+        num_drafts = 0 if block_manager.has_states else num_drafts
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts)
         self.stats = SchedulerStats()
         self._free_slots = list(reversed(range(max_num_running)))
@@ -145,6 +144,7 @@ class Scheduler:
             self._end_by_count(seq)
         for seq in caught_up:
             self._begin_steady(seq, batch.number + 1)
+        batch.transfers += self.block_manager.take_copies()
         if self.block_manager.loads:
             batch.transfers += self.block_manager.loads.take()
         batch.transfers += self.block_manager.plan_saves(self.running, batch.num_chunk_tokens)
@@ -209,6 +209,7 @@ class Scheduler:
                 new, copies = manager.give_blocks(seq, groups)
                 batch.new_blocks += new
                 batch.transfers += copies
+        batch.new_blocks += manager.own_states(seq)
         if num_new > 1:
             batch.new_blocks += manager.extend(seq, seq.num_computed_tokens + min(num_new, self._budget))
         self.steady.note_room(seq, manager.capacity(seq))
@@ -277,12 +278,13 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
-        batch.new_requests.append(_new_request(seq))
+        batch.new_requests.append(seq.new_request())
         return seq
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
-        end = min(seq.num_tokens, start + self._budget)
+        batch.new_blocks += self.block_manager.own_states(seq)
+        end = self.block_manager.chunk_end(seq, min(seq.num_tokens, start + self._budget))
         if end > self.block_manager.capacity(seq):
             # With a window, it has blocks for a part of its prompt.
             batch.new_blocks += self.block_manager.extend_windows(seq)
@@ -290,7 +292,7 @@ class Scheduler:
             if end == start:
                 return
         store = start >= max(seq.num_registered_blocks * self.block_manager.block_size, seq.num_shared_tokens)
-        scores, pooling = _prompt_scores(seq, start, end), _pooling_of(seq, end)
+        scores, pooling = seq.prompt_scores(start, end), seq.pooling_of(end)
         if scores is not None or pooling is not None:
             batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
         token_ids, samples = seq.token_ids[start:end], end == seq.num_tokens
@@ -388,8 +390,8 @@ class Scheduler:
                 self._finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)
                 return count
-        if seq.status is SequenceStatus.RUNNING:
-            self.block_manager.register(seq)
+        if seq.status is SequenceStatus.RUNNING and self.block_manager.register(seq):
+            self.steady.note_room(seq, self.block_manager.capacity(seq))
         return len(token_ids)
 
     def _has_all_tokens(self, seq: Sequence) -> bool:
@@ -573,49 +575,6 @@ class WaitingQueue:
             if seq_id in self._sequences and seq_id != before:
                 yield self._sequences[seq_id]
             before = seq_id
-
-
-def _new_request(seq: Sequence) -> NewRequest:
-    """Return what the slot of a sequence must hold, as it is admitted."""
-    return NewRequest(
-        seq.slot,
-        [table[:] for table in seq.block_tables],
-        seq.num_prompt_tokens,
-        seq.params.temperature,
-        seq.seed,
-        _sampling_extra(seq) if seq.has_extra else None,
-    )
-
-
-def _sampling_extra(seq: Sequence) -> SamplingExtra:
-    """Return what a sequence asks of sampling beyond its temperature."""
-    params = seq.params
-    return SamplingExtra(
-        params,
-        seq.token_ids[:] if params.uses_penalties else array("i"),
-        seq.num_prompt_tokens,
-        tuple(seq.end_token_ids) if params.min_tokens else (),
-        seq.request.bad_token_ids,
-        seq.constraint is not None,
-    )
-
-
-def _prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
-    """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
-    params = seq.params
-    if params.prompt_logprobs is None or not seq.wants_prompt_outputs:
-        return None
-    # A token is scored by the hidden state before it.
-    first, last = max(start + 1, params.prompt_logprobs_start), min(end, seq.num_prompt_tokens - 1)
-    if first > last:
-        return None
-    return PromptScores(first - 1 - start, seq.token_ids[first : last + 1], params.prompt_logprobs)
-
-
-def _pooling_of(seq: Sequence, end: int) -> str | None:
-    """Return which hidden states are asked for of a chunk that ends at `end`: "last", or "mean" of all."""
-    pooling = seq.request.pooling
-    return pooling if pooling == "mean" or end == seq.num_prompt_tokens else None
 
 
 def _take_logprobs(

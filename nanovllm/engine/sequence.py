@@ -17,11 +17,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from nanovllm.engine.block_table import BlockTable
+from nanovllm.engine.prefix_cache import BlockTable
 from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
 from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
-from nanovllm.runner.messages import NO_ROWS, Rows, TokenLogprobs
+from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
+from nanovllm.sampling_params import SamplingExtra
 
 _MAX_END_TOKENS = 4
 """End tokens of an output that are looked for in all rows at once; a request with more is watched."""
@@ -221,11 +222,6 @@ class Sequence:
         self._token_ids.frombytes(token_ids)
 
     @property
-    def num_blocks(self) -> int:
-        """Leading blocks that it has been given in every group of layers."""
-        return min([len(table) for table in self.block_tables], default=0)
-
-    @property
     def num_in_flight(self) -> int:
         """The tokens, at most, that were planned and whose values have not come back yet."""
         return self.num_tokens - len(self.token_ids)
@@ -258,6 +254,45 @@ class Sequence:
         """Whether a token that is known on the host is still to be computed."""
         return self.rows is None and self.num_computed_tokens < self.num_tokens
 
+    def new_request(self) -> NewRequest:
+        """Return what its slot must hold, as it is admitted."""
+        return NewRequest(
+            self.slot,
+            [table[:] for table in self.block_tables],
+            self.num_prompt_tokens,
+            self.params.temperature,
+            self.seed,
+            self._sampling_extra() if self.has_extra else None,
+        )
+
+    def _sampling_extra(self) -> SamplingExtra:
+        """Return what it asks of sampling beyond its temperature."""
+        params = self.params
+        return SamplingExtra(
+            params,
+            self.token_ids[:] if params.uses_penalties else array("i"),
+            self.num_prompt_tokens,
+            tuple(self.end_token_ids) if params.min_tokens else (),
+            self.request.bad_token_ids,
+            self.constraint is not None,
+        )
+
+    def prompt_scores(self, start: int, end: int) -> PromptScores | None:
+        """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
+        params = self.params
+        if params.prompt_logprobs is None or not self.wants_prompt_outputs:
+            return None
+        # A token is scored by the hidden state before it.
+        first, last = max(start + 1, params.prompt_logprobs_start), min(end, self.num_prompt_tokens - 1)
+        if first > last:
+            return None
+        return PromptScores(first - 1 - start, self.token_ids[first : last + 1], params.prompt_logprobs)
+
+    def pooling_of(self, end: int) -> str | None:
+        """Return which hidden states are asked for of a chunk that ends at `end`: "last", or "mean" of all."""
+        pooling = self.request.pooling
+        return pooling if pooling == "mean" or end == self.num_prompt_tokens else None
+
     @property
     def completion_token_ids(self) -> list[int]:
         """The generated tokens, the EOS that ended them included."""
@@ -266,7 +301,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, known={len(self.token_ids)}, exist={self.num_tokens}, "
-            f"computed={self.num_computed_tokens}, blocks={self.num_blocks})"
+            f"computed={self.num_computed_tokens}, blocks={[len(table) for table in self.block_tables]})"
         )
 
 

@@ -35,6 +35,35 @@ class NewRequest:
 
 
 @dataclass(frozen=True)
+class FullCache:
+    """Layers that keep the keys and values of all tokens."""
+
+
+@dataclass(frozen=True)
+class WindowCache:
+    """Layers that see the last `window` tokens at most, the query's own included."""
+
+    window: int
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """Layers that keep a state of fixed size a sequence, which a step reads, and overwrites.
+
+    Attributes:
+        num_blocks: blocks of the cache that a state takes.
+        checkpoint: a state is kept at every block end whose number is a multiple of this, beside a prompt's last one.
+    """
+
+    num_blocks: int
+    checkpoint: int
+
+
+CacheKind = FullCache | WindowCache | StateCache
+"""What the layers of a group of the cache keep: all that the engine knows of them."""
+
+
+@dataclass(frozen=True)
 class NewBlock:
     """Makes block `block_id` entry `index` of a running slot's block table, that of a group of the KV cache."""
 
@@ -220,8 +249,8 @@ class Runner(Protocol):
     # Drafts of following tokens that the device has for every row beside its newest token; a row of a step computes as
     # many of them as fit.
     num_drafts: int
-    # Of each group of the KV cache: tokens that a layer sees at most, the query's own included; None if one sees all.
-    kv_windows: list[int | None]
+    # Of each group of the cache; states come last, after one group of another kind at least.
+    cache_kinds: list[CacheKind]
     # None if blocks are not kept in the host's memory.
     host_memory: HostMemory | None
 

@@ -7,6 +7,7 @@ draws tokens, leaves them in their slots, where the next step finds them, and se
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.forward_step import ForwardStep
-from nanovllm.runner.kv_cache import KVCache
+from nanovllm.runner.kv_cache import KVCache, cache_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import HostMemory, MissingWeights, ScheduledBatch
 from nanovllm.runner.on_device import OnDevice
@@ -90,6 +91,8 @@ class ModelRunner(OnDevice, WeightsHolder):
             self.capture_sizes = make_capture_sizes(config, self.backend, self.model, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
+            specs = [replace(self.kv_specs[group.layers[0]], window=group.window) for group in self.kv_groups]
+            self.cache_kinds = [cache_kind(spec, self.kv_cache.block_bytes) for spec in specs]
             self._compile_kernels()
             self.num_kvcache_blocks = self._measure_cache(free_before)
             self._free()
@@ -97,7 +100,7 @@ class ModelRunner(OnDevice, WeightsHolder):
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             if config.swap_space:
-                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.kv_windows, self._run)
+                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.cache_kinds, self._run)
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -114,7 +117,6 @@ class ModelRunner(OnDevice, WeightsHolder):
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_groups = self._make_groups()
-        self.kv_windows = [group.window for group in self.kv_groups]
         self.backend = make_backend(
             config.attention_backend,
             self.device,

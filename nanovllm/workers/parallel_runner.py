@@ -111,7 +111,7 @@ class ParallelRunner(WeightsChanger):
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
         self.num_drafts = runner.num_drafts
-        self.kv_windows = runner.kv_windows
+        self.cache_kinds = runner.cache_kinds
         self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.bench.floor import measure_ceilings
-from nanovllm.bench.main import main
+from nanovllm.cli.bench import main, measure_ceilings
 
 __all__ = ["main", "measure_ceilings"]
 

@@ -1,29 +1,90 @@
-"""OpenAI's form of requests and answers: `/v1/chat/completions` and `/v1/completions`, in batch files and over HTTP."""
+"""OpenAI's requests and answers, chats and completions, as `nanovllm run` and the server read and write them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
+
+# `typing` has both from Python 3.11 on, and pydantic reads them there from 3.12 on.
+from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.logprobs import Logprob
-from nanovllm.openai_answers import (
-    AnswerMessage,
-    ChatChoice,
-    ChatLogprobs,
-    PromptLogprobs,
-    TextChoice,
-    TextLogprobs,
-    TokenLogprob,
-    ToolCallItem,
-    TopLogprob,
-    UsageCounts,
-)
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.answers import AnswerSplitter
 from nanovllm.text.tool_calls import whole_calls
+
+
+class UsageCounts(TypedDict):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[dict[str, int]]
+
+
+class AnswerMessage(TypedDict, total=False):
+    """An answer to messages, or a new part of it; `reasoning` and `reasoning_content` are the same."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: str | None
+    reasoning_content: str | None
+    tool_calls: list[dict[str, Any]]
+
+
+class ChatChoice(TypedDict):
+    """One answer to messages: a `message`, or in a stream a `delta`."""
+
+    index: int
+    message: NotRequired[AnswerMessage]
+    delta: NotRequired[AnswerMessage]
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class TextChoice(TypedDict):
+    """One completion, or a new part of it."""
+
+    index: int
+    text: str
+    logprobs: dict[str, list[Any]] | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[Any] | None]
+
+
+class _Head(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: NotRequired[UsageCounts | None]
+
+
+class ChatCompletion(_Head):
+    """Answers to messages, or a chunk of them."""
+
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[Any] | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(_Head):
+    """Completions, or a chunk of them."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
 
 # No effect on an answer here. The model is the one that runs.
 _IGNORED = frozenset(
@@ -32,7 +93,7 @@ _IGNORED = frozenset(
         "prompt_cache_retention", "request_id", "priority", "stream_options", "verbosity",
     }
 )  # fmt: skip
-# What is not supported may be there with one of these values, which ask for nothing.
+# Fields that are not supported may have one of these values, which ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
     "length_penalty": (1,), "logits_processors": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},),
@@ -50,7 +111,7 @@ class Endpoint:
     """One of OpenAI's endpoints.
 
     Attributes:
-        content: the field that holds what is to be answered.
+        content: the field with the messages or the prompt.
         defaults: sampling parameters of the API where they are not ours.
         own_fields: fields that the other endpoint has not.
     """
@@ -66,7 +127,7 @@ class Endpoint:
 
     @property
     def fields(self) -> frozenset[str]:
-        """What a body may have, beside the content and our sampling parameters."""
+        """Names of fields beside the content and our sampling parameters."""
         return self.own_fields | _IGNORED | _NEUTRAL.keys() | _SHARED
 
 
@@ -113,7 +174,7 @@ def request_params(
         supported: further fields of the API, which the caller takes care of.
 
     Raises:
-        ValueError: a value out of range, or what is not supported.
+        ValueError: a value is out of range or not supported.
     """
     given = sampling_values(body, endpoint, SAMPLING_FIELDS, supported)
     values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
@@ -151,7 +212,7 @@ def sampling_values(
         supported: further fields of the API, which the caller takes care of.
 
     Raises:
-        ValueError: the body asks for what is not supported.
+        ValueError: a value is not supported.
     """
     for name, neutral in _NEUTRAL.items():
         if name in body and name not in supported and body[name] not in neutral:
@@ -184,10 +245,10 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class TokenNames:
-    """How log-probabilities show tokens.
+    """Names of tokens in log-probabilities.
 
     Attributes:
-        get_bytes: returns a token's bytes, or None where they are not known; None: those of its text.
+        get_bytes: returns a token's bytes, or None if unknown; None: the bytes of its text.
         as_ids: show ids, such as "token_id:123", instead of texts.
     """
 
@@ -195,7 +256,7 @@ class TokenNames:
     as_ids: bool = False
 
     def name(self, token_id: int, text: str | None) -> str:
-        """Return what stands for a token."""
+        """Return a token's name."""
         return f"token_id:{token_id}" if self.as_ids else text or ""
 
     def bytes_of(self, token_id: int, text: str | None) -> list[int] | None:
@@ -203,7 +264,7 @@ class TokenNames:
         if self.get_bytes is not None:
             found = self.get_bytes(token_id)
             return None if found is None else list(found)
-        # Half a character's bytes: its replacement is not what they are.
+        # Part of a character, whose bytes its replacement does not show.
         return None if "\ufffd" in (text or "") else list((text or "").encode())
 
 
@@ -221,7 +282,7 @@ def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """What an answer shows of its tokens.
+    """The view of tokens in an answer.
 
     Attributes:
         num_logprobs: most likely tokens at each position.
@@ -235,7 +296,7 @@ class ShownTokens:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], get_bytes: Callable[[int], bytes | None] | None = None) -> ShownTokens:
-        """Return what a request asks for."""
+        """Return the view that a request asks for."""
         names = TokenNames(get_bytes, bool(body.get("return_tokens_as_token_ids")))
         return cls(body.get("top_logprobs"), names, bool(body.get("return_token_ids")))
 
@@ -246,13 +307,13 @@ def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: Shown
     Args:
         choice: the output.
         splitter: takes it apart; nothing has been taken yet.
-        shown: what is shown of its tokens.
-        echo: what stands before the answer's text.
+        shown: the view of its tokens.
+        echo: text before the answer's.
     """
     new = splitter.append(choice.text, final=True)
     message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
     calls = zip(splitter.call_ids, whole_calls(new.calls), strict=True)
-    tool_calls: list[ToolCallItem] = [
+    tool_calls: list[dict[str, Any]] = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for call_id, (name, arguments) in calls
     ]
@@ -279,7 +340,7 @@ def chat_finish_reason(choice: CompletionOutput, splitter: AnswerSplitter) -> st
 
 def chat_logprobs(
     choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT
-) -> ChatLogprobs | None:
+) -> dict[str, Any] | None:
     """Return an answer's log-probabilities; None if it has none."""
     if choice.logprobs is None:
         return None
@@ -289,8 +350,10 @@ def chat_logprobs(
     }
 
 
-def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames) -> TokenLogprob:
-    def entry(token_id: int) -> TopLogprob:
+def _chat_position(
+    logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames
+) -> dict[str, Any]:
+    def entry(token_id: int) -> dict[str, Any]:
         item = logprobs[token_id]
         return {
             "token": names.name(token_id, item.decoded_token),
@@ -298,13 +361,13 @@ def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: i
             "bytes": names.bytes_of(token_id, item.decoded_token),
         }
 
-    # The token's own entry is there also if it is none of the most likely ones.
+    # The token's own entry is there even if the token is unlikely.
     top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)
     top = top if num_logprobs == -1 else top[:num_logprobs]
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
-def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> PromptLogprobs | None:
+def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> list[Any] | None:
     """Return the log-probabilities of a prompt's tokens in vLLM's form, by token id; None if it has none."""
     if output.prompt_logprobs is None:
         return None
@@ -336,11 +399,11 @@ def text_logprobs(
     offsets: list[int] | None = None,
     first_token: str = "",
     names: TokenNames = _BY_TEXT,
-) -> TextLogprobs:
+) -> dict[str, list[Any]]:
     """Return log-probabilities of tokens.
 
     Args:
-        positions: of each token; None for one that has none, as the first of a prompt.
+        positions: of each token; None for a token without, as the first of a prompt.
         token_ids: the tokens.
         offsets: where in the answer's text they begin; by the lengths of their texts if None.
         first_token: the text of a first token that has no log-probabilities.

@@ -26,7 +26,7 @@ class ServerProcess:
 
     def __init__(self, *flags: str, key: str | None = None, num_files: int | None = None, **environment: str) -> None:
         front_ends = os.environ.get("NANOVLLM_TEST_FRONT_ENDS")
-        if front_ends is not None and not {"--uds", "--batch-dir", "--front-ends"} & set(flags):
+        if front_ends is not None and not {"--uds", "--front-ends"} & set(flags):
             flags = (*flags, "--front-ends", front_ends)
         settings = ("--device", "cpu", "--max-model-len", "512", "--kvcache-block-size", "16", "--seed", "0")
         command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *settings, *flags]

@@ -93,7 +93,7 @@ def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
 def reduce(case: Case, part: torch.Tensor, buffer: SymmetricBuffer, call: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank's part of a call; of rows that were rounded what they mean, in float32."""
     total, normed = torch.empty_like(part), torch.empty_like(part)
-    out = normed if case.rounding is None else case.rounding.empty_rows(len(part), SIZE, part.device)
+    out = normed if case.rounding is None else case.rounding.empty_rows(len(part), SIZE, part.dtype, part.device)
     all_reduce_rms_norm(part, Norm(case.weight, 1e-6), case.residual, buffer, call, case.one_shot, (out, total))
     return (out if isinstance(out, torch.Tensor) else meant(out)[: len(part)]), total
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.host_plan import DecodeContexts, HostPlan
+from nanovllm.attention.backend import HostPlan
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
@@ -138,12 +138,12 @@ def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.Monke
         new_requests=[NewRequest(2, [[12, 22], [32, 42]], 17, 0.5, 1)],
         new_blocks=new, rows=slot_rows(1, 0), chunks=[chunk],
     )  # fmt: skip
-    planned: list[DecodeContexts] = []
+    planned: list[np.ndarray] = []
     plan = SdpaBackend.plan_host
 
-    def noting_plan(backend: SdpaBackend, contexts: DecodeContexts) -> HostPlan:
-        planned.append(contexts)
-        return plan(backend, contexts)
+    def noting_plan(backend: SdpaBackend, slots: np.ndarray, lens: np.ndarray, block_tables: np.ndarray) -> HostPlan:
+        planned.append(block_tables)
+        return plan(backend, slots, lens, block_tables)
 
     monkeypatch.setattr(SdpaBackend, "plan_host", noting_plan)
     first, second = sender.step(batch, StepShape(2, 3, 2)).metadata
@@ -152,6 +152,6 @@ def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.Monke
     assert first.block_tables[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
     assert second.block_tables[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
     # Common prefixes are those of the first group.
-    assert planned[0].block_tables[:2, :2].tolist() == [[10, 20], [11, 21]]
+    assert planned[0][:2, :2].tolist() == [[10, 20], [11, 21]]
     first, second = sender.step(ScheduledBatch(rows=slot_rows(0))).metadata
     assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

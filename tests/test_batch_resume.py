@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.batch_files.digests import AnsweredRequests
-from nanovllm.batch_files.result_file import ResultFile
 from nanovllm.cli import main
+from nanovllm.cli.batch_output import AnsweredRequests, ResultFile
 from tests.batch_lines import ENGINE, command, encode, lines_of_every_kind
 
 RUN = "0123456789abcdef"

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nanovllm.runner import block_copies
-from nanovllm.runner.block_copies import BlockCopies, CudaBlockCopies
+from nanovllm.runner import host_blocks
+from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 
 NUM_BLOCKS = NUM_SLOTS = 6
@@ -107,7 +107,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaBlockCopies, list[Memor
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.streams[0])
     blocks, slots = [Memory() for _ in range(NUM_BLOCKS)], [Memory() for _ in range(NUM_SLOTS)]
     monkeypatch.setattr(BlockCopies, "_pages", lambda self, block, content: [(blocks[block], content)])
-    monkeypatch.setattr(block_copies, "copy_rows", copy)
+    monkeypatch.setattr(host_blocks, "copy_rows", copy)
     Stream.streams = []
     Stream.current = Stream()
     host: Any = SimpleNamespace(block_bytes=1, slot=slots.__getitem__, close=lambda: None)

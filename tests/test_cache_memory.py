@@ -20,7 +20,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.rope_config import RopeConfig
 from nanovllm.runner import host_blocks, memory
-from nanovllm.runner.block_copies import BlockCopies
+from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.kv_cache import CacheTensors, KVCache
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState

@@ -9,11 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nanovllm.attention.cascade_buffers import CascadeBuffers
-from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
-from nanovllm.attention.triton import FEW_SEQS, TritonBackend
-from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
-from nanovllm.quantization.dense import DenseWeight
+from nanovllm.attention.backend import CaptureVariant
+from nanovllm.attention.triton import DecodeVariant
+from nanovllm.kernels.policy import FASTEST, FEW_SEQS, MAX_SKINNY_ROWS
 from nanovllm.runner import cuda_graph
 from nanovllm.runner.batch import StepShape
 from nanovllm.runner.cuda_graph import CaptureSizes, StepGraphs, decode_sizes, mixed_sizes
@@ -23,8 +21,8 @@ def make_capture_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, uses_cascade: bool, single_split: bool = False
 ) -> CaptureSizes:
     """The sizes of `TritonBackend`."""
-    cascade = CascadeBuffers(1, 16, int(uses_cascade), 1, torch.device("cpu"))
-    variants = DecodePlanner(cascade, (lambda lens: True) if single_split else None).variants
+    splits, ways = (True, False) if single_split else (False,), (False, True) if uses_cascade else (False,)
+    variants = [CaptureVariant(DecodeVariant(way, split), is_coarse=way) for way in ways for split in splits]
     shapes = [
         shape
         for variant in variants
@@ -32,7 +30,7 @@ def make_capture_sizes(
             *decode_sizes(max_num_seqs, variant), *mixed_sizes(max_num_seqs, max_num_batched_tokens, variant)
         )
     ]  # fmt: skip
-    return CaptureSizes(shapes, variants, TritonBackend.kernel_rows, DenseWeight.kernel_rows, DenseWeight.kernel_tokens)
+    return CaptureSizes(shapes, variants, FASTEST.attention_rows, FASTEST.dense_rows, FASTEST.dense_tokens)
 
 
 def variant_of(shape: StepShape) -> DecodeVariant:

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.attention import cascade_plan as shared_prefix
-from nanovllm.attention.cascade_buffers import CascadeBuffers
-from nanovllm.attention.cascade_plan import find_groups, plan_cascade_groups
+from nanovllm.attention import cascade as shared_prefix
+from nanovllm.attention.cascade import CascadePlanner, find_groups, plan_cascade_groups
 from tests.mock_runner import slot_rows
 
 BLOCK_SIZE = 16
@@ -82,21 +81,20 @@ def test_too_little_to_save_is_left_alone() -> None:
     assert plan_cascade_groups(tables, full, 4096, 8, 4) is not None
 
 
-def test_the_device_is_sent_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_made_again_when_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
     tables = np.array([[1, 2, 10 + slot, 0] for slot in range(6)], dtype=np.int32)
     tables[5, 0] = 9
     slots = np.full(6, 2 * BLOCK_SIZE + 3, dtype=np.int32), tables
-    buffers = CascadeBuffers(6, BLOCK_SIZE, 4, 2, torch.device("cpu"))
-    assert buffers.plan(slot_rows(*[5]).slots, *slots) is None and not len(buffers.to_send())
-    lens = buffers.plan(slot_rows(*[0, 3, 5]).slots, *slots)
+    planner = CascadePlanner(6, BLOCK_SIZE, 4, 2, torch.device("cpu"))
+    assert planner.plan(slot_rows(*[5]).slots, *slots) is None and not len(planner.packed)
+    lens = planner.plan(slot_rows(*[0, 3, 5]).slots, *slots)
     assert lens is not None and lens.tolist() == [32, 32, 0]
-    sent = buffers.to_send()
-    buffers.receive(torch.from_numpy(sent))
-    assert buffers.groups.rows[0].tolist() == [32, 32, 0, 0, 0, 0]
-    assert buffers.groups.items[0].tolist() == [0, 2, 0, 32] and not buffers.groups.items[1:].any()
-    assert buffers.plan(slot_rows(*[0, 3, 5]).slots, *slots) is not None and not len(buffers.to_send())
-    # Alone, a row has nothing to share; a graph that could is then sent as much.
-    assert buffers.plan(slot_rows(*[0]).slots, *slots) is None
-    buffers.receive(torch.from_numpy(buffers.to_send()))
-    assert not buffers.groups.items.any() and not buffers.groups.rows.any()
+    packed = planner.packed
+    planner.buffer.copy_(torch.from_numpy(packed))
+    assert planner.groups.rows[0].tolist() == [32, 32, 0, 0, 0, 0]
+    assert planner.groups.items[0].tolist() == [0, 2, 0, 32] and not planner.groups.items[1:].any()
+    # The same object, which is not sent again.
+    assert planner.plan(slot_rows(*[0, 3, 5]).slots, *slots) is not None and planner.packed is packed
+    # Alone, a row has nothing to share.
+    assert planner.plan(slot_rows(*[0]).slots, *slots) is None and not len(planner.packed)

@@ -226,11 +226,9 @@ def test_named_templates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_other_apis_give_the_same_messages() -> None:
-    pytest.importorskip("pydantic")
-    from nanovllm.serve.anthropic_input import chat_messages  # noqa: PLC0415
-    from nanovllm.serve.anthropic_protocol import CountTokensBody  # noqa: PLC0415
-    from nanovllm.serve.response_input import response_messages  # noqa: PLC0415
-    from nanovllm.serve.response_protocol import ResponseBody  # noqa: PLC0415
+    pytest.importorskip("uvicorn")
+    from nanovllm.serve.anthropic import CountTokensBody, messages_chat  # noqa: PLC0415
+    from nanovllm.serve.responses import ResponseBody, response_chat  # noqa: PLC0415
 
     anthropic = CountTokensBody.model_validate(
         {
@@ -246,8 +244,8 @@ def test_the_other_apis_give_the_same_messages() -> None:
     output = {"type": "function_call_output", "call_id": "1", "output": ""}
     responses = ResponseBody.model_validate({"input": [USER, item, output]})
     right = [USER, call({"a": 1}), {"role": "tool", "tool_call_id": "1", "content": ""}]
-    for messages in (chat_messages(anthropic), response_messages(responses)):
-        found = [message.model_dump(exclude_unset=True) for message in messages]
+    for chat in (messages_chat(anthropic), response_chat(responses)):
+        found = [message.model_dump(exclude_unset=True) for message in chat.messages]
         assert one_conversation(found) == one_conversation(right)
 
 

@@ -27,12 +27,12 @@ import bench
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.batch_files.digests import AnsweredRequests, request_digest
-from nanovllm.batch_files.inputs import UnansweredLines
-from nanovllm.batch_files.requests import RequestParser
 from nanovllm.cli import main, make_parsers
-from nanovllm.commands.chat import Conversation
-from nanovllm.commands.run import BatchRun
+from nanovllm.cli.batch_input import UnansweredLines
+from nanovllm.cli.batch_lines import RequestParser
+from nanovllm.cli.batch_output import AnsweredRequests, request_digest
+from nanovllm.cli.chat import Conversation
+from nanovllm.cli.run import BatchRun
 from nanovllm.config import Config
 from nanovllm.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, request_params
 from nanovllm.serve.settings import ServeSettings
@@ -393,7 +393,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "kv_cache_dtype": (["fp8"], "fp8"),
     "host": (["::1"], "::1"),
     "uds": (["x"], "x"),
-    "batch_dir": (["x"], "x"),
     "weights_root": (["x"], "x"),
     "root_path": (["/x"], "/x"),
     "ssl_keyfile": (["x"], "x"),
@@ -520,7 +519,7 @@ def test_the_shell_completes_commands_and_flags(line: str, offered: set[str], tm
     assert set((tmp_path / "out").read_text().splitlines()) == offered
 
 
-@pytest.mark.parametrize(("name", "module"), [("bench", "bench.main"), ("chat", "commands.chat")])
+@pytest.mark.parametrize(("name", "module"), [("bench", "cli.bench"), ("chat", "cli.chat")])
 def test_ctrl_c_ends_a_command_with_one_line(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

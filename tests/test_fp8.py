@@ -25,18 +25,19 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
+from nanovllm.kernels import policy
 from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
-from nanovllm.kernels.linear import choose, fp8_linear
-from nanovllm.kernels.linear.choose import FP8_INS, fp8_parts
+from nanovllm.kernels.linear import fp8_linear
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref, quantize_rows_triton
 from nanovllm.kernels.linear.scaled_gemm import _tile as scaled_tile
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
 from nanovllm.kernels.linear.skinny_gemm import _fp8_tile as skinny_tile
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
+from nanovllm.kernels.policy import FASTEST, FP8_INS, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
-from nanovllm.layers.layernorm import AllReduceRMSNorm, ResidualStream
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader
@@ -193,8 +194,8 @@ def tokens_and_logits(
         if "tensor_parallel_size" not in settings:
             compute = runner.model.compute_logits
 
-            def recorded(hidden: Any) -> torch.Tensor:
-                logits.append(compute(hidden))
+            def recorded(*states: Any) -> torch.Tensor:
+                logits.append(compute(*states))
                 return logits[-1]
 
             runner.model.compute_logits = recorded
@@ -347,9 +348,9 @@ def test_an_engine_on_the_gpu_rounds_what_the_rule_says(
     base = make_checkpoint(vocab_size=1000, intermediate_size=1024, initializer_range=0.05, **sizes)
     stored, _ = write(base, FORMATS[name], tmp_path)
     found = log_probs(stored, num_rows, device="cuda", dtype="bfloat16")
-    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     # torch's product on a CPU may have no scales of rows.
-    monkeypatch.setattr(choose, "supports_scaled_mm", lambda weight: False)
+    monkeypatch.setattr(policy, "supports_scaled_mm", lambda weight: False)
     exact, wide = (log_probs(stored, num_rows, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16"))
     for step, kind in enumerate(("prompts", "first", "second")):
         error, allowed = (
@@ -701,9 +702,9 @@ def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block
     assert error <= 1.5 * allowed, (error, allowed)
 
 
-def quantizes(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+def quantizes(policy_: KernelPolicy, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """As on a GPU that multiplies in e4m3, whatever the dtype."""
-    return num_rows > choose.MAX_SKINNY_ROWS
+    return num_rows > policy.MAX_SKINNY_ROWS
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
@@ -713,7 +714,7 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
     # Enough tokens in a step that gate and up are activated where they are rounded.
     prompts = [*PROMPTS, list(range(20, 70))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "should_quantize_rows", quantizes)
+        patch.setattr(KernelPolicy, "rounds_rows", quantizes)
         tokens, logits = tokens_and_logits(stored, prompts)
     plain = tokens_and_logits(stored, prompts)[1]
     assert not torch.allclose(logits[0], plain[0], rtol=1e-3)
@@ -741,17 +742,17 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
 @pytest.mark.parametrize(("num_rows", "kernel"), [(1, "GEMV"), (16, "SKINNY_GEMM"), (17, "CUBLAS")])
 def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    for module in ("linear.choose", "e4m3", "rms_norm", "silu_and_mul"):
+    for module in ("policy", "e4m3", "rms_norm", "silu_and_mul"):
         monkeypatch.setattr(f"nanovllm.kernels.{module}.uses_triton", lambda device: True)
     # Rows stay as they are on this GPU, too.
-    monkeypatch.setattr(choose, "converts_e4m3", lambda device: False)
+    monkeypatch.setattr(policy, "converts_e4m3", lambda device: False)
     # As if these were large: in several chunks, the last of them smaller.
     monkeypatch.setattr(fp8_linear, "_CHUNK_WEIGHTS", 300 * 128)
     for gated in (False, True):
         made = make_product(num_rows, (300, 200), (1, 0), DTYPES[-1], gated)
         out, total = fp8_linear.fp8_linear(made.x, made.weight, made.bias, made.norm, made.residual, gated)
         check_product(out, made)
-        assert choose.choose_fp8(num_rows, DTYPES[-1], made.weight).name == kernel
+        assert FASTEST.fp8_linear(num_rows, DTYPES[-1], made.weight).name == kernel
         # The parts of a sum.
         parts = torch.stack((made.x.float() - 1, torch.ones_like(made.x).float()))
         again, same = fp8_linear.fp8_linear(parts, made.weight, made.bias, made.norm, made.residual, gated)
@@ -761,11 +762,11 @@ def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypa
 
 def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
-        monkeypatch.setattr(choose, name, lambda device: True)
+        monkeypatch.setattr(policy, name, lambda device: True)
 
     def kernel(rows: int, size: tuple[int, int], block: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> str:
         weight = quantize(torch.ones(size), block[0], block[1] or size[1])
-        return choose.choose_fp8(rows, dtype, weight).name
+        return FASTEST.fp8_linear(rows, dtype, weight).name
 
     assert kernel(65, (256, 1024), (128, 128)) == kernel(65, (256, 1024), (1, 0)) == "SCALED_MM"
     # Few rows, an output with scales of its own for each block, three blocks of inputs, another dtype.
@@ -773,8 +774,8 @@ def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) ->
     assert kernel(65, (256, 384), (128, 128)) == kernel(65, (256, 1024), (1, 0), torch.float16) == "SCALED_GEMM"
     weight = quantize(torch.ones(256, 1024), 128, 128)
     cases = [(128, torch.bfloat16), (129, torch.bfloat16), (256, torch.float16), (257, torch.float16)]
-    assert [fp8_parts(rows, dtype, weight) for rows, dtype in cases] == [4, 1, 4, 1]
-    monkeypatch.setattr(choose, "_scales_blocks", lambda device: False)
+    assert [FASTEST.fp8_parts(rows, dtype, weight) for rows, dtype in cases] == [4, 1, 4, 1]
+    monkeypatch.setattr(policy, "_scales_blocks", lambda device: False)
     assert kernel(65, (256, 1024), (128, 128)) == "SCALED_GEMM"
 
 
@@ -783,10 +784,10 @@ def test_parts_take_rows_that_were_rounded_for_torchs_product(
     block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
-        monkeypatch.setattr(choose, name, lambda device: True)
+        monkeypatch.setattr(policy, name, lambda device: True)
     # 66 rows become 68 for torch's product.
     made = make_product(66, (512, 144), block, torch.bfloat16, gated=False, positive=True)
-    assert choose.choose_fp8(66, torch.bfloat16, made.weight) is choose.LinearKernel.SCALED_MM
+    assert FASTEST.fp8_linear(66, torch.bfloat16, made.weight) is policy.LinearKernel.SCALED_MM
     parts, _ = fp8_linear.fp8_linear_into(made.x, made.weight, torch.zeros(66, 144, dtype=torch.bfloat16))
     rows = quantize_rows_ref(made.x, Rounding(made.weight.block_ins))[0]
     want = scaled_gemm_ref(rows, made.weight, torch.float32)
@@ -799,25 +800,25 @@ def test_choices_change_at_the_numbers_of_rows_that_captures_know(
     dtype: torch.dtype, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
-        monkeypatch.setattr(choose, name, lambda device: True)
+        monkeypatch.setattr(policy, name, lambda device: True)
     weight = quantize(torch.ones(256, 512), 1, 512)
 
     def choice(rows: int) -> tuple[Any, ...]:
-        kernel, parts = choose.choose_fp8(rows, dtype, weight), fp8_parts(rows, dtype, weight)
-        if kernel is choose.LinearKernel.SKINNY_GEMM:
+        kernel, parts = FASTEST.fp8_linear(rows, dtype, weight), FASTEST.fp8_parts(rows, dtype, weight)
+        if kernel is policy.LinearKernel.SKINNY_GEMM:
             return kernel, skinny_tile(rows, 512, 256, False)
-        return kernel, parts, scaled_tile(rows) if kernel is choose.LinearKernel.SCALED_GEMM or parts > 1 else None
+        return kernel, parts, scaled_tile(rows) if kernel is policy.LinearKernel.SCALED_GEMM or parts > 1 else None
 
     changes = {rows for rows in range(2, 300) if choice(rows) != choice(rows - 1)}
-    assert changes == {2, 9, 17, 33, 65, last} and changes < set(Fp8Weight.kernel_rows)
+    assert changes == {2, 9, 17, 33, 65, last} and changes < set(FASTEST.fp8_rows)
 
 
 @pytest.mark.parametrize("rows", [65, 68])
 def test_rows_that_torchs_product_is_padded_with_are_dropped(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_product(rows, (512, 64), (128, 128), torch.float32, gated=True)
     results = []
-    for kind in (choose.LinearKernel.SCALED_GEMM, choose.LinearKernel.SCALED_MM):
-        monkeypatch.setattr(fp8_linear, "choose_fp8", lambda *_, kind=kind: kind)
+    for kind in (policy.LinearKernel.SCALED_GEMM, policy.LinearKernel.SCALED_MM):
+        monkeypatch.setattr(KernelPolicy, "fp8_linear", lambda *_, kind=kind: kind)
         # Both multiply alike: torch has no such product everywhere, and a GPU's sums in e4m3 lose places.
         for product in ("_scaled_mm", "scaled_gemm"):
             monkeypatch.setattr(fp8_linear, product, scaled_gemm_ref)
@@ -833,7 +834,7 @@ def test_rows_are_rounded_after_the_sum_of_the_ranks(
 ) -> None:
     """An MLP on one rank, and on one of two of which the other adds nothing."""
     torch.manual_seed(0)
-    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     config, inner = QuantizationConfig(granularity), Shard.whole(384)
     gate_up = MergedColumnParallelLinear(256, {"gate": inner, "up": inner}, quant_config=config, prefix="gate_up")
     down = RowParallelLinear(inner, 256, quant_config=config, prefix="down")
@@ -847,17 +848,16 @@ def test_rows_are_rounded_after_the_sum_of_the_ranks(
     for communicator in (Communicator(), TwoRanks()):
         norm = AllReduceRMSNorm(256, 1e-6, communicator)
         norm.weight.data.copy_(torch.linspace(0.5, 2, 256))
-        stream = ResidualStream(x.clone())
         # Rows are rounded where they are normalised, not after it.
         monkeypatch.setattr(communicator, "all_reduce_rms_norm", None)
-        stream += down(gate_up(norm(stream)))
-        assert stream.branch is not None and stream.residual is not None
-        results.append(torch.cat((stream.branch, stream.residual)))
+        gated = not down.weight.takes_gate_up(rows, x.dtype)
+        inner_rows, residual = gate_up(x.clone(), norm, gated=gated)
+        results.append(torch.cat(down(inner_rows, residual)))
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("in_features", [64, 512, 576, 1024, 1100])
 def test_parts_share_the_steps_of_a_layer_evenly(in_features: int) -> None:
     weight = quantize(torch.ones(8, in_features), 8, in_features)
-    parts = fp8_parts(20, torch.bfloat16, weight)
+    parts = FASTEST.fp8_parts(20, torch.bfloat16, weight)
     assert -(-in_features // FP8_INS) % parts == 0 and (parts > 1) == (in_features in (512, 1024))

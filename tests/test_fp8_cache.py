@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.config import Config, KVCacheDtype
 from nanovllm.kernels import qkv_rope_store, store_kv
 from nanovllm.kernels._triton import converts_e4m3, jit, tl
@@ -213,7 +212,9 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
     backend.plan([metadata])
     assert (metadata.plan.wide is not None) == (dtype != torch.float32)
     query = randn(sum(query_lens), 8, 128, dtype=dtype)
-    check(backend.forward(query, pages, metadata, 0.1 * 128**-0.5), query, meant, tables, query_lens, lens)
+    out = backend.run(query, pages, metadata, 0.1 * 128**-0.5)
+    assert isinstance(out, torch.Tensor)
+    check(out, query, meant, tables, query_lens, lens)
 
 
 @pytest.mark.parametrize(("sizes", "window", "capped"), [((48, 80, 2, 48), 50, True), ((64, 64, 2, 16), None, False)])
@@ -308,8 +309,8 @@ def logits_of(folder: Path, prompt: list[int], **settings: Any) -> tuple[list[in
         runner: Any = llm.llm_engine._runner
         compute = runner.model.compute_logits
 
-        def recorded(hidden: Any) -> torch.Tensor:
-            logits.append(compute(hidden).float().cpu())
+        def recorded(*states: Any) -> torch.Tensor:
+            logits.append(compute(*states).float().cpu())
             return logits[-1].to(runner.device)
 
         runner.model.compute_logits = recorded

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, quantize
-from nanovllm.kernels.linear.choose import FP8_INS
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm as grouped_op
@@ -21,6 +20,7 @@ from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import Tile
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import sort_slots
+from nanovllm.kernels.policy import FP8_INS, KernelPolicy
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader
 from nanovllm.models.base import CausalLM
@@ -220,7 +220,7 @@ def make_routing(rows: int, num_experts: int, top_k: int) -> Routing:
 @pytest.mark.parametrize(("rows", "block", "dtype"), over_dtypes([1, 2, 17], BLOCKS))
 def test_kernels(rows: int, block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not rounded, of a rank's experts with others' before and after."""
-    monkeypatch.setattr(experts_op, "should_quantize_rows", lambda *args: False)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", lambda *args: False)
     gate_up, down = make_stack(3, 512, 300, block), make_stack(3, 300, 256, block)
     routing, x = make_routing(rows, 5, 3), randn(rows, 300, dtype=dtype)
     out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, 1)
@@ -265,7 +265,7 @@ def test_products_of_rows_in_e4m3(
 
 def test_many_rows_are_rounded_before_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a rank that has experts 1 to 3 of 5."""
-    monkeypatch.setattr(experts_op, "should_quantize_rows", lambda *args: True)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", lambda *args: True)
     gate_up, down = make_stack(3, 512, 300, (128, 128)), make_stack(3, 300, 256, (128, 128))
     routing, x = make_routing(17, 5, 2), randn(17, 300, dtype=DTYPES[-1])
     out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, 1).float().sum(0)

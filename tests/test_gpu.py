@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import cascade_plan as shared_prefix
-from nanovllm.attention.cascade_buffers import CascadeBuffers
+from nanovllm.attention import cascade as shared_prefix
+from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
@@ -93,10 +93,10 @@ def runner_of(llm: LLM) -> ModelRunner:
     return llm.llm_engine._runner
 
 
-def cascade_of(llm: LLM) -> CascadeBuffers:
+def cascade_of(llm: LLM) -> CascadePlanner:
     backend = runner_of(llm).backend
     assert isinstance(backend, TritonBackend)
-    return backend.planner.cascade
+    return backend.cascade
 
 
 def force_tokens(llm: LLM, forced: list[list[int]]) -> list[torch.Tensor]:
@@ -118,9 +118,9 @@ def hopper_roads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Hopper's kernels take whatever they can, however few the rows."""
     if not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels.linear import choose  # noqa: PLC0415
+    from nanovllm.kernels import policy  # noqa: PLC0415
 
-    monkeypatch.setattr(choose, "should_use_persistent", lambda *args: True)
+    monkeypatch.setattr(policy.KernelPolicy, "uses_persistent", lambda *args: True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "hopper"])
@@ -209,7 +209,7 @@ def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -
     for eager in (False, True):
         with make_llm(folder, dtype=dtype, enforce_eager=eager, max_num_batched_tokens=1024) as llm:
             outputs = llm.generate(batch, params, use_tqdm=False)
-            assert cascade_of(llm)._sent.any()
+            assert cascade_of(llm).buffer.any()
             assert (runner_of(llm).graphs is None) == eager
         tokens.append([output["token_ids"] for output in outputs])
     assert tokens[0] == tokens[1]
@@ -281,11 +281,11 @@ def test_a_shared_prefix_changes_no_token(folder: Path, monkeypatch: pytest.Monk
     batch = [prefix + prompt for prompt in prompts((1, 3, 40) * 20, seed=6)]
     with make_llm(folder, dtype="float32") as llm:
         got = llm.generate(batch, greedy(20), use_tqdm=False)
-        assert cascade_of(llm)._sent.any()
+        assert cascade_of(llm).buffer.any()
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 10**9)
     with make_llm(folder, dtype="float32") as llm:
         want = llm.generate(batch, greedy(20), use_tqdm=False)
-        assert not cascade_of(llm)._sent.any()
+        assert not cascade_of(llm).buffer.any()
     assert got == want
 
 

@@ -14,8 +14,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.runner import host_blocks
-from nanovllm.runner.block_copies import CudaBlockCopies
-from nanovllm.runner.host_blocks import HostBlocks
+from nanovllm.runner.host_blocks import CudaBlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE

@@ -15,8 +15,8 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
-from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows_ref
+from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.runner import model_runner
 from tests.conftest import MakeCheckpoint
@@ -31,7 +31,7 @@ def compare(attend: Any, num_rows: int, dtype: torch.dtype, for_scaled_mm: bool)
     out = torch.full((num_rows, HEADS, SIZE), float("nan"), dtype=dtype, device=DEVICE)
     attend(out)
     rounding = Rounding(SIZE, for_scaled_mm)
-    rows = rounding.empty_rows(num_rows, HEADS * SIZE, torch.device(DEVICE))
+    rows = rounding.empty_rows(num_rows, HEADS * SIZE, dtype, torch.device(DEVICE))
     attend(rows)
     want, _ = quantize_rows_ref(out.flatten(1), rounding)
 
@@ -101,20 +101,21 @@ def test_a_model_says_what_it_says_with_rows_rounded_apart(
     """Chunks, decode rows, and in the last layer those to sample from."""
     shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     stored, _ = write(make_checkpoint(head_dim=SIZE, **shape), FORMATS["fp8-block"], tmp_path)
-    monkeypatch.setattr(choose, "should_quantize_rows", quantizes)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     monkeypatch.setattr(model_runner, "make_backend", lambda name, *args, **kwargs: TritonBackend(*args, **kwargs))
-    attend, made = TritonBackend.attend, list[bool]()
+    run, made = TritonBackend.run, list[bool]()
 
-    def watched(self: TritonBackend, query: Any, pages: Any, out: Any, *args: Any) -> None:
+    def watched(self: TritonBackend, query: Any, pages: Any, metadata: Any, scale: Any, *args: Any) -> Any:
+        options, rounding = args
+        # Without a rounding the product that follows rounds them itself.
+        out = run(self, query, pages, metadata, scale, options, rounding if rounds else None)
         made.append(isinstance(out, Fp8Rows))
-        attend(self, query, pages, out, *args)
+        return out
 
-    monkeypatch.setattr(TritonBackend, "attend", watched)
+    monkeypatch.setattr(TritonBackend, "run", watched)
     said = []
     for rounds in (True, False):
-        if not rounds:
-            monkeypatch.setattr(TritonBackend, "can_round", lambda *args: False)
         made.clear()
         with LLM(stored, **SETTINGS | {"num_kvcache_blocks": 60}) as llm:
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)

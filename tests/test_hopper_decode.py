@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.attention import cascade_plan as shared_prefix
-from nanovllm.attention import triton as triton_backend
-from nanovllm.attention.cascade_buffers import CascadeBuffers
-from nanovllm.attention.host_plan import DecodePlanner, DecodeVariant
-from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.attention.triton import should_use_single_split
+from nanovllm.attention import cascade as shared_prefix
+from nanovllm.attention.kv_cache_spec import Paged
+from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
 from nanovllm.kernels.attention.decode_attention import plan_decode
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
@@ -218,7 +216,7 @@ def test_merge_splits(dtype: torch.dtype) -> None:
 
 def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
     def pays(*lens: int, heads: int = 8) -> bool:
-        return should_use_single_split(heads, np.array(lens, dtype=np.int32))
+        return FASTEST.single_split(heads, np.array(lens, dtype=np.int32))
 
     assert pays() and not pays(1) and not pays(400) and not pays(30000, *[100] * 100)
     # As it was measured.
@@ -228,23 +226,29 @@ def test_whole_contexts_pay_unless_one_is_much_longer() -> None:
     assert pays(500, *[400] * 15, heads=4) and not pays(500, *[400] * 15, heads=1)
 
 
-class PlannedBackend(SdpaBackend):
-    """Plans as TritonBackend does, on a CPU."""
+class Asked(KernelPolicy):
+    """Notes the contexts that it is asked about; a single split is said to be faster for fewer than two."""
 
-    def __init__(self, cascade: CascadeBuffers, should_use_single_split: Callable[[np.ndarray], bool]) -> None:
-        super().__init__(16)
-        planner = DecodePlanner(cascade, should_use_single_split)
-        self.plan_host, self.receive, self.max_plan_size = planner.plan, planner.receive, cascade.size  # type: ignore[method-assign]
+    def __init__(self) -> None:
+        self.lens: list[list[int]] = []
+
+    def single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
+        self.lens.append(seq_lens.tolist())
+        return len(seq_lens) < 2
 
 
-def test_the_host_asks_with_the_contexts_of_the_step() -> None:
-    asked: list[list[int]] = []
+def planned_backend(monkeypatch: pytest.MonkeyPatch, num_slots: int, policy: KernelPolicy) -> TritonBackend:
+    """A backend that plans as on a Hopper GPU, on the CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    specs = [Paged(2, 16, 16, None, torch.float32)]
+    backend = TritonBackend(CPU, torch.float32, 16, 4, specs, num_slots=num_slots, shares_prefixes=True, policy=policy)
+    backend._hopper_decode = SimpleNamespace()
+    return backend
 
-    def pay(lens: np.ndarray) -> bool:
-        asked.append(lens.tolist())
-        return len(lens) < 2
 
-    builder = BatchBuilder(3, 2, 16, 64, PlannedBackend(CascadeBuffers(3, 16, 0, 1, CPU), pay), CPU, num_groups=1)
+def test_the_host_asks_with_the_contexts_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (policy := Asked()).lens
+    builder = BatchBuilder(3, 2, 16, 64, planned_backend(monkeypatch, 3, policy), CPU, num_groups=1)
     new_requests = [NewRequest(slot, [[slot, 3 + slot]], 10 + slot, 0.0, 0) for slot in range(2)]
     chunks = [Chunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
@@ -260,13 +264,8 @@ def test_the_host_asks_with_the_contexts_of_the_step() -> None:
 
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
-    asked: list[list[int]] = []
-
-    def pay(lens: np.ndarray) -> bool:
-        asked.append(lens.tolist())
-        return True
-
-    builder = BatchBuilder(4, 3, 16, 128, PlannedBackend(CascadeBuffers(4, 16, 8, 2, CPU), pay), CPU, num_groups=1)
+    asked = (policy := Asked()).lens
+    builder = BatchBuilder(4, 3, 16, 128, planned_backend(monkeypatch, 4, policy), CPU, num_groups=1)
     # Two rows have two blocks in common, and the third none with them.
     new_requests = [
         NewRequest(slot, [[*blocks, 5 + slot]], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
@@ -278,7 +277,7 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
         step = ScheduledBatch(rows=slot_rows(*slots), sampled_seq_ids=slots)
         shape, plan = builder.plan(step)
         builder.send(step, shape, plan)
-        assert shape.variant == DecodeVariant(len(slots) == 3, True) and asked[-1] == lens
+        assert shape.variant == DecodeVariant(len(slots) == 3, False) and asked[-1] == lens
 
 
 @pytest.mark.gpu
@@ -297,8 +296,8 @@ def test_the_engine_takes_both_ways(
     calls: list[int] = []
     kernel = hopper_decode.hopper_decode_attention
 
-    def counted_rule(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-        pays = should_use_single_split(num_kv_heads, seq_lens)
+    def counted_rule(policy: KernelPolicy, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
+        pays = FASTEST.single_split(num_kv_heads, seq_lens)
         taken.extend([pays] if len(seq_lens) else [])
         return pays
 
@@ -310,7 +309,7 @@ def test_the_engine_takes_both_ways(
     monkeypatch.setattr(hopper_decode, "hopper_decode_attention", counted)
     tokens = []
     for rule in (counted_rule, lambda *args: False):
-        monkeypatch.setattr(triton_backend, "should_use_single_split", rule)
+        monkeypatch.setattr(KernelPolicy, "single_split", rule)
         with make_llm(folder, max_model_len=2100, enforce_eager=eager) as llm:
             calls.clear()
             tokens.append([output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import threading
-import time
 from array import array
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,8 +21,7 @@ from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockTable
 from nanovllm.runner import host_blocks
-from nanovllm.runner.block_copies import BlockCopies
-from nanovllm.runner.host_blocks import HostBlocks
+from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.swap_space import _prompt_rate
@@ -207,10 +206,7 @@ PROMPTS = [[i, *range(10, 26)] for i in range(4)]
 
 @dataclass
 class Saved:
-    """An engine whose host has `PROMPTS`; a token takes a second.
-
-    The link copies anything at once, once it is free.
-    """
+    """An engine whose host has `PROMPTS`; the link copies anything at once."""
 
     engine: LLMEngine
     runner: MockRunner
@@ -223,11 +219,15 @@ class Saved:
             self.engine.step()
             check_engine(self.engine)
 
-    def run_with_busy_link(self, seconds: float, *prompts: list[int]) -> list[ScheduledBatch]:
+    def slow_link(self, seconds: float) -> None:
+        """Let a block take some time on the link; a small step takes a second."""
+        self.host._copy_seconds = seconds
+
+    def run_beside_decoding(self, *prompts: list[int]) -> list[ScheduledBatch]:
         """Run prompts beside one that decodes, and return the steps that load something."""
         self.engine.add_request([8], greedy(12))
         self.engine.step()
-        begun, self.host._link_free_at = len(self.runner.batches), time.monotonic() + seconds
+        begun = len(self.runner.batches)
         self.run(*prompts)
         return [batch for batch in self.runner.batches[begun:] if num_loads(batch)]
 
@@ -251,14 +251,16 @@ def saved() -> Saved:
     return made
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (8.0, 1)])
-def test_what_is_loaded_delays_running_sequences_by_one_at_a_time(seconds: float, most: int, saved: Saved) -> None:
-    loads = [num_loads(batch) // 4 for batch in saved.run_with_busy_link(seconds, *PROMPTS)]
+@pytest.mark.parametrize(("seconds", "most"), [(1e-9, 4), (0.2, 2), (0.3, 1)])
+def test_a_step_loads_what_the_link_copies_in_a_small_step(seconds: float, most: int, saved: Saved) -> None:
+    saved.slow_link(seconds)
+    loads = [num_loads(batch) // 4 for batch in saved.run_beside_decoding(*PROMPTS)]
     assert sum(loads) == 4 and max(loads) == most, loads
 
 
 def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None:
-    begun, saved.host._link_free_at = len(saved.runner.batches), time.monotonic() + 8
+    saved.slow_link(8)
+    begun = len(saved.runner.batches)
     saved.run(*PROMPTS[:2])
     first, second = saved.runner.batches[begun : begun + 2]
     assert first.waits_for_loads and (num_loads(first), num_loads(second)) == (4, 4)
@@ -266,13 +268,14 @@ def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None
 
 def test_a_prompt_waits_to_load_what_follows_its_blocks_on_the_device(saved: Saved) -> None:
     saved.run(PROMPTS[1][:9])
-    loads = saved.run_with_busy_link(8, *PROMPTS[:2])
+    saved.slow_link(8)
+    loads = saved.run_beside_decoding(*PROMPTS[:2])
     assert [num_loads(batch) for batch in loads] == [4, 2]
 
 
 def test_a_prompt_that_loads_is_computed_before_those_that_came_later(saved: Saved) -> None:
     engine, runner = saved.engine, saved.runner
-    saved.host._link_free_at = time.monotonic() + 8
+    saved.slow_link(8)
     engine.add_request([8], greedy(12))
     engine.step()
     engine.scheduler.max_num_batched_tokens, begun = 8, len(runner.batches)
@@ -283,24 +286,10 @@ def test_a_prompt_that_loads_is_computed_before_those_that_came_later(saved: Sav
 
 
 def test_a_prompt_that_loads_nothing_is_computed_beside_what_is_loaded(saved: Saved) -> None:
-    loading = saved.run_with_busy_link(15, PROMPTS[0], [5] * 16, PROMPTS[1])
+    saved.slow_link(8)
+    loading = saved.run_beside_decoding(PROMPTS[0], [5] * 16, PROMPTS[1])
     assert [num_loads(batch) for batch in loading] == [4, 4]
     assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [16]
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("nanovllm.engine.host_cache.time.monotonic", clock)
-    return clock
 
 
 def cached_blocks(token_ids: list[int]) -> list[Block]:
@@ -314,73 +303,42 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
     return blocks
 
 
-def test_blocks_are_loaded_where_that_is_faster(clock: Clock) -> None:
-    # A block takes a second on the link, and two to compute; a step half a second.
-    cache, tokens = HostCache(HostMemory(8, lambda: 8, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(20))
+@pytest.mark.parametrize(
+    ("tokens_per_second", "step_seconds", "least"),
+    # A block of four tokens takes a second on the link.
+    [(2.0, 0.5, 1), (2.0, 1.0, 1), (2.0, 2.5, 3), (1.0, 6.0, 2), (4.0, 0.1, math.inf), (8.0, 0.1, math.inf)],
+)
+def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
+    tokens_per_second: float, step_seconds: float, least: float
+) -> None:
+    memory = HostMemory(8, lambda: 8, lambda: True, 100, 100.0, tokens_per_second, step_seconds)
+    cache, tokens = HostCache(memory, 4), list(range(20))
+    assert cache.min_loaded_blocks == least
     seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
+    for _ in range(5):
+        cache.begin_step()
+        cache.plan_saves(cached_blocks(tokens)[:4], set(), 20)
+        cache.confirm_step()
+    for end in range(1, 6):
+        found = min(end, 4)
+        assert cache.would_load(seq, 0, 0, end) == (found >= least)
+        assert len(cache.fetch(seq, 0, end)) == (found if found >= least else 0)
+
+
+def test_a_step_saves_what_the_link_copies_while_it_runs() -> None:
+    # A block takes a second on the link, a token half a second, a small step half a second.
+    cache, tokens = HostCache(HostMemory(20, lambda: 20, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(400))
+    blocks = cached_blocks(tokens)
     cache.begin_step()
-    # A step with six prompt tokens takes three seconds.
-    assert len(cache.plan_saves(cached_blocks(tokens)[:4], {0}, 6)) == 3
-    clock.now += 3
-    assert len(cache.plan_saves(cached_blocks(tokens)[:4], set(), 8)) == 1
-    cache.confirm_step()
-    clock.now -= 3
-    # The link is busy for four seconds; four blocks take four more, and eight to compute.
-    assert len(cache.fetch(seq, 0, 5)) == 4
-    # Four more after eight; they would be computed in eight, and a step.
-    assert not cache.fetch(seq, 0, 4)
-    # What is computed before counts, too.
-    assert len(cache.fetch(seq, 0, 4)) == 4
-    clock.now += 100
-    assert len(cache.fetch(seq, 0, 1)) == len(cache.fetch(seq, 0, 1)) == 1
-    # Half a step later than computed.
-    clock.now += 0.75
-    assert len(cache.fetch(seq, 0, 1)) == 1
+    # Blocks that are not computed yet are not saved.
+    assert [save.source for save in cache.plan_saves(blocks, {0}, 4)] == [4]
+    # A tenth of the step is left for its results.
+    for num_prompt_tokens, count in ((10, 4), (20, 9), (0, 1), (400, 20)):
+        assert len(cache.plan_saves(blocks, set(), num_prompt_tokens)) == count
 
 
-def test_a_step_saves_what_the_link_copies_while_it_runs(clock: Clock) -> None:
-    # A block takes a second on the link, and two to compute; a step half a second.
-    cache, tokens = HostCache(HostMemory(99, lambda: 99, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(160))
-    seq, blocks = make_sequence(0, tokens), cached_blocks(tokens)
-    seq.block_tables = [BlockTable([], 0, 0)]
-    cache.begin_step()
-    assert len(cache.plan_saves(blocks, set(), 10)) == 5
-    assert not cache.plan_saves(blocks, set(), 10)
-    # Prompts are computed faster than was measured: the step before has taken two seconds.
-    clock.now += 2
-    assert not cache.plan_saves(blocks, set(), 10)
-    clock.now += 3.5
-    assert len(cache.plan_saves(blocks, set(), 10)) == 4
-    # A step that waits for loads has as much time, and what is loaded next comes after its saves.
-    clock.now += 3.5
-    assert len(cache.fetch(seq, 0, 4)) == 4
-    assert len(cache.plan_saves(blocks, set(), 0)) == 3
-    assert not cache.fetch(seq, 0, 4)
-    # Steps that are shorter than a copy save, too, in turn.
-    clock.now += 8
-    assert len(cache.plan_saves(blocks, set(), 0)) == 1
-    clock.now += 0.5
-    assert not cache.plan_saves(blocks, set(), 0)
-    clock.now += 0.5
-    assert len(cache.plan_saves(blocks, set(), 0)) == 1
-    # Results come over the link, too: a tenth of the step is left for them.
-    clock.now += 10
-    assert len(cache.plan_saves(blocks, set(), 20)) == 9
-    # The link is busy for eight seconds, and nobody waits for more than the four of its loads.
-    clock.now += 100
-    assert len(cache.fetch(seq, 0, 4)) == 4
-    assert len(cache.plan_saves(blocks, set(), 0)) == 4
-    # The device computes for eight; then a prompt has no copies.
-    assert not cache.fetch(seq, 0, 4)
-    other = make_sequence(1, [5] * 20)
-    other.block_tables = [BlockTable([], 0, 0)]
-    assert not cache.fetch(other, 0, 4)
-    clock.now += 5
-    assert len(cache.plan_saves(blocks, set(), 0)) == 1
-
-
-def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Clock) -> None:
+def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None:
     num_ready = 8
     cache, blocks = (
         HostCache(HostMemory(8, lambda: num_ready, lambda: False, 1, 1e9, 1.0, 1.0), 4),
@@ -396,7 +354,7 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again(clock: Cl
     cache.check_integrity({})
 
 
-def test_the_tail_of_a_prefix_is_dropped_before_its_head(clock: Clock) -> None:
+def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:
     cache = HostCache(HostMemory(5, lambda: 5, lambda: True, 1, 1e9, 1.0, 1.0), 4)
     tokens = list(range(20))
     cache.begin_step()
@@ -434,7 +392,7 @@ def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = llm.llm_engine.block_manager
     assert manager.host is not None
     monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens: 1000)
-    monkeypatch.setattr(manager.host, "_pays", lambda num_blocks: True)
+    monkeypatch.setattr(manager.host, "min_loaded_blocks", 1)
     manager._num_clean_blocks = manager.num_blocks
 
 

@@ -17,15 +17,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nanovllm.attention import cascade_plan as shared_prefix
-from nanovllm.attention.cascade_plan import plan_cascade_groups
-from nanovllm.kernels import qk_norm, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
+from nanovllm.attention import cascade as shared_prefix
+from nanovllm.attention.cascade import plan_cascade_groups
+from nanovllm.kernels import policy, qk_norm, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
-from nanovllm.kernels.linear import choose, norm_linear, skinny_gemm
+from nanovllm.kernels.linear import norm_linear, skinny_gemm
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.kernels.rms_norm import Norm
@@ -283,11 +283,11 @@ def test_resident_gemm_pays_where_its_programs_fit_at_once(
     normed: bool, gated: bool, in_features: int, out_features: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
-    monkeypatch.setattr(choose, "device_limits", lambda device: (132, 232448))
-    assert choose.should_use_resident(16, weight, normed, gated) == pays
-    assert not choose.should_use_resident(17, weight, normed, gated)
-    monkeypatch.setattr(choose, "device_limits", lambda device: (0, 0))
-    assert not choose.should_use_resident(16, weight, normed, gated)
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
+    assert policy.FASTEST.uses_resident(16, weight, normed, gated) == pays
+    assert not policy.FASTEST.uses_resident(17, weight, normed, gated)
+    monkeypatch.setattr(policy, "device_limits", lambda device: (0, 0))
+    assert not policy.FASTEST.uses_resident(16, weight, normed, gated)
 
 
 needs_hopper = pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")

@@ -1,8 +1,6 @@
-"""Norms and linear layers that compute when they are taken: what they compute, and when."""
+"""Norms and linear layers over the residual stream: what they compute, fused or not, on one rank and on two."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.nn import functional
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import Shard
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm, DeferredBranch, ResidualStream
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 ROWS, SIZE = 5, 8
@@ -47,28 +45,12 @@ def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch
     kept = slice(None) if rows is None else rows
     branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight.values").T
 
-    stream = ResidualStream(x.clone())
-    inner = gate_up(norm(stream)).compute(gated=True)
-    torch.testing.assert_close(stream.residual, x)
-    stream += down(inner[kept], rows)
-    torch.testing.assert_close(norm(stream).compute(), normalised(norm, x[kept] + branch))
-    torch.testing.assert_close(stream.residual, x[kept] + branch)
-
-
-@pytest.mark.parametrize("rows", [None, torch.tensor([4, 1])])
-def test_a_branch_is_normalised_before_it_is_added(rows: torch.Tensor | None) -> None:
-    norm, x = filled(AllReduceRMSNorm(SIZE, 1e-6, Communicator())), torch.randn(ROWS, SIZE)
-    product = torch.randn(ROWS if rows is None else len(rows), SIZE)
-
-    def add_to(residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # As products do that add the residual themselves.
-        return product if residual is None else product + residual, None
-
-    stream = ResidualStream(x)
-    assert stream.total().compute() is x
-    stream += cast("AllReduceRMSNorm", norm).of(DeferredBranch(add_to, rows))
-    kept = x if rows is None else x[rows]
-    torch.testing.assert_close(stream.total().compute(), kept + normalised(norm, product))
+    inner, residual = gate_up(x.clone(), norm, gated=True)
+    torch.testing.assert_close(residual, x)
+    out, residual = down(inner[kept], residual[kept])
+    normed, total = norm(out, residual)
+    torch.testing.assert_close(normed, normalised(norm, x[kept] + branch))
+    torch.testing.assert_close(total, x[kept] + branch)
 
 
 def test_a_tied_head_is_the_embedding_transposed_wherever_the_weights_are() -> None:
@@ -81,15 +63,4 @@ def test_a_tied_head_is_the_embedding_transposed_wherever_the_weights_are() -> N
     assert next(head.parameters()).dtype == torch.bfloat16
     filled(model.to_empty(device=CPU).float())
     rows = embedding(torch.arange(7))
-    torch.testing.assert_close(head.multiply(torch.eye(SIZE)), rows.T)
-
-
-def test_a_norm_adds_up_the_stream_once() -> None:
-    norm = filled(AllReduceRMSNorm(SIZE, 1e-6, Communicator()))
-    stream = ResidualStream(torch.randn(ROWS, SIZE))
-    with pytest.raises(AssertionError):
-        stream += RowParallelLinear(Shard.whole(6), SIZE)(torch.randn(ROWS, 6))
-    normed = norm(stream)
-    normed.compute()
-    with pytest.raises(AssertionError):
-        normed.compute()
+    torch.testing.assert_close(head(torch.eye(SIZE))[0], rows.T)

@@ -13,9 +13,8 @@ from transformers import AutoTokenizer
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.text_offsets import TextOffsets
 from nanovllm.text.beam_search import Beam, BeamSearch, beam_search_output
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.detokenizer import Detokenizer, TextOffsets
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
 from nanovllm.text.request_state import RequestState
 from nanovllm.text.token_bytes import token_bytes_function

@@ -1,6 +1,6 @@
 """Every kernel of an engine's start, compiled for GPUs that are not there.
 
-Each must fit into the device's shared memory, and no loop may spill its registers. `.ci/run` tests two starts, of
+Each must fit into the device's shared memory, and no loop may spill its registers. `.ci/compat` tests two starts, of
 20 s each; `pytest tests/test_portability.py -m all_devices` tests the others, a quarter of an hour. The kernels are
 compiled by the installed Triton, or by those of `--triton FOLDER`, each unpacked by `pip install --no-deps --target
 FOLDER triton==VERSION`.
@@ -65,7 +65,7 @@ def check_fit(kernels: list[dict[str, Any]], capability: str) -> None:
 
 def skip_if_slow(triton: str, request: pytest.FixtureRequest) -> None:
     if not triton and not request.config.getoption("markexpr"):
-        pytest.skip("takes 20 s; .ci/run compiles this with a Triton that is allowed")
+        pytest.skip("takes 20 s; .ci/compat compiles this with a Triton that is allowed")
 
 
 @pytest.mark.parametrize(

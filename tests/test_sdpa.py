@@ -11,11 +11,10 @@ import torch
 
 from nanovllm.attention import sdpa
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.host_plan import DecodeContexts, DecodeVariant
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
 from tests.test_kernels import (
@@ -49,8 +48,8 @@ def test_decode_rows_and_chunks(
     )  # fmt: skip
     backend = SdpaBackend(16)
     backend.plan([metadata])
+    out = backend.run(query, KVPages(cache[0], cache[1]), metadata, 32**-0.5)
     assert len(metadata.plan[None]) == most_pieces
-    out = backend.forward(query, KVPages(cache[0], cache[1]), metadata, 32**-0.5)
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
@@ -81,16 +80,14 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         specs = [Paged(2, 16, 16, one.window, torch.float32) for one in LAYERS]
         backend = TritonBackend(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
         slots = np.arange(num_decodes, dtype=np.int32)
-        contexts = DecodeContexts(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
-        variant, array = backend.plan_host(contexts)
-        backend.receive(torch.from_numpy(array).to(device))
+        variant, array = backend.plan_host(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
+        backend.plan_buffer.copy_(torch.from_numpy(array))
         assert isinstance(variant, DecodeVariant) and variant.uses_cascade
     # Each kind of layers has blocks of its own: the same tokens, and those of the windows in another order.
     order = torch.randperm(cache.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
     other_cache, other_tables = torch.empty_like(cache), order[tables.long()].int()
     other_cache[:, order] = cache
     groups = [[options for options in LAYERS if (options.window is None) == is_full] for is_full in (True, False)]
-    backend.take_groups([[Paged(2, 16, 16, one.window, torch.float32) for one in group] for group in groups])
     tiles = int32([0, 0])
     metadata = AttentionMetadata(
         num_decodes=num_decodes,
@@ -115,7 +112,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         if group[0].window is not None:
             _forget_all_but(pages, rows, 40)
         for options, expected in zip(group, exact, strict=True):
-            out = backend.forward(query, KVPages(pages[0], pages[1]), step, 16**-0.5, options)
+            out = backend.run(query, KVPages(pages[0], pages[1]), step, 16**-0.5, options)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -134,13 +131,11 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         backend = TritonBackend(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
-    backend.take_groups([specs])
     for spec in specs:
         backend.check(spec, PLAIN)
     cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)
-    variant, _ = backend.plan_host(
-        DecodeContexts(np.arange(3, dtype=np.int32), seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
-    )
+    slots = np.arange(3, dtype=np.int32)
+    variant, _ = backend.plan_host(slots, seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
     tiles = int32([0, 0])
     metadata = AttentionMetadata(
         num_decodes=3, slot_mapping=int32([]), block_tables=tables, seq_lens=seq_lens,
@@ -152,9 +147,10 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
         keys, values = cache[0, :, :, : spec.num_kv_heads], cache[1, :, :, : spec.num_kv_heads]
         pages = keys[..., : spec.key_size].contiguous(), values[..., : spec.value_size].contiguous()
         query, options = randn(sum(query_lens), num_heads, spec.key_size, dtype=dtype), AttentionOptions(spec.window)
-        out = backend.forward(query, KVPages(*pages), metadata, spec.key_size**-0.5, options)
+        out = backend.run(query, KVPages(*pages), metadata, spec.key_size**-0.5, options)
         rows = list(zip(query.split(query_lens), tables, lens, strict=True))
         exact = torch.cat([dense_attention(q.float(), pages, table, n, options) for q, table, n in rows])
+        assert isinstance(out, torch.Tensor)
         check_error(out, torch.cat([dense_attention(q, pages, table, n, options) for q, table, n in rows]), exact)
 
 

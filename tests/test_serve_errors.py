@@ -31,8 +31,8 @@ USER: Any = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving("--control", "--access-log", "--batch-dir", str(tmp_path_factory.mktemp("batches"))) as server:
+def server() -> Iterator[ServerProcess]:
+    with serving("--control", "--access-log") as server:
         yield server
 
 
@@ -113,16 +113,11 @@ def test_the_error_is_that_of_the_form_which_was_meant(
     assert found[:2] == (code, param) and part in found[2], found
 
 
-def test_queries_and_forms_say_which_field_is_wrong(client: Any) -> None:
-    file = {"file": ("a.jsonl", b"{}")}
+def test_queries_say_which_field_is_wrong(client: Any) -> None:
     cases: list[tuple[Any, tuple[str, str, str]]] = [
         (client.post("/pause?mode=x"), ("invalid_value", "mode", "'keep', 'wait' or 'abort'")),
         (client.post("/sleep?level=x"), ("invalid_type", "level", "integer")),
         (client.post("/wake_up?tags=x"), ("invalid_value", "tags", "'weights' or 'kv_cache'")),
-        (client.get("/v1/batches?limit=x"), ("invalid_type", "limit", "integer")),
-        (client.post("/v1/files", files=file, data={"purpose": "x"}), ("invalid_value", "purpose", "'batch'")),
-        (client.post("/v1/files", files=file), ("missing_required_parameter", "purpose", "required")),
-        (client.post("/v1/files", data={"purpose": "batch", "file": "a"}), ("invalid_value", "file", "a file, with a")),
     ]
     for answer, (code, param, part) in cases:
         found = refused(answer)
@@ -179,7 +174,6 @@ def test_nothing_that_a_client_sends_is_in_the_log(client: Any, server: ServerPr
         (CHAT, {"messages": USER, "tool_choice": {"type": "function", "function": {"name": SECRET}}}, 400),
         (GENERATE, {"token_ids": [1], "sampling_params": {SECRET: 1}}, 400),
         ("/update_weights", {"weight_dir": SECRET}, 400),
-        ("/v1/batches", {"input_file_id": SECRET, "endpoint": "a", "completion_window": "24h"}, 404),
         (f"/{SECRET}%0A", {}, 404),
         (f"/v1/completions?{SECRET}", {}, 400),
         (f"/wake_up?tags={SECRET}", {}, 400),
@@ -188,12 +182,9 @@ def test_nothing_that_a_client_sends_is_in_the_log(client: Any, server: ServerPr
         assert client.post(path, json=body).status_code == status, (path, body)
     for path in (f"/v1/models/{SECRET}", f"/page/{SECRET}", f"/health/?{SECRET}"):
         client.get(path)
-    # The parser of forms quotes what it finds.
-    form = {"content-type": f"multipart/form-data; boundary={SECRET}"}
-    assert client.post("/v1/files", content=f"--{SECRET}\r\n{SECRET}{{}}: a\r\n\r\n", headers=form).status_code == 400
     client.post(COMPLETION, json={"prompt": "a", "stop": 1}, headers={"X-Request-Id": "of-the-stop"})
     log = server.log()
-    assert SECRET not in log and "multipart" not in log
+    assert SECRET not in log
     for line in (
         "[of-the-stop] POST /v1/completions from ('127.0.0.1', ",
         ": 400 invalid_type (stop)",

@@ -25,7 +25,7 @@ import uvicorn
 from starlette.staticfiles import StaticFiles
 from uvicorn.server import ServerState
 
-from nanovllm.serve.connection import Connection, ConnectionPool
+from nanovllm.serve.limits import Connection, ConnectionPool
 from nanovllm.serve.settings import ServeSettings
 from tests.rank_processes import rank_pids
 from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving, unexpected_lines
@@ -72,7 +72,7 @@ def post(server: ServerProcess, body: bytes | dict[str, Any], **options: Any) ->
 def num_errors(server: ServerProcess, kind: str) -> float:
     """How many errors of a kind the server has counted."""
     with urllib.request.urlopen(server.url + "/metrics") as answer:
-        found = re.search(rf'errors_total{{kind="{kind}",[^}}]*}} (\S+)', answer.read().decode())
+        found = re.search(rf'errors_total{{[^}}]*kind="{kind}"[^}}]*}} (\S+)', answer.read().decode())
     return float(found[1]) if found else 0.0
 
 

@@ -93,13 +93,14 @@ def test_all_of_them_answer_and_a_scrape_shows_what_all_have_counted(server: Ser
     server.check_idle()
     # Whichever answers, the counts are those of all, and of the one engine.
     for _ in range(6):
-        assert metric(server, 'nanovllm_requests_total{finish_reason="length",model_name="qwen3-tiny"}') == 24
+        labels = 'engine="0",finished_reason="length",model_name="qwen3-tiny"'
+        assert metric(server, f"vllm:request_success_total{{{labels}}}") == 24
         assert (
-            metric(server, "nanovllm_request_output_tokens_sum")
+            metric(server, "vllm:request_generation_tokens_sum")
             == 24 * 12
-            == metric(server, "nanovllm_output_tokens_total")
+            == metric(server, "vllm:generation_tokens_total")
         )
-        assert metric(server, "nanovllm_step_tokens_count") > 0
+        assert metric(server, "vllm:iteration_tokens_total_count") > 0
     assert len({server.get("/v1/models")["data"][0]["created"] for _ in range(6)}) == 1
 
 
@@ -144,7 +145,7 @@ def test_what_one_front_end_is_told_holds_for_all(server: ServerProcess) -> None
 @pytest.mark.deaths
 def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(server: ServerProcess) -> None:
     server.check_idle()
-    num_counted = metric(server, "nanovllm_request_n_count")
+    num_counted = metric(server, "vllm:request_params_n_count")
     before = front_end_pids(server.process.pid)
     with ExitStack() as stack:
         streams = [stack.enter_context(send(server, {**ENDLESS, "max_tokens": 400})) for _ in range(9)]
@@ -166,7 +167,7 @@ def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(serv
     server.check_idle()
     with ThreadPoolExecutor(8) as executor:
         assert {status for status, _ in executor.map(lambda _: answer(server, CHAT), range(16))} == {200}
-    assert metric(server, "nanovllm_request_n_count") == num_counted + 9 + 16
+    assert metric(server, "vllm:request_params_n_count") == num_counted + 9 + 16
 
 
 def _ends_well(stream: socket.socket) -> bool:
@@ -213,8 +214,6 @@ def test_the_rule_for_their_number() -> None:
     rule = [ServeSettings().num_front_ends(True, cores) for cores in (1, 7, 8, 12, 16, 64)]
     assert rule == [1, 1, 2, 3, 4, 4]
     assert ServeSettings().num_front_ends(False, 64) == ServeSettings(uds="a").num_front_ends(True, 64) == 1
-    assert ServeSettings(batch_dir="a").num_front_ends(True, 64) == 1
     assert ServeSettings(front_ends=2).num_front_ends(False, 1) == 2
-    for name in ("uds", "batch_dir"):
-        with pytest.raises(ValueError, match=f"front_ends=2: a server with {name} has one"):
-            ServeSettings(front_ends=2, **{name: "a"}).num_front_ends(True, 16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="front_ends=2: a server with uds has one"):
+        ServeSettings(front_ends=2, uds="a").num_front_ends(True, 16)

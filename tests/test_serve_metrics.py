@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -19,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.metrics import Metrics
-from tests.load.report import RateResult
 
 STATS = {
     "num_steps": 9,
@@ -33,6 +31,12 @@ STATS = {
     "num_free_blocks": 10,
 }
 HOST_STATS = {"num_host_blocks": 5, "num_saved_blocks": 9, "num_loaded_blocks": 4, "num_lost_blocks": 1}
+TIMES = (
+    "request_queue_time_seconds",
+    "time_to_first_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_time_per_output_token_seconds",
+)
 DASHBOARD = json.loads((resources.files("nanovllm.serve") / "dashboard.json").read_text())
 
 
@@ -45,30 +49,31 @@ def output(*lengths: int, reason: str = "stop", times: RequestMetrics | None = N
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     """Values by name and labels."""
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
-    found = [sample for family in families if family.name.startswith("nanovllm_") for sample in family.samples]
-    assert all(sample.labels.pop("model_name") == "m" for sample in found)
+    known = (family for family in families if family.name.startswith(("nanovllm_", "vllm:")))
+    found = [sample for family in known for sample in family.samples]
+    assert all((sample.labels.pop("model_name"), sample.labels.pop("engine")) == ("m", "0") for sample in found)
     return {(sample.name, tuple(sample.labels.values())): sample.value for sample in found}
 
 
 def value(metrics: Metrics, name: str, *labels: str) -> float | None:
-    return samples(metrics).get((f"nanovllm_{name}", labels))
+    return samples(metrics).get((f"vllm:{name}", labels))
 
 
 def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
     stats = dict(STATS)
     metrics = Metrics(lambda: stats, "m", {})
     expected = {
-        "requests_running": 7,
-        "requests_waiting": 2,
-        "cache_usage_ratio": 0.75,
+        "num_requests_running": 7,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": 0.75,
         "prompt_tokens_total": 1000,
-        "output_tokens_total": 500,
-        "prefix_cache_hit_tokens_total": 250,
-        "preemptions_total": 3,
+        "generation_tokens_total": 500,
+        "prefix_cache_hits_total": 250,
+        "num_preemptions_total": 3,
     }
     assert {name: value(metrics, name) for name in expected} == expected
     stats.update(num_running=0, num_used_blocks=0, num_free_blocks=0, num_output_tokens=501)
-    changed = {"requests_running": 0, "cache_usage_ratio": 0, "output_tokens_total": 501}
+    changed = {"num_requests_running": 0, "kv_cache_usage_perc": 0, "generation_tokens_total": 501}
     assert {name: value(metrics, name) for name in expected} == expected | changed
 
 
@@ -78,7 +83,7 @@ def test_a_host_cache_has_counters_where_there_is_one() -> None:
     assert not any("host_cache" in name for name, _ in samples(metrics))
     stats |= HOST_STATS
     names = ("blocks", "saved_blocks_total", "loaded_blocks_total", "lost_blocks_total")
-    assert [value(metrics, f"host_cache_{name}") for name in names] == [5, 9, 4, 1]
+    assert [samples(metrics)[f"nanovllm_host_cache_{name}", ()] for name in names] == [5, 9, 4, 1]
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
@@ -86,35 +91,36 @@ def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
     (result,) = llm.generate([[5, 6, 7]], use_tqdm=False)
     num_tokens = len(result.outputs[0].token_ids)
     # A step each token, the first with the prompt.
-    assert value(metrics, "step_tokens_count") == num_tokens and value(metrics, "step_tokens_sum") == num_tokens + 3
-    assert value(metrics, "step_tokens_bucket", "1.0") == value(metrics, "inter_token_latency_seconds_count")
+    assert (
+        value(metrics, "iteration_tokens_total_count") == num_tokens
+        and value(metrics, "iteration_tokens_total_sum") == num_tokens + 3
+    )
+    assert value(metrics, "iteration_tokens_total_bucket", "1.0") == value(metrics, "inter_token_latency_seconds_count")
     assert value(metrics, "inter_token_latency_seconds_count") == num_tokens - 1
     between, total = value(metrics, "inter_token_latency_seconds_sum"), result.metrics.total_time
     assert 0 < (between or 0) <= total - result.metrics.time_to_first_token + 1e-3
     assert value(metrics, "prompt_tokens_by_source_total", "local_compute") == 3
     metrics.observe(result)
     assert value(metrics, "prompt_tokens_total") == 3
-    assert value(metrics, "output_tokens_total") == len(result.outputs[0].token_ids)
-    for name in ("queue_time", "time_to_first_token", "request_time", "time_per_output_token"):
-        assert value(metrics, f"{name}_seconds_count") == 1
+    assert value(metrics, "generation_tokens_total") == len(result.outputs[0].token_ids)
+    for name in TIMES:
+        assert value(metrics, f"{name}_count") == 1
 
 
 def test_a_finished_request_is_counted_with_its_times() -> None:
     metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
-    sums = {"queue_time": 0.25, "time_to_first_token": 1.0, "request_time": 3.0}
-    assert {name: value(metrics, f"{name}_seconds_sum") for name in sums} == sums
     # Two seconds for the four tokens that follow the first one of the longest output.
-    assert value(metrics, "time_per_output_token_seconds_sum") == 0.5
-    buckets = [value(metrics, "time_per_output_token_seconds_bucket", bound) for bound in ("0.2", "0.5", "+Inf")]
+    assert [value(metrics, f"{name}_sum") for name in TIMES] == [0.25, 1.0, 3.0, 0.5]
+    buckets = [value(metrics, f"{TIMES[-1]}_bucket", bound) for bound in ("0.2", "0.5", "+Inf")]
     assert buckets == [0, 1, 1]
-    assert value(metrics, "requests_total", "length") == 1
+    assert value(metrics, "request_success_total", "length") == 1
 
 
 def test_the_length_of_a_streamed_output_is_given() -> None:
     metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(1, times=RequestMetrics(0.0, 0.0, 1.0, 3.0)), num_tokens=11)
-    assert value(metrics, "time_per_output_token_seconds_sum") == 0.2
+    assert value(metrics, f"{TIMES[-1]}_sum") == 0.2
 
 
 @pytest.mark.parametrize(
@@ -133,9 +139,8 @@ def test_unknown_times_are_left_out(
 ) -> None:
     metrics = Metrics(lambda: STATS, "m", {})
     metrics.observe(output(*lengths, times=times))
-    names = ("queue_time", "time_to_first_token", "request_time", "time_per_output_token")
-    assert tuple(value(metrics, f"{name}_seconds_count") for name in names) == counts
-    assert value(metrics, "requests_total", "stop") == 1
+    assert tuple(value(metrics, f"{name}_count") for name in TIMES) == counts
+    assert value(metrics, "request_success_total", "stop") == 1
 
 
 def test_requests_and_errors_are_counted_by_kind_and_by_server() -> None:
@@ -144,11 +149,11 @@ def test_requests_and_errors_are_counted_by_kind_and_by_server() -> None:
         metrics.observe(output(2, reason=reason))
     for kind in ("timeout_error", "rate_limit_error", "timeout_error"):
         metrics.count_error(kind)
-    requests = {reason: value(metrics, "requests_total", reason) for reason in ("stop", "length", "abort")}
+    requests = {reason: value(metrics, "request_success_total", reason) for reason in ("stop", "length", "abort")}
     assert requests == {"stop": 2, "length": 0, "abort": 1}
-    assert value(metrics, "errors_total", "timeout_error") == 2
-    assert value(metrics, "errors_total", "rate_limit_error") == 1
-    assert value(other, "requests_total", "stop") == 0 and value(other, "errors_total", "timeout_error") is None
+    errors = [samples(metrics)["nanovllm_errors_total", (f"{kind}_error",)] for kind in ("timeout", "rate_limit")]
+    assert errors == [2, 1]
+    assert value(other, "request_success_total", "stop") == 0 and "nanovllm_errors_total" not in str(samples(other))
 
 
 def test_the_text_says_what_each_metric_is() -> None:
@@ -161,7 +166,7 @@ def test_the_text_says_what_each_metric_is() -> None:
         assert family.documentation and family.type != "unknown"
 
 
-def test_vllms_names_have_the_same_values() -> None:
+def test_names_and_labels_are_vllms() -> None:
     metrics = Metrics(lambda: STATS, "m", {"block_size": 16})
     finished = output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0))
     metrics.observe(replace(finished, num_cached_tokens=1))
@@ -191,10 +196,17 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     metrics.count_error("timeout_error")
     rendered = {name for name, _ in samples(metrics) if not name.endswith("_created")}
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    shown = {name for expression in expressions for name in re.findall(r"nanovllm_\w+", expression)}
+    shown = {name for expression in expressions for name in re.findall(r"(?:nanovllm_|vllm:)\w+", expression)}
     assert shown and shown <= rendered
     series = re.compile(r"_(bucket|sum|count)$")
-    assert {series.sub("", name) for name in shown} == {series.sub("", name) for name in rendered}
+    names, all_names = ({series.sub("", name) for name in some} for some in (shown, rendered))
+    # Settings, and what other metrics say as well.
+    assert all_names - names == {
+        "vllm:cache_config_info",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prompt_tokens_cached_total",
+        "vllm:request_max_num_generation_tokens",
+    }
 
 
 def test_the_dashboards_panels_are_apart_and_ask_the_chosen_source() -> None:
@@ -214,9 +226,9 @@ def test_the_dashboards_panels_are_apart_and_ask_the_chosen_source() -> None:
 
 
 GATEWAY = {
-    "TotalQueuedRequests": ("nanovllm_requests_waiting", "vllm:num_requests_waiting"),
-    "TotalRunningRequests": ("nanovllm_requests_running", "vllm:num_requests_running"),
-    "KVCacheUtilization": ("nanovllm_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
+    "TotalQueuedRequests": "vllm:num_requests_waiting",
+    "TotalRunningRequests": "vllm:num_requests_running",
+    "KVCacheUtilization": "vllm:kv_cache_usage_perc",
 }
 
 
@@ -226,14 +238,9 @@ def test_what_a_gateway_asks_for_is_there_and_in_the_readme() -> None:
     config = {"block_size": 16, "num_gpu_blocks": 40}
     text = Metrics(lambda: {**STATS, "num_waiting": 3, "num_running": 2}, "m", config).render()[0].decode()
     values = {"TotalQueuedRequests": 3.0, "TotalRunningRequests": 2.0}
-    for asked, names in GATEWAY.items():
+    for asked, name in GATEWAY.items():
         (row,) = (row for row in rows if row.startswith(f"| {asked}, a gauge"))
-        assert re.findall(r"`([^`]+)`", row) == list(names)
-        for name in names:
-            assert f"# TYPE {name} gauge\n" in text
-            (sample,) = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-            assert float(sample) == values.get(asked, float(sample)) and 0 <= float(sample) <= 3
+        assert re.findall(r"`([^`]+)`", row) == [name] and f"# TYPE {name} gauge\n" in text
+        (sample,) = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        assert float(sample) == values.get(asked, float(sample)) and 0 <= float(sample) <= 3
     assert re.search(r'^vllm:cache_config_info{.*block_size="16".*num_gpu_blocks="40".*} 1.0$', text, re.MULTILINE)
-    figures = RateResult(1.0, 2.0, 1, 1, 3, 4, Counter(), {}, {"ttft": [], "tpot": [], "e2e": []}, 0.0).to_json()
-    for name in ("ttft_ms", "tpot_ms", "e2e_ms", "requests_per_second", "output_tokens_per_second"):
-        assert name in figures and f"`{name}`" in readme

@@ -64,8 +64,7 @@ class StubServer:
         self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens"), 0)
         files = Route("/page/{name}", self.file)
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        state = Route("/stats", self.stats), Route("/stats/blocks", self.blocks)
-        self.app = Starlette(routes=[Route("/", self.file), files, *state, chat])
+        self.app = Starlette(routes=[Route("/", self.file), files, Route("/stats", self.stats), chat])
 
     async def file(self, request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
@@ -77,11 +76,6 @@ class StubServer:
             return error_response(401, "the API key is missing or wrong")
         cache_use = 0.25 * self.counts["num_running"]
         return JSONResponse({"model": MODEL, "time": time.monotonic(), "cache_use": cache_use, **self.counts})
-
-    async def blocks(self, request: Request) -> Response:
-        busy, tokens = self.counts["num_running"], self.counts["num_prompt_tokens"]
-        cells = {"used": [busy, 0], "cached": [0, 1], "users": [busy, 0], "hits": [tokens, 0]}
-        return JSONResponse({"block_size": 16, "num_blocks": 3, "blocks_per_cell": 2, **cells})
 
     async def chat(self, request: Request) -> Response:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
@@ -149,8 +143,8 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
         context.on("request", lambda request: urls.append(request.url))
         page = context.new_page()
         # Not when it is loaded again.
-        item = "'nanovllm-key'"
-        page.add_init_script(f"sessionStorage.getItem({item}) ?? sessionStorage.setItem({item}, '\"{key}\"')")
+        item, value = json.dumps("nanovllm-settings"), json.dumps(json.dumps({"key": key}))
+        page.add_init_script(f"sessionStorage.getItem({item}) ?? sessionStorage.setItem({item}, {value})")
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(url)
@@ -185,7 +179,7 @@ def sent_by(page: Page, text: str) -> Any:
 
 
 def answers(page: Page) -> Locator:
-    return page.get_by_role("article", name="Model").locator(".choice > .text")
+    return page.get_by_role("article", name="Model").locator("> .text")
 
 
 def wait_for_text(page: Page, least: int = 1) -> str:
@@ -243,27 +237,16 @@ def test_clear_aborts_and_forgets_the_conversation(visit: Visit, page_url: str) 
     assert sent_by(page, "anew")["messages"] == [{"role": "user", "content": "anew"}]
 
 
-HIT = "245,179,1,255"
-
-
-def test_the_state_and_its_plots_move(visit: Visit) -> None:
+def test_the_servers_state_is_shown(visit: Visit) -> None:
     page = visit()
     value = "[data-value=%s]"
-    plots = "[...document.querySelectorAll('[data-series]')].map((canvas) => canvas.toDataURL())"
     expect(page.get_by_role("status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text(MODEL)
     expect(page.locator(value % "num_running")).to_have_text("0")
-    before = page.evaluate(plots)
     send(page, "count")
     expect(page.locator(value % "num_running")).to_have_text("1")
-    expect(page.locator(value % "cache_use")).not_to_have_text("0%")
+    expect(page.locator(value % "cache_use")).to_have_text("25%")
     expect(page.locator(value % "output_rate")).to_have_text(re.compile("^[1-9]"))
-    expect(page.locator("#legend")).to_have_text(re.compile(r"free 2\s*in use 1\s*cached prefixes 1\s*prefix hits"))
-    expect(page.locator("#grid-note")).to_have_text("Blocks of 16 tokens, 2 in a cell")
-    # The first cell has been hit, and shows it for a while.
-    color = "document.querySelector('#grid').getContext('2d').getImageData(2, 2, 1, 1).data.join()"
-    assert page.evaluate(color) == HIT
-    assert len(before) == 4 and all(old != new for old, new in zip(before, page.evaluate(plots), strict=True))
 
 
 def test_a_refused_request_shows_why_and_gives_the_question_back(visit: Visit) -> None:
@@ -301,142 +284,33 @@ def test_the_fields_are_sent_and_empty_ones_are_not(visit: Visit) -> None:
     page.get_by_text("cut at the most tokens").wait_for()
     page.get_by_role("button", name="Clear").click()
     page.get_by_label("System message").fill("Be brief.")
-    page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Max tokens").fill("7")
+    for label, value in (("Temperature", "0"), ("Top p", "0.5"), ("Max tokens", "7"), ("Seed", "3")):
+        page.get_by_label(label).fill(value)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}]
-    assert sent_by(page, "two") == {**always, "messages": messages, "temperature": 0, "max_tokens": 7}
+    assert sent_by(page, "two") == {
+        **always,
+        "messages": messages,
+        "temperature": 0,
+        "top_p": 0.5,
+        "max_tokens": 7,
+        "seed": 3,
+    }
 
 
 def test_markup_in_an_answer_is_text(visit: Visit) -> None:
     page = visit()
     markup = '<b>bold</b><img src="x" onerror="document.title = 1"><script>document.title = 2</script>&amp; é'
-    links = "[a](javascript:document.title=3) ![b](data:text/html,c) [d](JaVaScRiPt:alert(1)) [e](https://f.example/)"
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "<i>hm</i>"}, "finish_reason": None}]}
     # Lines may end in the way that HTTP's do, and comments keep connections open.
-    stream = ": a comment\n\n" + event(thought) + "".join(map(event, map(chunk, f"{markup}\n\n{links}")))
+    stream = ": a comment\n\n" + event(thought) + "".join(map(event, map(chunk, f"{markup}\n\n{markup}")))
     canned(page, (stream + "data: [DONE]\n\n").replace("\n", "\r\n"))
     send(page, "<u>markup</u>")
     page.get_by_role("button", name="Send").wait_for()
-    paragraphs = answers(page).locator("p")
-    assert paragraphs.all_text_contents() == [markup, links.replace("[e](https://f.example/)", "e")]
-    assert answers(page).locator("a").evaluate_all("all => all.map((a) => a.href)") == ["https://f.example/"]
+    assert answers(page).last.text_content() == f"{markup}\n\n{markup}"
     assert page.locator(".reasoning .text").text_content() == "<i>hm</i>"
     assert page.get_by_role("article", name="You").locator(".text").text_content() == "<u>markup</u>"
     assert page.locator("#messages :is(b, i, u, img, script)").count() == 0
     assert page.title() == "nanovllm"
-
-
-MARKDOWN = """# One *two*
-
-- first
-  going **on**
-  1. nested
-- `code <b>` and ~~gone~~
-
-> quoted
-```python
-if x:
-
-    y = "# no heading"
-```
-| a | b |
-|---|--:|
-| 1 | **2** |
-***
-a_b_c \\*d\\* ```open
-~~~
-unclosed"""
-SHOWN = (
-    "<h2>One <em>two</em></h2>"
-    "<ul><li><p>first\ngoing <strong>on</strong></p><ol><li><p>nested</p></li></ol></li>"
-    "<li><p><code>code &lt;b&gt;</code> and <del>gone</del></p></li></ul>"
-    "<blockquote><p>quoted</p></blockquote>"
-    "<div><div><span>python</span><button>Copy</button></div>"
-    '<pre><code>if x:\n\n    y = "# no heading"</code></pre></div>'
-    "<div><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><strong>2</strong></td></tr></table></div>"
-    "<hr><p>a_b_c *d* ```open</p>"
-    "<div><div><span></span><button>Copy</button></div><pre><code>unclosed</code></pre></div>"
-)
-
-
-def test_markdown_is_shown_as_it_comes_and_survives_a_reload(visit: Visit) -> None:
-    page = visit(permissions=["clipboard-read", "clipboard-write"])
-    # As it grows, it must come to the same as at once.
-    canned(page, "".join(map(event, map(chunk, MARKDOWN))) + "data: [DONE]\n\n")
-    send(page, "show")
-    page.get_by_role("button", name="Send").wait_for()
-    for _ in range(2):
-        assert re.sub(r" (class|type|start|tabindex)=\"[^\"]*\"", "", answers(page).inner_html()) == SHOWN
-        page.reload()
-    page.get_by_role("button", name="Copy").first.click()
-    page.get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == 'if x:\n\n    y = "# no heading"'
-    assert sent_by(page, "go on")["messages"][:2] == [
-        {"role": "user", "content": "show"},
-        {"role": "assistant", "content": MARKDOWN},
-    ]
-
-
-def test_markdown_takes_time_in_proportion_to_its_length(visit: Visit) -> None:
-    seconds = """async () => {
-        const { showMarkdown } = await import("./page/markdown.js");
-        const began = performance.now();
-        for (const part of ["**a ", "`a ", "[a](", "_a", "> ", "- ", "| ", "```\\n", "* ", "\\\\", "http://"]) {
-            showMarkdown(document.createElement("div"), part.repeat(10000));
-        }
-        return (performance.now() - began) / 1000;
-    }"""
-    assert visit().evaluate(seconds) < 4
-
-
-def test_a_question_is_edited_and_an_answer_tried_again(visit: Visit) -> None:
-    page = visit()
-    canned(page, event(chunk("yes")) + "data: [DONE]\n\n")
-    page.get_by_role("button", name="introduce yourself").click()
-    page.get_by_text("yes").wait_for()
-    send(page, "second")
-    expect(answers(page)).to_have_count(2)
-    page.get_by_role("button", name="Edit").first.click()
-    expect(page.get_by_label("Message", exact=True)).to_have_value("introduce yourself")
-    page.get_by_role("button", name="Cancel").click()
-    with page.expect_request("**/v1/chat/completions") as request:
-        page.get_by_role("button", name="Retry").last.click()
-    body: Any = request.value.post_data_json
-    assert [message["content"] for message in body["messages"]] == ["introduce yourself", "yes", "second"]
-    page.get_by_role("button", name="Edit").first.click()
-    assert sent_by(page, "first")["messages"] == [{"role": "user", "content": "first"}]
-    expect(page.get_by_role("article")).to_have_count(2)
-
-
-def test_answers_stand_side_by_side_with_their_tokens_probabilities(visit: Visit) -> None:
-    page = visit()
-    page.get_by_label("Answers").fill("2")
-    page.get_by_label("Tokens by probability").check()
-    page.get_by_label("JSON schema").fill('{"type": "object"')
-    page.get_by_label("Message", exact=True).fill("pick")
-    page.get_by_role("button", name="Send").click()
-    assert page.get_by_role("article").count() == 0
-    page.get_by_label("JSON schema").fill('{"type": "object"}')
-
-    def token(index: int, text: str, logprob: float) -> str:
-        tops = [{"token": text, "logprob": logprob}, {"token": "other", "logprob": -3.0}]
-        logprobs = {"content": [{**tops[0], "top_logprobs": tops}]}
-        return event({"choices": [{"index": index, "delta": {"content": text}, "logprobs": logprobs}]})
-
-    canned(page, token(0, '{"a":', -0.5) + token(1, "{", 0) + token(0, " 1}", -1) + "data: [DONE]\n\n")
-    body = sent_by(page, "pick")
-    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
-    assert (body["n"], body["logprobs"], body["top_logprobs"], body["response_format"]) == (2, True, 5, schema)
-    expect(page.locator(".token")).to_have_text(['{"a":', " 1}", "{"])
-    page.locator(".token").first.hover()
-    expect(page.get_by_role("tooltip")).to_have_text(re.compile(r"60\.65%other4\.98%"))
-    page.get_by_label("Tokens by probability").uncheck()
-    expect(page.locator("pre")).to_have_text(['{\n  "a": 1\n}', "{"])
-    boxes = [answers(page).nth(i).bounding_box() for i in range(2)]
-    assert boxes[0] and boxes[1] and boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
-    page.get_by_role("button", name="Go on with this").last.click()
-    page.reload()
-    assert sent_by(page, "on")["messages"][1] == {"role": "assistant", "content": "{"}
 
 
 @pytest.mark.parametrize(
@@ -487,7 +361,7 @@ def test_the_real_server_streams_an_answer_to_who_has_the_key(real_server: Serve
     page.evaluate("""
         window.texts = [];
         new MutationObserver(() => {
-            const answer = document.querySelector('[aria-label=Model] .choice > .text');
+            const answer = document.querySelector('[aria-label=Model] > .text');
             if (answer) texts.push(answer.textContent);
         }).observe(document.querySelector('#messages'), {childList: true, subtree: true, characterData: true});
     """)
@@ -503,11 +377,5 @@ def test_the_real_server_streams_an_answer_to_who_has_the_key(real_server: Serve
     for name in ("num_prompt_tokens", "num_output_tokens"):
         expect(page.locator(f"[data-value={name}]")).to_have_text(str(real_server.get("/stats")[name]))
     assert real_server.get("/stats")["num_output_tokens"] > 20
-    page.get_by_role("link", name="API", exact=True).click()
-    page.get_by_text("/v1/chat/completions").click()
-    page.locator("summary", has=page.get_by_text("stream_options", exact=True)).click()
-    expect(page.get_by_text("include_usage", exact=True)).to_be_visible()
-    page.go_back()
-    # The first blocks of the conversation are in the cache.
-    send(page, "sort 3 1 2")
-    expect(page.locator("#num-hits")).to_have_text(re.compile("^[1-9]"))
+    page.reload()
+    assert answers(page).last.text_content() == whole

@@ -85,7 +85,7 @@ def test_every_setting_field_and_metric_is_there() -> None:
     names = {
         *ChatBody.model_fields,
         *CompletionBody.model_fields,
-        *re.findall(r"^# TYPE nanovllm_(\w+)", metrics, re.M),
+        *re.findall(r"^# TYPE ((?:nanovllm_|vllm:)\w+)", metrics, re.M),
     }
     assert [name for name in sorted(names) if f"`{name}" not in README and not name.endswith("_created")] == []
     assert len(CURL) >= 5 and len(PYTHON) >= 4

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -19,20 +20,20 @@ pytest.importorskip("uvicorn")
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
-from nanovllm.engine.request import RequestLimits
+from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.logprobs import Logprob, Logprobs, pack_records
-from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve import event_stream, service
+from nanovllm.serve.answers import json_answer
+from nanovllm.serve.anthropic import MessagesBody, answer_messages
 from nanovllm.serve.chat_completions import answer_chat
 from nanovllm.serve.completions import answer_completion
 from nanovllm.serve.errors import ApiError, parse_json
 from nanovllm.serve.event_stream import EventStream
-from nanovllm.serve.pooling import rerank
-from nanovllm.serve.pooling_protocol import RerankBody
+from nanovllm.serve.pooling import RerankBody, rerank
 from nanovllm.serve.protocol import ChatBody, CompletionBody
-from nanovllm.serve.response_protocol import ResponseBody
-from nanovllm.serve.responses import answer_response
+from nanovllm.serve.responses import ResponseBody, answer_response, response_chat
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.output_processor import OutputProcessor
@@ -42,7 +43,9 @@ from nanovllm.text.ranking import RankBy
 class PlayedStream:
     """A stream of given outputs."""
 
-    def __init__(self, outputs: list[RequestOutput]) -> None:
+    def __init__(self, request: Request, outputs: list[RequestOutput]) -> None:
+        self.request = request
+        self.outputs = outputs
         self._outputs = iter(outputs)
         self.is_closed = False
 
@@ -91,27 +94,19 @@ class PlayedLLM:
             step_histograms=StepHistograms,
             device_name="CPU",
         )
+        self.llm.input_processor = SimpleNamespace(process=self._process)
         self.asked: list[SamplingParams] = []
-        self.messages: list[dict[str, Any]] = []
         self._outputs = outputs
 
-    async def run_beside(self, function: Callable[[], Any]) -> Any:
-        return function()
+    def _process(self, prompts: list[Any], params: list[SamplingParams], *_: Any, **__: Any) -> list[Request]:
+        self.asked.append(params[0])
+        return [Request(array("i", [1]), params[0]) for _ in prompts]
 
-    async def encode(self, prompts: list[Any], **_: Any) -> list[TokensPrompt]:
-        return [{"prompt_token_ids": [1], "prompt": prompt} for prompt in prompts]
+    async def enqueue(self, count: int, process: Callable[[], list[Request]], work: str) -> list[PlayedStream]:
+        return [PlayedStream(request, self._outputs) for request in process()]
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        self.messages = messages
-        return [1]
-
-    async def generate_all(self, prompts: list[Any], params: SamplingParams, *, priority: int) -> list[RequestOutput]:
-        self.asked.append(params)
-        return [self._outputs[-1] for _ in prompts]
-
-    async def begin_streams(self, prompts: list[Any], params: SamplingParams, *, priority: int) -> list[PlayedStream]:
-        self.asked.append(params)
-        return [PlayedStream(self._outputs) for _ in prompts]
+    async def gather(self, streams: list[PlayedStream]) -> list[RequestOutput]:
+        return [stream.outputs[-1] for stream in streams]
 
 
 def make_service(llm: Any) -> Service:
@@ -131,7 +126,7 @@ def output(*texts: str, finished: bool = True, logprob: float = -1.0) -> Request
 def test_the_capacity_that_metrics_report_is_the_pool_that_they_report_the_use_of() -> None:
     text = make_service(PlayedLLM([output("a")])).metrics.render()[0].decode()
     assert 'num_gpu_blocks="7"' in text
-    assert re.search(r"^nanovllm_cache_usage_ratio\S* 0.4285", text, re.MULTILINE)
+    assert re.search(r"^vllm:kv_cache_usage_perc\S* 0.4285", text, re.MULTILINE)
 
 
 def test_requests_name_the_model_as_the_server_or_as_its_command_does() -> None:
@@ -185,11 +180,51 @@ def test_the_best_is_the_likeliest_by_token_however_long() -> None:
 
 
 def test_instructions_come_before_the_input() -> None:
-    llm = PlayedLLM([output("a")])
     said = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
-    body = ResponseBody.model_validate({"input": said, "instructions": "Be brief."})
-    asyncio.run(answer_response(make_service(llm), body))
-    assert llm.messages == [{"role": "system", "content": "Be brief."}, *said]
+    chat = response_chat(ResponseBody.model_validate({"input": said, "instructions": "Be brief."}))
+    messages = [message.model_dump() for message in chat.messages]
+    assert messages == [{"role": "system", "content": "Be brief."}, *said]
+
+
+PIECES = ["Well.", " <tool_call>", '{"name": "f", "argume', 'nts": {"a"', ": 1}}</tool_call>", ""]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_translated_answers_are_the_same_whole_and_streamed(whole: bool) -> None:
+    *pieces, last = [output(piece, finished=i == len(PIECES) - 1) for i, piece in enumerate(PIECES)]
+    played = make_service(PlayedLLM([output("".join(PIECES))] if whole else [*pieces, last]))
+    schema, said = {"type": "object"}, [{"role": "user", "content": "a"}]
+    asked: dict[str, Any] = {"input": said, "tools": [{"type": "function", "name": "f"}], "stream": not whole}
+    responses = read_answer(asyncio.run(answer_response(played, ResponseBody.model_validate(asked))))
+    asked = {"model": "model", "messages": said, "max_tokens": 9, "stream": not whole}
+    asked["tools"] = [{"name": "f", "input_schema": schema}]
+    messages = read_answer(asyncio.run(answer_messages(played, MessagesBody.model_validate(asked))))
+    final = responses[-1] if whole else responses[-1]["response"]
+    text, call = final["output"]
+    assert (text["content"][0]["text"], call["name"], call["arguments"]) == ("Well.", "f", '{"a": 1}')
+    assert final["status"] == "completed" and final["usage"]["output_tokens"] == len("".join(PIECES))
+    if whole:
+        assert messages[0]["content"][1]["input"] == {"a": 1} and messages[0]["stop_reason"] == "tool_use"
+        return
+    # An item is empty when it begins, whatever comes in the same step.
+    kinds = [event["type"] for event in responses]
+    begun = [event["item"] for event in responses if event["type"] == "response.output_item.added"]
+    assert [item.get("content", item.get("arguments")) for item in begun] == [[], ""] and kinds.count(kinds[-1]) == 1
+    assert [event["sequence_number"] for event in responses] == [*range(len(responses))]
+    blocks = [event["content_block"] for event in messages if event["type"] == "content_block_start"]
+    assert [block.get("text", block.get("input")) for block in blocks] == ["", {}]
+    assert messages[-2]["delta"]["stop_reason"] == "tool_use" and messages[-1] == {"type": "message_stop"}
+
+
+def read_answer(answer: Any) -> list[dict[str, Any]]:
+    """The body of a whole answer, or the data of all events."""
+
+    async def events() -> list[bytes]:
+        return [event async for event in answer._events]
+
+    if not isinstance(answer, EventStream):
+        return [json.loads(bytes(answer.body))]
+    return [json.loads(event.partition(b"data: ")[2]) for event in asyncio.run(events())]
 
 
 def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:
@@ -215,7 +250,7 @@ def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:
 def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
     async def run() -> None:
         reads = asyncio.Event()
-        stream = PlayedStream([])
+        stream = PlayedStream(Request(array("i"), SamplingParams()), [])
 
         async def events() -> AsyncIterator[bytes]:
             yield b"data: a\n\n"
@@ -275,9 +310,9 @@ def test_log_probabilities_are_counted_without_being_made() -> None:
     def built_by(num_positions: int) -> str:
         records = pack_records(np.zeros((num_positions, 3)), np.ones((num_positions, 3)), np.ones(num_positions))
         choice = CompletionOutput(0, "", [], 0.0, Logprobs(records, 3, refuse), "stop")
-        params, service = SamplingParams(logprobs=2), make_service(PlayedLLM([]))
         outputs = [RequestOutput(0, None, [1], [choice], True)]
-        answer = asyncio.run(service.json_answer(lambda: threading.current_thread().name, outputs, params))
+        name = json_answer(lambda: threading.current_thread().name, outputs, SamplingParams(logprobs=2))
+        answer = asyncio.run(name)
         return str(json.loads(bytes(answer.body)))
 
     own = threading.current_thread().name

@@ -1,25 +1,20 @@
-"""Runs that share an input, outputs in parts, and what joins them."""
+"""Runs that share an input, outputs in object stores, and `nanovllm merge`."""
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import re
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm.batch_files.digests import AnsweredRequests, request_digest
-from nanovllm.batch_files.inputs import InputFile, UnansweredLines
-from nanovllm.batch_files.part_files import PartFiles, PartFolder
-from nanovllm.batch_files.shards import WHOLE, Shard
 from nanovllm.cli import main
-from nanovllm.commands import merge
-from nanovllm.utils.remote import storage_errors
+from nanovllm.cli.batch_input import WHOLE, InputFile, Shard, UnansweredLines
+from nanovllm.cli.batch_output import AnsweredRequests, ResultFile, request_digest, whole_file
 from tests.batch_lines import ENGINE
 
 memory = pytest.importorskip("fsspec.implementations.memory")
@@ -44,7 +39,7 @@ def results_of(path: Path) -> dict[int, Any]:
     return {result["line"]: result for result in results}
 
 
-def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path) -> None:
     source, whole, merged = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "merged.jsonl"
     source.write_text("".join(LINES))
     assert run(source, whole) == 1
@@ -54,30 +49,36 @@ def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path, monkeypatch: p
     merge = ["merge", "-i", str(source), "-o", str(merged)]
     assert main([*merge, *map(str, files)]) == 1
     assert results_of(merged) == results_of(whole)
-    # The same in an object store, which fails once: what is there then stays, and is not answered again.
+    # The same in an object store, where the first shard goes on with what is there.
     memory.MemoryFileSystem.store.clear()
     with memory.MemoryFileSystem().open("/in.jsonl.gz", "wb") as file:
         file.write(gzip.compress(source.read_bytes()))
-    create, names = PartFolder.create, list[str]()
-
-    def create_twice(folder: PartFolder, name: str, content: bytes) -> None:
-        if len(names) == 2:
-            names.append("failed")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        names.append(name)
-        create(folder, name, content)
-
-    monkeypatch.setattr(PartFolder, "create", create_twice)
-    flags = ["--contiguous", "--part-lines", "1", "--gzip"]
-    for shard in ("0/2", "0/2", "1/2"):
-        run("memory://in.jsonl.gz", "memory://answers", "--shard", shard, *flags)
-    written = sorted(name for name in names if name != "failed")
-    assert written == PartFolder("memory://answers").names() and len(set(written)) == len(written)
+    outputs = [f"memory://answers-{index}.jsonl.gz" for index in range(2)]
+    for index in (0, 0, 1):
+        run("memory://in.jsonl.gz", outputs[index], "--shard", f"{index}/2", "--contiguous")
     with pytest.raises(SystemExit):
-        main([*merge, "memory://answers"])
-    assert main(["merge", "-i", str(source), "-o", "memory://merged.jsonl", "memory://answers"]) == 1
+        main([*merge, outputs[0]])
+    assert main(["merge", "-i", str(source), "-o", "memory://merged.jsonl", *outputs]) == 1
     merged.write_bytes(memory.MemoryFileSystem().cat_file("/merged.jsonl"))
     assert results_of(merged) == results_of(whole)
+
+
+@pytest.mark.parametrize("path", ["memory://out.jsonl", "memory://out.jsonl.gz", "{}/out.xz", "{}/out.bz2"])
+def test_an_output_in_a_store_or_compressed_is_written_at_the_end_and_goes_on(path: str, tmp_path: Path) -> None:
+    memory.MemoryFileSystem.store.clear()
+    path = path.format(tmp_path)
+    lines = [answered_line(number, "a") for number in range(1, 4)]
+    for number, line in enumerate(lines):
+        with ResultFile(path) as results:
+            results.load(RUN)
+            assert len(results.answered) == number
+            results.write([line])
+            results.finish()
+    assert list(InputFile(path).lines) == lines
+    with ResultFile(path) as results:
+        results.clear()
+        results.finish()
+    assert not list(InputFile(path).lines)
 
 
 @pytest.mark.parametrize("num_lines", [None, 10, 3, 1])
@@ -97,8 +98,6 @@ def test_each_line_is_in_one_shard(count: int, num_lines: int | None) -> None:
         (["--shard", "0/0"], "out of range"),
         (["--shard", "1"], "such as 0/4, not '1'"),
         (["--contiguous"], "give --shard too"),
-        (["--gzip"], "give --part-lines too"),
-        (["--part-lines", "0"], "at least 1, not 0"),
         (["-o", "s4://bucket/answers"], "s4://bucket/answers cannot be opened"),
         (["-i", "-", "--shard", "0/2", "--contiguous"], "a stream, which cannot be read twice"),
     ],
@@ -154,65 +153,26 @@ def test_an_input_that_has_changed_is_refused(tmp_path: Path) -> None:
             source.require_unchanged(answered, shard)
 
 
-def test_parts_are_whole_and_written_once(tmp_path: Path) -> None:
-    lines = [answered_line(number, "a") for number in range(1, 6)]
-    with PartFiles(str(tmp_path / "out"), Shard(1, 2), 2) as parts:
-        parts.load(RUN)
-        parts.write(lines[:1])
-        # Nothing of a part is there before it is full.
-        assert PartFolder(str(tmp_path / "out")).names() == []
-        parts.write(lines[1:])
-        parts.finish()
-    names = ["00001-of-00002-000000.jsonl", "00001-of-00002-000001.jsonl", "00001-of-00002-000002.jsonl"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
-    again = PartFiles(str(tmp_path / "out"), Shard(1, 2), 2)
-    # A run that began at the same time.
-    again.write(lines[:1])
-    with pytest.raises(FileExistsError):
-        again.finish()
-    again.finish()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
-    again.load(RUN)
-    assert len(again.answered) == 5
-    with pytest.raises(ValueError, match="of 2 shards"):
-        PartFiles(str(tmp_path / "out"), WHOLE).load(RUN)
-
-
-@pytest.mark.parametrize("method", ["ls", "open", "pipe_file", "rm_file"])
+@pytest.mark.parametrize("method", ["exists", "open"])
 def test_errors_of_a_stores_client_name_the_path(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = memory.MemoryFileSystem()
-    files.pipe("/failing/00000-of-00001-000000.jsonl", answered_line(1, "a"))
+    memory.MemoryFileSystem().pipe("/failing/out", answered_line(1, "a"))
 
     # Lacking credentials is no OSError of S3's client.
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Unable to locate credentials")
 
     monkeypatch.setattr(memory.MemoryFileSystem, method, fail)
-    parts = PartFiles("memory://failing", WHOLE)
-    with pytest.raises(OSError, match=r"memory://failing.* failed: Unable to locate credentials"):
-        parts.load(RUN)
-        parts.write([answered_line(2, "a")])
-        parts.finish()
-        parts.clear()
-        InputFile("memory://failing/in")
+    for use in (ResultFile, *([InputFile] if method == "open" else [])):
+        with pytest.raises(OSError, match=r"memory://failing/out.* failed: Unable to locate credentials"):
+            use("memory://failing/out")
 
 
-def test_a_shard_that_cannot_be_read_is_named_and_not_the_output(tmp_path: Path) -> None:
-    class Outputs:
-        def results(self) -> Iterator[bytes]:
-            yield b"{}\n"
-            with storage_errors("memory://shard"):
-                raise RuntimeError("gone")
-
-    outputs: Any = Outputs()
-    with pytest.raises(OSError, match=r"^access to 'memory://shard' failed: gone$"):
-        merge._write(str(tmp_path / "out"), outputs)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_new_folder_may_be_given_as_a_url(tmp_path: Path) -> None:
-    PartFolder(f"file://{tmp_path}/new").create("00000-of-00001-000000.jsonl", b"{}\n")
-    assert PartFolder(f"{tmp_path}/new").names() == ["00000-of-00001-000000.jsonl"]
+def test_a_file_that_cannot_be_written_in_whole_is_not_there(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "out"), str(tmp_path / "out.gz"), "memory://out", "memory://out.gz"):
+        with pytest.raises(OSError, match=f"access to '{path}' failed: gone"), whole_file(path) as file:
+            file.write(b"{}\n")
+            raise RuntimeError("gone")
+    assert not list(tmp_path.iterdir()) and not memory.MemoryFileSystem().exists("/out")
 
 
 def test_no_file_of_an_input_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

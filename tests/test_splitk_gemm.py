@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.kernels import rms_norm
+from nanovllm.kernels import policy, rms_norm
 from nanovllm.kernels._triton import is_hopper
-from nanovllm.kernels.linear import choose, norm_linear
-from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
+from nanovllm.kernels.linear import norm_linear
+from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.runner.batch import StepShape
 from tests.test_capture_sizes import make_capture_sizes
@@ -108,10 +108,10 @@ def test_splitk_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int], gated
 def test_the_kernel_pays_with_small_weights(
     rows: int, in_features: int, out_features: int, gated: bool, parts: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "device_limits", lambda device: (132, 232448))
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
     weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16)
-    assert choose.should_use_splitk(rows, weight, gated, parts) == pays
-    assert not choose.should_use_splitk(rows, weight.float(), gated, parts)
+    assert policy.FASTEST.uses_splitk(rows, weight, gated, parts) == pays
+    assert not policy.FASTEST.uses_splitk(rows, weight.float(), gated, parts)
 
 
 def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
@@ -127,7 +127,7 @@ def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("max_num_seqs", [8, 64, 130, 256, 512])
 def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "device_limits", lambda device: (132, 232448))
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
     capture_sizes = make_capture_sizes(max_num_seqs, 16384, uses_cascade=True, single_split=True)
 
     def taken(shapes: list[StepShape]) -> set[Any]:
@@ -141,8 +141,8 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
         for num_rows, size in product(rows - set(range(MAX_SKINNY_ROWS + 1)), linears(ranks)):
             in_features, out_features, gated, parts = size
             weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16, device="meta")
-            if choose.should_use_splitk(num_rows, weight, gated, parts):
-                found.add((size, choose.find_splitk_tile(num_rows, weight, gated, parts)))
+            if policy.FASTEST.uses_splitk(num_rows, weight, gated, parts):
+                found.add((size, policy.find_splitk_tile(num_rows, weight, gated, parts)))
         return found
 
     assert taken(capture_sizes.representatives()) == taken(capture_sizes.shapes) != set()
@@ -162,7 +162,7 @@ def test_a_branch_and_the_norm_after_it(rows: int, dtype: torch.dtype, size: tup
     kept = residual.clone()
     branch, left = norm_linear.linear_into(x, weight, residual)
     if GPU and dtype != torch.float32 and rows > 16:
-        in_parts = is_hopper(x.device) and choose.should_use_splitk(rows, weight, parts=choose.SPLITK_PARTS)
+        in_parts = is_hopper(x.device) and policy.FASTEST.uses_splitk(rows, weight, parts=policy.SPLITK_PARTS)
         assert (branch.dim() == 3, left is None) == (in_parts, not in_parts)
     else:
         assert branch.dim() == 2 and left is residual

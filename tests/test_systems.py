@@ -26,8 +26,8 @@ from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
 from nanovllm.kernels.e4m3 import Fp8Matrix
-from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
+from nanovllm.kernels.policy import FASTEST, LinearKernel
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.runner import model_runner
 from nanovllm.runner.memory import cpu_cache_budget
@@ -135,7 +135,7 @@ def test_products_without_kernels(obstacle: str, rows: int) -> None:
         assert out.shape == x.shape and total.shape == x.shape
         assert linear_into(x, down, x)[0].shape == x.shape
         weight = Fp8Matrix(down, norm.view(-1, 1), 1, 64)
-        assert choose_fp8(rows, x.dtype, weight) is LinearKernel.CUBLAS
+        assert FASTEST.fp8_linear(rows, x.dtype, weight) is LinearKernel.CUBLAS
 
 
 def test_ranks_without_kernels_of_ours(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_server_needs_no_client_and_no_plots() -> None:
     program = """
 import sys
 from unittest.mock import MagicMock
-sys.modules |= dict.fromkeys(["openai", "aiohttp", "matplotlib", "triton"])
+sys.modules |= dict.fromkeys(["openai", "matplotlib", "triton"])
 import nanovllm.serve.main
 from nanovllm.serve.app import create_app
 from nanovllm.serve.settings import ServeSettings

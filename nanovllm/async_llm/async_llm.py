@@ -124,7 +124,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> list[RequestOutput]:
         """Complete prompts that share their parameters, all or none; see `generate`."""
-        return await self._gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
+        return await self.gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
 
     async def embed(self, prompts: list[Any], pooling: Pooling | None = None, *, priority: int = 0) -> torch.Tensor:
         """Return normalised hidden states of prompts, all or none; see `LLM.embed` and `generate`."""
@@ -137,7 +137,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         """Return the outputs of which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
         process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
-        return await self._gather(await self._enqueue(len(prompts), process, work_of(prompts, None), None))
+        return await self.gather(await self.enqueue(len(prompts), process, work_of(prompts, None), None))
 
     async def rank(
         self,
@@ -160,7 +160,8 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
             scores = judge.scores(await self.generate_all(prompts, judge.params, priority=priority))
         return ranked(scores, documents, top_n)
 
-    async def _gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
+    async def gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
+        """Return the whole outputs of queued requests; all are aborted if one fails, or this is cancelled."""
         try:
             return list(await asyncio.gather(*(stream.whole() for stream in streams)))
         finally:
@@ -275,13 +276,6 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         rendered = partial(render, found[0], options, add_special_tokens, max_tokens)
         return await self.run_beside(rendered, work_of_size(len(str((found[0], template)))))
 
-    async def encode(
-        self, prompts: list[Any], *, add_special_tokens: bool = True, max_prompt_tokens: int | None = None
-    ) -> list[TokensPrompt]:
-        """Return prompts as token ids; see `InputProcessor.encode`."""
-        encode = partial(self.llm.input_processor.encode, prompts, add_special_tokens, max_prompt_tokens)
-        return await self.run_beside(encode, work_of(prompts, None))
-
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""
         if request_id in self._pending:
@@ -357,26 +351,31 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         request_id: int | str | None,
         is_streamed: bool,
     ) -> list[RequestStream]:
-        """Encode prompts and queue their requests; see `_enqueue`."""
+        """Encode prompts and queue their requests; see `enqueue`."""
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
         process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)
-        return await self._enqueue(len(prompts), process, work_of(prompts, params), request_id)
+        return await self.enqueue(len(prompts), process, work_of(prompts, params), request_id)
 
-    async def _enqueue(
+    async def enqueue(
         self,
         num_requests: int,
         process: Callable[[], list[Request]],
         work: Work,
-        request_id: int | str | None,
+        request_id: int | str | None = None,
     ) -> list[RequestStream]:
         """Queue requests, all or none.
 
         Args:
-            num_requests: how many they are.
+            num_requests: number of requests that `process` makes.
             process: makes them, in another thread.
-            work: what kind of work that is.
-            request_id: of a single one; None: numbers.
+            work: kind of that work.
+            request_id: of a single request; None: numbers.
+
+        Raises:
+            QueueFullError: too many requests are pending.
+            ValueError: `process` refuses one, or another request has the id.
+            RuntimeError: the engine is closed or asleep.
         """
         # The thread knows why the engine is closed.
         self._thread.require_running()

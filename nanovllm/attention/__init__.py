@@ -13,6 +13,7 @@ from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.utils.extras import install_hint
 
 
@@ -27,6 +28,7 @@ def make_backend(
     num_slots: int,
     shares_prefixes: bool = False,
     all_reduce_min: Callable[[int], int] = int,
+    policy: KernelPolicy = FASTEST,
 ) -> AttentionBackend:
     """Return the backend called `name`; "auto" is triton on CUDA, if it supports the layers, and sdpa elsewhere.
 
@@ -39,6 +41,7 @@ def make_backend(
         num_slots: most decode rows.
         shares_prefixes: whether sequences share blocks of the prefix cache.
         all_reduce_min: returns the least of all ranks' numbers, which call this together.
+        policy: chooses the kernels.
 
     Raises:
         ValueError: see `check_backend`.
@@ -66,6 +69,7 @@ def make_backend(
             num_slots=num_slots,
             shares_prefixes=shares_prefixes,
             all_reduce_min=all_reduce_min,
+            policy=policy,
         )
     from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
 

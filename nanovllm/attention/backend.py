@@ -1,13 +1,15 @@
-"""The interface of an attention backend."""
+"""The interface of an attention backend: a step is planned on the host, then on the device, and run layer by layer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from nanovllm.attention.host_plan import NOTHING, CaptureVariant, DecodeContexts, HostPlan
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.head_outputs import HeadOutputs
@@ -15,87 +17,95 @@ from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.linear.quantize_rows import Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+class HostPlan(NamedTuple):
+    """A step's plan on the host: steps of one variant and size launch the same kernels.
+
+    Attributes:
+        variant: of the kernels.
+        array: [n] int32; what the device must have in `AttentionBackend.plan_buffer`. The same object as before if it
+            has not changed; empty if the step does not read it.
+    """
+
+    variant: Hashable
+    array: np.ndarray
+
+
+@dataclass(frozen=True)
+class CaptureVariant:
+    """A variant of steps that are captured as CUDA graphs; `is_coarse` if few sizes of it are enough."""
+
+    variant: Hashable
+    is_coarse: bool = False
+
 
 class AttentionBackend(ABC):
-    """Causal attention of one step's tokens over the paged KV cache, which already holds their keys and values."""
+    """Causal attention of one step's tokens over the paged KV cache, which already holds their keys and values.
+
+    Attributes:
+        supports_cuda_graph: whether decode steps can be captured in a CUDA graph.
+        supports_mixed_graph: whether steps with prompt chunks can be captured too; sizes and work lists must then be
+            read on the device.
+        kernel_rows: numbers of decode rows at which the choice of attention kernels changes.
+        plan_buffer: [n] int32, on the device; filled with `HostPlan.array`. Empty if the backend sends nothing.
+    """
 
     supports_cuda_graph = True
-    """Whether decode steps can be captured in a CUDA graph."""
     supports_mixed_graph = False
-    """Whether steps with prompt chunks can be captured too; sizes and work lists must then be read on the device."""
-
-    max_plan_size = 0
-    """The most elements of `HostPlan.array`."""
     kernel_rows: tuple[int, ...] = ()
-    """Numbers of decode rows at which the choice of attention kernels changes."""
-
-    def variants(self) -> list[CaptureVariant]:
-        """Return the variants of steps, those that take less memory first."""
-        return [CaptureVariant(None)]
+    plan_buffer: torch.Tensor = torch.empty(0, dtype=torch.int32)
 
     def check(self, spec: Paged, options: AttentionOptions) -> None:
         """Raise a ValueError if layers that cache and attend like this are not supported."""
         return
 
-    def take_groups(self, groups: Sequence[Sequence[Paged]]) -> None:
-        """Take in what the layers of each group of the KV cache store, on which plans depend."""
-        return
+    def variants(self) -> list[CaptureVariant]:
+        """Return the variants of steps, those that take less memory first."""
+        return [CaptureVariant(None)]
 
-    def plan_host(self, contexts: DecodeContexts) -> HostPlan:
-        """Plan a step on the host, alike on all ranks; contexts may be empty."""
+    def plan_host(self, slots: np.ndarray, num_computed: np.ndarray, block_tables: np.ndarray) -> HostPlan:
+        """Plan a step on the host, alike on all ranks.
+
+        Args:
+            slots: [num_decodes] int32; the decode rows' slots.
+            num_computed: [num_slots]; tokens of each slot that are stored, without the step's own.
+            block_tables: [num_slots, max_blocks] int32.
+        """
         return HostPlan(None, NOTHING)
 
-    def receive(self, array: torch.Tensor) -> None:
-        """Take in the array that `plan_host` returned, once it is on the device."""
-        return
-
+    @abstractmethod
     def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        """Set each group's `AttentionMetadata.plan`: what `forward` of its layers shares in this step.
+        """Set each group's `AttentionMetadata.plan`: what `run` of its layers shares in this step.
 
         A CUDA graph may hold this: what differs between steps of one variant is read on the device.
         """
-        return
 
     @abstractmethod
-    def attend(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        out: HeadOutputs,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions,
-    ) -> None:
-        """Compute the attention outputs of all query rows.
-
-        Args:
-            query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
-            pages: the layer's keys and values.
-            out: filled; in e4m3 only if `can_round`. Padding rows and chunk rows that are in none of
-                `metadata.query_tiles` are undefined.
-            metadata: describes the step.
-            scale: factor of the scores before the softmax.
-            options: of the layer.
-        """
-
-    def can_round(self, rounding: Rounding, value_size: int) -> bool:
-        """Return whether outputs of heads of this size may be in e4m3, rounded so."""
-        return False
-
-    def forward(
+    def run(
         self,
         query: torch.Tensor,
         pages: KVPages,
         metadata: AttentionMetadata,
         scale: float,
         options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
-        """Return the outputs of `attend`, [num_tokens, num_heads, elements of a value], contiguous."""
-        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
-        self.attend(query, pages, out, metadata, scale, options)
-        return out
+        rounding: Rounding | None = None,
+    ) -> HeadOutputs:
+        """Return the attention outputs of all query rows, [num_tokens, num_heads, elements of a value], contiguous.
 
-    def forward_projected(
+        Padding rows, and chunk rows that are in none of `metadata.query_tiles`, are undefined.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
+            pages: the layer's keys and values.
+            metadata: describes the step.
+            scale: factor of the scores before the softmax.
+            options: of the layer.
+            rounding: how the product that follows takes its rows in e4m3, if it does; a backend that can returns them.
+        """
+
+    def run_projected(
         self,
         qkv: torch.Tensor,
         rope: NormRope,
@@ -104,8 +114,8 @@ class AttentionBackend(ABC):
         scale: float,
         rounding: Rounding | None,
     ) -> HeadOutputs | None:
-        """Run `qkv_rope_store` and `forward` in one kernel; return None, without any effect, if that is unsupported.
+        """Run `qkv_rope_store` and `run` in one kernel; return None, without any effect, if that is unsupported.
 
-        rounding: how the product that follows takes its rows in e4m3, if it does; outputs may be rounded so.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim].
         """
         return None

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from typing_extensions import override
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.head_outputs import HeadOutputs
-from nanovllm.kernels.attention.options import AttentionOptions
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.linear.quantize_rows import Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 
 class FlashAttnBackend(AttentionBackend):
     """Attention by flash-attn; only decode steps are captured in CUDA graphs."""
 
+    @override
     def check(self, spec: Paged, options: AttentionOptions) -> None:
-        """See the base class."""
         if options.sinks is not None or spec.key_size != spec.value_size:
             raise ValueError("attention_backend='flash_attn' has neither sinks nor values of another size than keys")
 
-    def attend(
+    @override
+    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
+        return
+
+    @override
+    def run(
         self,
         query: torch.Tensor,
         pages: KVPages,
-        out: HeadOutputs,
         metadata: AttentionMetadata,
         scale: float,
-        options: AttentionOptions,
-    ) -> None:
-        """See the base class."""
-        assert isinstance(out, torch.Tensor)
+        options: AttentionOptions = PLAIN,
+        rounding: Rounding | None = None,
+    ) -> torch.Tensor:
+        out = query.new_empty(query.shape)
         n = metadata.num_decodes
         window = (-1 if options.window is None else options.window - 1, 0 if options.window else -1)
         if n:
@@ -62,6 +69,7 @@ class FlashAttnBackend(AttentionBackend):
                 softcap=options.softcap or 0.0,
                 block_table=metadata.block_tables[n:],
             )
+        return out
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.head_outputs import HeadOutputs
-from nanovllm.kernels.attention.options import AttentionOptions
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.linear.quantize_rows import Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
@@ -50,17 +50,12 @@ class SdpaBackend(AttentionBackend):
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        # Of each group's layers: one plan serves those of one window.
-        self._windows: list[list[int | None]] = [[None]]
 
-    def take_groups(self, groups: Sequence[Sequence[Paged]]) -> None:
-        """See the base class."""
-        self._windows = [list(dict.fromkeys(spec.window for spec in specs)) for specs in groups]
-
+    @override
     def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        """Divide the step into segments, by the layers' window."""
-        for metadata, windows in zip(groups, self._windows, strict=True):
-            metadata.plan = {window: self._segments(metadata, window) for window in windows}
+        for metadata in groups:
+            # Segments by the layers' window, divided by the first layer of each.
+            metadata.plan = {}
 
     def _segments(self, metadata: AttentionMetadata, window: int | None) -> list[Segment]:
         """Return the segments of a step: decode rows of similar context length together, each prompt chunk alone."""
@@ -106,19 +101,23 @@ class SdpaBackend(AttentionBackend):
             mask &= position[:, None] > query_position[:, :, None] - window
         return Segment(row_index, len(seqs), key_slots.flatten(), mask.unsqueeze(1))
 
-    def attend(
+    @override
+    def run(
         self,
         query: torch.Tensor,
         pages: KVPages,
-        out: HeadOutputs,
         metadata: AttentionMetadata,
         scale: float,
-        options: AttentionOptions,
-    ) -> None:
-        """See the base class."""
-        assert isinstance(out, torch.Tensor)
-        for segment in metadata.plan[options.window]:
+        options: AttentionOptions = PLAIN,
+        rounding: Rounding | None = None,
+    ) -> torch.Tensor:
+        segments: dict[int | None, list[Segment]] = metadata.plan
+        if options.window not in segments:
+            segments[options.window] = self._segments(metadata, options.window)
+        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
+        for segment in segments[options.window]:
             out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale, options)
+        return out
 
 
 def _attend(

@@ -8,52 +8,42 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.cascade_buffers import CascadeBuffers
-from nanovllm.attention.host_plan import CaptureVariant, DecodeContexts, DecodePlanner, DecodeVariant, HostPlan
+from nanovllm.attention.backend import AttentionBackend, CaptureVariant, HostPlan
+from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.attention.head_outputs import HeadOutputs, rows_of
-from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, padded_size
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.linear.quantize_rows import Rounding
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
-FEW_SEQS = 64
-"""Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
-2.60 ms a step instead of 2.74 (0.6B, H200)."""
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
 _FLOAT32_TILE = 16
 _HOPPER_PROGRAMS = 2
 """Tokens per tile of keys and values of 128 elements, and programs per multiprocessor over which contexts are split."""
 _LEAST_TILE = 16
-_PROGRAMS_FOR_BANDWIDTH = 80
-"""Programs of `hopper_decode` that saturate an H200's read bandwidth."""
-_FREE_TOKENS = 190
-"""Tokens that one program reads in the time that merging splits takes."""
-_MAX_WIDENED = 2
-"""Up to so many tokens of the chunks' contexts, for each token of the chunks, these are widened."""
 _CASCADE_PROGRAMS = 2
 """Programs per multiprocessor for cascade attention."""
 
 
-def should_use_single_split(num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-    """Return whether `hopper_decode` is faster with a single split for each context; seq_lens: [num_seqs].
+class DecodeVariant(NamedTuple):
+    """A variant of the kernels of decode rows.
 
-    One program then reads a whole context for one KV head. That is faster unless the longest context takes longer
-    than reading all contexts at full bandwidth and merging their splits. Figures: kernels/README.md.
+    `uses_cascade`: rows that share a prefix attend to it together. `single_split`: each row's keys are read in a single
+    split instead of several (split-KV).
     """
-    # A single short context would gain 1% until it has grown, which is not worth a second CUDA graph.
-    if len(seq_lens) == 1:
-        return False
-    evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
-    return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
+
+    uses_cascade: bool = False
+    single_split: bool = False
 
 
 class LayerKind(NamedTuple):
@@ -101,12 +91,10 @@ class TritonBackend(AttentionBackend):
         num_slots: most decode rows.
         shares_prefixes: whether sequences share blocks, so that cascade attention may pay.
         all_reduce_min: returns the least of all ranks' numbers.
+        policy: chooses the kernels.
     """
 
     supports_mixed_graph = True
-
-    kernel_rows = 1, 17, FEW_SEQS + 1
-    """With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do."""
 
     def __init__(
         self,
@@ -119,7 +107,9 @@ class TritonBackend(AttentionBackend):
         num_slots: int,
         shares_prefixes: bool = False,
         all_reduce_min: Callable[[int], int] = int,
+        policy: KernelPolicy = FASTEST,
     ) -> None:
+        self.policy, self.kernel_rows = policy, policy.attention_rows
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype = dtype
         self.num_heads, self._kinds = num_heads, list(dict.fromkeys(map(LayerKind.of_spec, specs)))
@@ -139,39 +129,40 @@ class TritonBackend(AttentionBackend):
             if hopper_decode.supports(dtype, num_heads, num_kv_heads, key_size, block_size):
                 self._hopper_decode = hopper_decode
         # Layers with windows take no part in cascade attention.
-        shares_prefixes &= are_alike and cascade_attention.supports(key_size)
+        shares_prefixes &= are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
         shares_prefixes &= any(kind.window is None for kind in self._kinds)
         max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
-        fewest_heads = all_reduce_min(num_kv_heads)
+        self._fewest_kv_heads = all_reduce_min(num_kv_heads)
         rows_per_item = cascade_attention.rows_per_item(num_heads // num_kv_heads)
-        cascade = CascadeBuffers(num_slots, block_size, max_items, rows_per_item, device)
+        self.cascade = CascadePlanner(num_slots, block_size, max_items, rows_per_item, device)
+        self.plan_buffer = self.cascade.buffer
 
-        def use_single_split(seq_lens: np.ndarray) -> bool:
-            return should_use_single_split(fewest_heads, seq_lens)
-
-        self.planner = DecodePlanner(cascade, None if self._hopper_decode is None else use_single_split)
-        self.max_plan_size = cascade.size
-
+    @override
     def variants(self) -> list[CaptureVariant]:
-        """See the base class."""
-        return self.planner.variants
+        splits = (False,) if self._hopper_decode is None else (True, False)
+        # Cascade attention pays with many rows only, and by more than the padding costs.
+        ways = (False, True) if self.cascade.max_items else (False,)
+        return [CaptureVariant(DecodeVariant(way, single), is_coarse=way) for way in ways for single in splits]
 
-    def plan_host(self, contexts: DecodeContexts) -> HostPlan:
-        """See the base class."""
-        return self.planner.plan(contexts)
+    @override
+    def plan_host(self, slots: np.ndarray, num_computed: np.ndarray, block_tables: np.ndarray) -> HostPlan:
+        shared_lens = self.cascade.plan(slots, num_computed, block_tables)
+        single_split = False
+        if self._hopper_decode is not None:
+            seq_lens = num_computed[slots] + 1
+            own_lens = seq_lens if shared_lens is None else seq_lens - shared_lens
+            single_split = self.policy.single_split(self._fewest_kv_heads, own_lens)
+        return HostPlan(DecodeVariant(shared_lens is not None, single_split), self.cascade.packed)
 
-    def receive(self, array: torch.Tensor) -> None:
-        """See the base class."""
-        self.planner.receive(array)
-
+    @override
     def check(self, spec: Paged, options: AttentionOptions) -> None:
-        """See the base class."""
         if max(spec.key_size, spec.value_size) > MAX_HEAD_SIZE:
             raise ValueError(
                 f"keys of {spec.key_size} elements and values of {spec.value_size} are supported by "
                 f"attention_backend='sdpa' alone: this one takes at most {MAX_HEAD_SIZE}"
             )
 
+    @override
     def plan(self, groups: Sequence[AttentionMetadata]) -> None:
         """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
         plan = StepPlan(self._plan_decodes(groups[0]), self._plan_wide(groups[0]))
@@ -181,7 +172,9 @@ class TritonBackend(AttentionBackend):
     def _plan_wide(self, metadata: AttentionMetadata) -> WideTables | None:
         """Return where chunks' contexts are widened to; None where that is not worth it, or a graph may be captured."""
         lens, num_tokens = metadata.seq_lens_host[metadata.num_decodes :], sum(metadata.query_lens_host)
-        if self._hopper_prefill is None or not self._widens or not lens or sum(lens) > _MAX_WIDENED * num_tokens:
+        if self._hopper_prefill is None or not self._widens or not lens:
+            return None
+        if not self.policy.widens_contexts(sum(lens), num_tokens):
             return None
         return plan_wide_tables(metadata.seq_lens[metadata.num_decodes :], lens)
 
@@ -190,7 +183,7 @@ class TritonBackend(AttentionBackend):
         if not n:
             return {}
         uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
-        groups = self.planner.cascade.groups if uses_cascade else None
+        groups = self.cascade.groups if uses_cascade else None
         plans = {}
         for kind in self._kinds:
             tile, programs = self._division(kind, n)
@@ -210,27 +203,34 @@ class TritonBackend(AttentionBackend):
         """Return the tokens per tile, and the programs per multiprocessor, of layers of this kind."""
         if self._hopper_decode is not None:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
-        tile, programs = (_FEW_TILE, _FEW_PROGRAMS) if num_seqs <= FEW_SEQS else (_MANY_TILE, _MANY_PROGRAMS)
+        tile, programs = _MANY_TILE, _MANY_PROGRAMS
+        if self.policy.has_few_seqs(num_seqs):
+            tile, programs = _FEW_TILE, _FEW_PROGRAMS
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.
         largest = max(128, padded_size(max(kind.key_size, kind.value_size)))
         return max(_LEAST_TILE, tile * 128 // largest), programs
 
-    def can_round(self, rounding: Rounding, value_size: int) -> bool:
-        """See the base class: where a head is a group of values with one scale. A tile of attention has whole heads."""
-        return rounding.group == value_size == padded_size(value_size)
+    def _empty_outputs(
+        self, num_rows: int, value_size: int, like: torch.Tensor, rounding: Rounding | None
+    ) -> HeadOutputs:
+        """Return outputs to be filled, in e4m3 where each head has one scale: tiles have whole heads."""
+        if rounding is not None and rounding.group == value_size == padded_size(value_size):
+            return rounding.empty_rows(num_rows, self.num_heads * value_size, like.dtype, like.device)
+        return like.new_empty(num_rows, self.num_heads, value_size)
 
-    def attend(
+    @override
+    def run(
         self,
         query: torch.Tensor,
         pages: KVPages,
-        out: HeadOutputs,
         metadata: AttentionMetadata,
         scale: float,
-        options: AttentionOptions,
-    ) -> None:
-        """See the base class."""
+        options: AttentionOptions = PLAIN,
+        rounding: Rounding | None = None,
+    ) -> HeadOutputs:
+        out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
         n = metadata.num_decodes
         tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
         plan: StepPlan = metadata.plan
@@ -255,8 +255,10 @@ class TritonBackend(AttentionBackend):
                 self._hopper_prefill(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, self.num_processors)
             else:
                 prefill_attention(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, options)
+        return out
 
-    def forward_projected(
+    @override
+    def run_projected(
         self,
         qkv: torch.Tensor,
         rope: NormRope,
@@ -269,10 +271,7 @@ class TritonBackend(AttentionBackend):
         uses_cascade, _ = cast(DecodeVariant, metadata.variant)
         if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None
-        size = qkv.shape[2]
-        out: HeadOutputs = qkv.new_empty(len(qkv), self.num_heads, size)
-        if rounding is not None and self.can_round(rounding, size):
-            out = rounding.empty_rows(len(qkv), self.num_heads * size, qkv.device)
+        out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
         plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
         self._hopper_decode.hopper_decode_attention(
             qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope
@@ -281,6 +280,4 @@ class TritonBackend(AttentionBackend):
 
     def _shares(self, num_seqs: int, programs: int, num_kv_heads: int) -> int:
         """Return the `shares` argument of `split_contexts` for `programs` programs per multiprocessor."""
-        at_once = max(1, programs * self.num_processors // num_kv_heads)
-        # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
-        return at_once - num_seqs if 2 * num_seqs <= at_once else at_once
+        return self.policy.context_shares(num_seqs, max(1, programs * self.num_processors // num_kv_heads))

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp, Store, TCPStore  # type: ignore[attr-def
 
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 
 _TIMEOUT = timedelta(minutes=5)
@@ -28,11 +29,13 @@ class Communicator:
         rank: 0 ... size - 1.
         size: number of ranks.
         device_bytes: device memory that the communicator allocates, in bytes.
+        policy: chooses the kernels of collectives.
     """
 
     rank = 0
     size = 1
     device_bytes = 0
+    policy: KernelPolicy = FASTEST
 
     def prepare_step(self) -> None:
         """Make sure that there are call numbers for a step; called before each, outside CUDA graphs."""

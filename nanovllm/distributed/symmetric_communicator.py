@@ -26,8 +26,6 @@ _MAX_ROWS = 4096
 _SUM_COLUMNS = 4096
 _LARGEST_ITEM_BYTES = 4
 """Of float32, whose rows take the most calls."""
-_ONE_SHOT_BYTES = 2**19
-"""Up to this many bytes sent per rank, the all-reduce is one-shot; above, it is two-shot."""
 _CHOICE_KEY = "symmetric"
 
 
@@ -175,7 +173,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
     ) -> tuple[Fp8Rows, torch.Tensor]:
         """See the base class."""
-        rows, total = rounding.empty_rows(len(x), x.shape[1], x.device), torch.empty_like(x)
+        rows, total = rounding.empty_rows(len(x), x.shape[1], x.dtype, x.device), torch.empty_like(x)
         self._reduce(x, Norm(weight, eps), residual, rows.part, total)
         return rows, total
 
@@ -189,7 +187,7 @@ class SymmetricCommunicator(DistributedCommunicator):
     ) -> None:
         """Sum the ranks' x in as many calls as it takes; `normed` returns where some of the rows go."""
         num_bytes = x.numel() * x.element_size()
-        one_shot = len(x) < self.size or num_bytes * (self.size - 1) <= _ONE_SHOT_BYTES
+        one_shot = self.policy.all_reduces_at_once(len(x), num_bytes, self.size)
         count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)
         assert count <= len(x)
         start = 0

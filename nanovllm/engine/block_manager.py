@@ -518,14 +518,9 @@ class BlockManager:
         if slots:
             self._load(seq, slots)
 
-    def must_wait_to_load(self, seq: Sequence, is_loading: bool) -> bool:
-        """Whether a waiting sequence would load blocks, and the step being planned loads as much as the link can.
-
-        Args:
-            seq: the sequence.
-            is_loading: whether the step loads blocks that were taken from `loads` already.
-        """
-        if self.host is None or not (is_loading or self.loads) or not self.host.is_link_busy():
+    def must_wait_to_load(self, seq: Sequence) -> bool:
+        """Return whether a waiting sequence would load blocks in a step that loads enough already."""
+        if self.host is None or not self.host.loads_enough():
             return False
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
         parent = matched[-1].identity if matched else self._cache.root(seq.num_resets, 0)

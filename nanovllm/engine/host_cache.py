@@ -10,7 +10,6 @@ Knows nothing of the device: slots and keys are all that it deals in.
 from __future__ import annotations
 
 import math
-import time
 import typing
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable
@@ -21,8 +20,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
 _SAVES_SHARE = 0.9
-"""How much of a step with prompts its saves may take: its results wait on the link for them, and the next step for the
-results."""
+"""Fraction of a step that its saves may occupy: its results queue behind them on the link, and the next step waits for
+the results."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,15 @@ class BlockLoads:
 class HostCache:
     """Copies of blocks, least recently used first.
 
+    A prefix is loaded if it is so long that loading it, and beginning a small step later, is faster than computing it.
+    A step saves what the link copies while it runs, by the rates measured at the start.
+
     Args:
         memory: has the slots.
         block_size: tokens of a block.
 
     Attributes:
+        min_loaded_blocks: shorter prefixes are computed again.
         num_saved, num_loaded: blocks so far.
         num_lost: blocks that were evicted before they were saved.
     """
@@ -81,13 +84,11 @@ class HostCache:
         self._free_slots: list[int] = []
         # Keys saved by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
-        # When the link ends all copies planned so far, and the loads among them; when it would end the saves without
-        # the loads.
-        self._link_free_at = self._loaded_at = self._saved_at = 0.0
-        # When the device ends computing the blocks that were not worth loading.
-        self._computed_at = 0.0
-        # When the step before was planned.
-        self._planned_at = 0.0
+        self._copy_seconds = memory.block_bytes / memory.bytes_per_second
+        gain_seconds = block_size / memory.tokens_per_second - self._copy_seconds
+        self.min_loaded_blocks = max(1, math.ceil(memory.step_seconds / gain_seconds)) if gain_seconds > 0 else math.inf
+        # Blocks that the step being planned loads.
+        self._num_loading = 0
         self.num_saved = self.num_loaded = self.num_lost = 0
 
     def lacks(self, block: Block) -> bool:
@@ -108,21 +109,22 @@ class HostCache:
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
         """Return the slots of a sequence's blocks from `first` on, up to `end`, if loading them is faster."""
         copies = self._copies_of(seq, seq.block_tables[0].registered_identity, first, end)
-        if not self._pays(len(copies)):
-            _, self._computed_at = self._done_at(len(copies))
+        if len(copies) < self.min_loaded_blocks:
             return ()
-        self._loaded_at, _ = self._done_at(len(copies))
-        self._link_free_at = self._loaded_at
         # The tail of a prefix is dropped before its head, without which it cannot be found.
         for key in reversed(copies):
             self.touch(key)
+        self._num_loading += len(copies)
         self.num_loaded += len(copies)
         return [copy.slot for copy in copies.values()]
 
+    def loads_enough(self) -> bool:
+        """Return whether the step being planned loads more than the link copies in a small step."""
+        return self._num_loading * self._copy_seconds > self._memory.step_seconds
+
     def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
-        """Whether `fetch` would load something; `parent` is the identity of the block before `first`."""
-        copies = self._copies_of(seq, parent, first, end)
-        return self._pays(len(copies))
+        """Return whether `fetch` would load something; `parent` is the identity of the block before `first`."""
+        return len(self._copies_of(seq, parent, first, end)) >= self.min_loaded_blocks
 
     def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> dict[BlockKey, HostBlock]:
         copies: dict[BlockKey, HostBlock] = {}
@@ -135,21 +137,6 @@ class HostCache:
             copies[key] = copy
             parent = copy.identity
         return copies
-
-    def _pays(self, num_blocks: int) -> bool:
-        """Whether to load blocks, if any: the link has them no later than the device would have computed them."""
-        loaded_at, computed_at = self._done_at(num_blocks)
-        return num_blocks > 0 and loaded_at <= computed_at + self._memory.step_seconds
-
-    def _done_at(self, num_blocks: int) -> tuple[float, float]:
-        """Return when the link will have loaded blocks, or the device will have computed them, after all before."""
-        now, memory = time.monotonic(), self._memory
-        loaded_at = max(now, self._link_free_at) + num_blocks * memory.block_bytes / memory.bytes_per_second
-        return loaded_at, max(now, self._computed_at) + num_blocks * self._block_size / memory.tokens_per_second
-
-    def is_link_busy(self) -> bool:
-        """Whether the link has more to copy than it can in a small step."""
-        return self._link_free_at > time.monotonic() + self._memory.step_seconds
 
     def identity(self, key: BlockKey) -> int | None:
         """Return the identity by which others follow a block that has a copy."""
@@ -173,7 +160,7 @@ class HostCache:
         """
         saves: list[BlockTransfer] = []
         most = self._most_saves(num_prompt_tokens)
-        for block in blocks if most else ():
+        for block in blocks:
             if block.key is None or block.key in self._copies or block.block_id in unconfirmed:
                 continue
             slot = self._take_slot()
@@ -185,25 +172,12 @@ class HostCache:
             if len(saves) == most:
                 break
         self.num_saved += len(saves)
-        now, seconds = time.monotonic(), len(saves) * self._memory.block_bytes / self._memory.bytes_per_second
-        self._planned_at = now
-        self._link_free_at = max(now, self._link_free_at) + seconds
-        self._saved_at = max(now, self._saved_at) + seconds
         return saves
 
     def _most_saves(self, num_prompt_tokens: int) -> int:
-        """Return how many saves the link can begin during a step with so many prompt tokens.
-
-        The step's time is estimated: its prompts by the measured rate, or its wait for loads, and at most the time of
-        the step before, since many prompts are computed faster than the one that was measured. Loads take no saves
-        away: a lost block is computed again, which takes longer than to save it.
-        """
-        now, memory = time.monotonic(), self._memory
-        expected = max(num_prompt_tokens / memory.tokens_per_second, self._loaded_at - now)
-        seconds = _SAVES_SHARE * min(expected, now - self._planned_at)
-        left = now + max(seconds, memory.step_seconds) - max(now, self._saved_at)
-        most = math.ceil(left * memory.bytes_per_second / memory.block_bytes)
-        return min(memory.num_slots, max(0, most))
+        """Return the number of blocks that the link copies during a step, at least one."""
+        seconds = max(self._memory.step_seconds, num_prompt_tokens / self._memory.tokens_per_second)
+        return min(self._memory.num_slots, max(1, int(_SAVES_SHARE * seconds / self._copy_seconds)))
 
     def _take_slot(self) -> int | None:
         """Return a slot, that of the least recently used copy if all are taken; None if one must be waited for."""
@@ -228,6 +202,7 @@ class HostCache:
     def begin_step(self) -> None:
         """Begin a step: what is saved from now on is confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])
+        self._num_loading = 0
 
     def cancel_step(self) -> None:
         """Undo `begin_step`, since the step turned out to be empty."""

@@ -262,7 +262,7 @@ class Scheduler:
         """Move the head of the queue to the running, if budget, slots, blocks and what is to be loaded allow."""
         seq, manager = self.waiting.first() if self._free_slots and self._budget else None, self.block_manager
         # A preempted sequence waits for its token in flight, which it will need as input.
-        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq, batch.waits_for_loads):
+        if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
             return None
         if not manager.allocate(seq):
             return None

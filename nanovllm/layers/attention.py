@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import get_attention_metadata
+from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.kv_scales import KVCacheScales
-
-
-class QKVProduct(Protocol):
-    """A product of one layer for queries, keys and values, not computed yet; see `Projection`."""
-
-    def compute(self) -> torch.Tensor:
-        """Return the product, [num_tokens, outputs of this rank]."""
-
-    def rope_store(
-        self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the queries of `qkv_rope_store`, if one kernel for both is supported and faster."""
+from nanovllm.quantization.weight import Weight
 
 
 class CachedAttention(nn.Module):
@@ -101,11 +90,32 @@ class Attention(CachedAttention):
         self.eps = eps
         self.rotary = rotary
 
+    def rope(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormRope:
+        """Return what happens to heads before attention; q_norm, k_norm: of each head, None if the model has none."""
+        norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+        return NormRope(norm_weights, self.eps, self.rotary.cos_sin)
+
+    def should_project(self, weight: Weight, num_tokens: int, rope: NormRope) -> bool:
+        """Return whether `project` supports this weight, and is faster than a product with `forward` after it."""
+        if not isinstance(weight, DenseWeight) or weight.bias is not None or self.pages.scales is not None:
+            return False
+        return rope.norm_weights is not None and weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
+
+    def project(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> torch.Tensor:
+        """Multiply x by the weight of queries, keys and values, and compute `qkv_rope_store` of it, in one kernel.
+
+        x: [num_tokens, hidden_size]; only if `should_project`. Returns the queries, [num_tokens, num_heads, head_dim].
+        """
+        from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store  # noqa: PLC0415
+
+        assert isinstance(weight, DenseWeight)
+        slot_mapping, num_programs = get_attention_metadata(self.group).slot_mapping, device_limits(x.device)[0]
+        return persistent_qkv_rope_store(x, weight.values, rope, positions, self.pages, slot_mapping, num_programs)
+
     def forward(
         self,
-        qkv: QKVProduct,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
+        qkv: torch.Tensor,
+        rope: NormRope,
         positions: torch.Tensor,
         rows: torch.Tensor | None = None,
         rounding: Rounding | None = None,
@@ -113,32 +123,38 @@ class Attention(CachedAttention):
         """Norm and rotate queries and keys, store keys and values, and attend over all that is stored.
 
         Args:
-            qkv: of all tokens of the step.
-            q_norm, k_norm: of the heads; None if the model has none.
+            qkv: [num_tokens, outputs of this rank]; queries, keys and values of all tokens of the step.
+            rope: from the method `rope`.
             positions: [num_tokens].
-            rows: those to sample from, if only they are wanted.
+            rows, rounding: see `attend`.
+        """
+        metadata, pages = get_attention_metadata(self.group), self.pages
+        # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        heads = qkv.view(len(positions), -1, self.head_dim)
+        if rows is None and self.options.is_plain:
+            out = self.backend.run_projected(heads, rope, pages, metadata, self.scale, rounding)
+            if out is not None:
+                return out if isinstance(out, Fp8Rows) else out.flatten(1)
+        return self.attend(qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping), rows, rounding)
+
+    def attend(
+        self, query: torch.Tensor, rows: torch.Tensor | None = None, rounding: Rounding | None = None
+    ) -> torch.Tensor | Fp8Rows:
+        """Attend over all that is stored, the step's tokens included.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim].
+            rows: the tokens to sample from, if only their outputs are wanted.
             rounding: how the product that follows takes its rows in e4m3, if it does; not with `rows`.
 
         Returns:
             [num_tokens or len(rows), num_heads * head_dim]; or with `rounding` maybe these rows in e4m3.
         """
-        norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        rope = NormRope(norm_weights, self.eps, self.rotary.cos_sin)
-        metadata, pages = get_attention_metadata(self.group), self.pages
-        query = qkv.rope_store(rope, positions, pages, metadata.slot_mapping)
-        if query is None:
-            # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-            heads = qkv.compute().view(len(positions), -1, self.head_dim)
-            if rows is None and self.options.is_plain:
-                out = self.backend.forward_projected(heads, rope, pages, metadata, self.scale, rounding)
-                if out is not None:
-                    return out if isinstance(out, Fp8Rows) else out.flatten(1)
-            query = qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping)
-        if rounding is not None and self.backend.can_round(rounding, self.head_dim):
-            rounded = rounding.empty_rows(len(query), query.shape[1] * self.head_dim, query.device)
-            self.backend.attend(query, pages, rounded, metadata, self.scale, self.options)
-            return rounded
-        if rows is None:
-            return self.backend.forward(query, pages, metadata, self.scale, self.options).flatten(1)
-        # Tiles without a sampled row are not computed, and their rows have anything in them.
-        return self.backend.forward(query, pages, metadata.for_samples(), self.scale, self.options)[rows].flatten(1)
+        metadata = get_attention_metadata(self.group)
+        if rows is not None:
+            # Tiles without a sampled row are not computed, and their rows have anything in them.
+            metadata = metadata.for_samples()
+        out = self.backend.run(query, self.pages, metadata, self.scale, self.options, rounding)
+        if isinstance(out, Fp8Rows):
+            return out
+        return (out if rows is None else out[rows]).flatten(1)

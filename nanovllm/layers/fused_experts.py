@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Collection
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ExpertsShard, Shard
@@ -13,7 +14,7 @@ from nanovllm.experts_config import ExpertsConfig
 from nanovllm.kernels.moe.fused_experts import fused_experts, kernel_rows
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.layers.layernorm import DeferredBranch, Normed
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.quantization.config import make_experts_weight
 from nanovllm.quantization.loading import LoadableModule
 from nanovllm.quantization.weight import MatrixShard
@@ -31,19 +32,26 @@ class Router(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize = config.top_k, config.renormalize
-        self.kernel_rows = kernel_rows(config.num_experts, config.top_k)
 
-    def forward(self, x: Normed) -> tuple[torch.Tensor, Routing]:
-        """x: [num_tokens, hidden_size]. Returns it, normalised, and the experts."""
-        norm, stream = x.norm, x.stream
-        if norm.communicator.size > 1:
-            rows = x.compute()
-            return rows, route(rows, self.weight, self.top_k, self.renormalize)[0]
-        routing, rows, total = route(
-            x.branch, self.weight, self.top_k, self.renormalize, Norm(norm.weight, norm.eps), stream.residual
-        )
-        stream.settle(total)
-        return rows, routing
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return kernel_rows(len(self.weight), self.top_k)
+
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Routing, torch.Tensor | None]:
+        """Return `norm(x + residual)`, [num_tokens, hidden_size], each token's experts, and `x + residual`.
+
+        The arguments are those of `ColumnParallelLinear`.
+        """
+        if norm is not None and norm.communicator.size == 1:
+            params = Norm(norm.weight, norm.eps)
+            routing, rows, total = route(x, self.weight, self.top_k, self.renormalize, params, residual)
+            return rows, routing, total
+        if norm is not None:
+            x, residual = norm(x, residual)
+        return x, route(x, self.weight, self.top_k, self.renormalize)[0], residual
 
 
 class _ExpertsLinear(nn.Module):
@@ -87,15 +95,8 @@ class FusedExperts(nn.Module):
         )
         self.communicator = communicator
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> DeferredBranch:
-        """Return the experts' outputs for x, [num_tokens, hidden_size], not computed yet, for the residual stream."""
-        return DeferredBranch(partial(self._add_to, x, routing))
-
-    def _add_to(
-        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start)
-        if self.communicator.size > 1 and out.dim() == 3:
-            out = out.sum(0)
-        return out, residual
+        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start, gate_up.policy)
+        return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out

@@ -1,75 +1,56 @@
 """Linear layers split over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
-A layer knows which part of the product is this rank's, and its weight how to compute it. A layer computes nothing by
-itself: it returns its product as an object, and what takes that may have one kernel for both.
+A layer knows which part of the product is this rank's, and its weight how to compute it. A column-parallel layer begins
+a branch, and takes the norm before it along, since there may be one kernel for both; a row-parallel layer ends one, and
+may add its product to the residual itself. See `layers.layernorm` for the pair `(x, residual)`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
-from nanovllm.layers.layernorm import DeferredBranch, LinearInput
+from nanovllm.kernels.rms_norm import Norm
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.quantization.config import make_weight
-from nanovllm.quantization.weight import MatrixShard, RoundedProduct, Weight
+from nanovllm.quantization.weight import MatrixShard, Weight
 from nanovllm.quantization_config import QuantizationConfig
 
 
-@dataclass(frozen=True)
-class Projection:
-    """A column-parallel layer's product, not computed yet."""
-
-    weight: Weight
-    x: LinearInput
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens of the step."""
-        return self.x.branch.shape[-2]
-
-    def compute(self, gated: bool = False) -> torch.Tensor:
-        """Return the product, [num_tokens, outputs of this rank].
-
-        gated: return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020, arXiv:2002.05202).
-        """
-        return self.x.multiply(self.weight, gated)
-
-    def compute_for(self, weight: Weight) -> torch.Tensor:
-        """Return gate and up, of which SiLU(gate) * up is meant, as the weight that multiplies them next takes them."""
-        return self.compute(gated=not weight.takes_gate_up(self.num_rows, self.x.dtype))
-
-    def rope_store(
-        self, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Compute `qkv_rope_store` of the product in one kernel; None if that is not supported or not faster.
-
-        The arguments are those of `qkv_rope_store`. Returns the queries, [num_tokens, num_heads, head_dim].
-        """
-        if not self.weight.should_use_rope_store(self.x.branch, rope, pages):
-            return None
-        return self.weight.multiply_rope_store(self.x.compute(), rope, positions, pages, slot_mapping)
-
-
 class ColumnParallelLinear(nn.Module):
-    """A product of which each rank has some outputs, not computed until it is taken."""
+    """A product of which each rank has some outputs."""
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
         self.weight = weight
 
-    def forward(self, x: LinearInput) -> Projection:
-        """Return the product with x, not computed yet."""
-        return Projection(self.weight, x)
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: AllReduceRMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`.
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with x, [num_rows, in_features]."""
-        return self.weight.multiply(x)
+        Args:
+            x: [num_tokens, in_features], contiguous; with a norm the newest branch of the residual stream.
+            norm: RMSNorm before the product. Without one x is multiplied as it is, and residual is returned as it is.
+            residual: [num_tokens, in_features], or None for zero.
+            gated: return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020,
+                arXiv:2002.05202).
+
+        Returns:
+            [num_tokens, outputs of this rank], half as many if gated; and [num_tokens, in_features] or None.
+        """
+        if norm is None:
+            return self.weight.multiply(x, gated=gated)[0], residual
+        if norm.communicator.size == 1:
+            return self.weight.multiply(x, Norm(norm.weight, norm.eps), residual, gated)
+        rows, total = norm(x, residual, self.weight.row_rounding(x.shape[-2], norm.weight.dtype))
+        return self.weight.multiply(rows, gated=gated)[0], total
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -126,33 +107,15 @@ class RowParallelLinear(nn.Module):
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
 
     def forward(
-        self,
-        x: torch.Tensor | Projection | Fp8Rows,
-        rows: torch.Tensor | None = None,
-        product: RoundedProduct | None = None,
-    ) -> DeferredBranch:
-        """Return the product, not computed yet, for the residual stream.
+        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the x and the residual of the norm that follows, whose sum is `x @ weight.T + residual`.
 
         Args:
-            x: [num_rows, inputs of this rank], contiguous; or gate and up, of which SiLU(gate) * up is meant.
-            rows: [num_rows]; the rows of the stream that x has, if not all. The stream loses the others.
-            product: takes x, if that is in e4m3.
+            x: [num_rows, inputs of this rank], contiguous, or rows that are rounded as `Weight.row_rounding` says; or
+                gate and up, [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
+            residual: [num_rows, out_features], which may be overwritten; or None for zero.
         """
-        if isinstance(x, Fp8Rows):
-            assert product is not None
-            return DeferredBranch(partial(self._add_rounded, x, product))
-        if isinstance(x, Projection):
-            x = x.compute_for(self.weight)
-        return DeferredBranch(partial(self._add_to, x), rows)
-
-    def _add_rounded(
-        self, x: Fp8Rows, product: RoundedProduct, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.inputs.is_whole and residual is not None:
-            return product.multiply_into(x, residual)
-        return product.multiply(x, False), residual
-
-    def _add_to(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.inputs.is_whole and residual is not None:
             return self.weight.multiply_into(x, residual)
-        return self.weight.multiply(x), residual
+        return self.weight.multiply(x)[0], residual

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import shard_of
+from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -27,13 +28,6 @@ _KV_SCALES = {
     ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale",
 }  # fmt: skip
 """Scales of a cache in e4m3: module and name there -> name here."""
-
-
-class HiddenStates(Protocol):
-    """What comes out of a model's last norm, perhaps not computed yet."""
-
-    def compute(self) -> torch.Tensor:
-        """Return the states, [num_tokens, hidden_size]."""
 
 
 class CausalLM(nn.Module):
@@ -79,6 +73,12 @@ class CausalLM(nn.Module):
         modules = [module for module in self.modules() if isinstance(module, LoadableModule)]
         return {tokens for module in modules for tokens in module.kernel_tokens}
 
+    def set_kernel_policy(self, policy: KernelPolicy) -> None:
+        """Let a policy choose the kernels of all weights."""
+        for module in self.modules():
+            if isinstance(module, LoadableModule):
+                module.policy = policy
+
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Leave out, inside the `with` block, the layers that launch the same kernels as others.
@@ -104,22 +104,33 @@ class CausalLM(nn.Module):
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> HiddenStates:
-        """token_ids, positions: [num_tokens] int32 -> the last norm, not computed yet, for `compute_logits`.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the model up to its last norm, for `compute_logits` or `hidden_states`.
 
-        It is of [num_tokens, hidden_size], or of `rows` of it: few tokens of a prompt have one sampled after them.
+        Args:
+            token_ids, positions: [num_tokens] int32.
+            rows: the tokens whose states are wanted; few tokens of a prompt have one sampled after them. None for all.
+
+        Returns:
+            x and residual, [num_rows, hidden_size] each; see `layers.layernorm`.
         """
-        hidden: HiddenStates = self.model(token_ids, positions, rows)
-        return hidden
+        states: tuple[torch.Tensor, torch.Tensor | None] = self.model(token_ids, positions, rows)
+        return states
 
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        """hidden: of num_rows tokens, from `forward` -> [num_rows, vocabulary entries of this rank]."""
-        logits: torch.Tensor = self.lm_head(hidden).compute()
+    def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return the states after the last norm, [num_rows, hidden_size]; x, residual: from `forward`."""
+        states: torch.Tensor = self.model.norm(x, residual)[0]  # type: ignore[operator]
+        return states
+
+    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """x, residual: from `forward` -> [num_rows, vocabulary entries of this rank]."""
+        logits: torch.Tensor = self.lm_head(x, self.model.norm, residual)[0]
         return logits
 
     def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], after the last norm -> [num_rows, vocabulary entries of this rank]."""
-        return self.lm_head.multiply(hidden)
+        """hidden: [num_rows, hidden_size], from `hidden_states` -> [num_rows, vocabulary entries of this rank]."""
+        logits: torch.Tensor = self.lm_head(hidden)[0]
+        return logits
 
     def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
         """Return what this rank holds of each tensor that the model is made of."""

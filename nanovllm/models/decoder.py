@@ -6,8 +6,8 @@ norms after attention and MLP; and what differs between layers, in `ModelConfig.
 embeddings, and mixtures of experts in the MLP's place. Activations are [num_tokens, size]: sequences lie one after the
 other, and only attention knows where one ends.
 
-Norms and linear layers are lazy: they return a deferred result (`Normed`, `Projection`, `DeferredBranch`), and the
-layer that takes it runs one fused kernel for both where there is one.
+Hidden states are a pair `(x, residual)`, as in `layers.layernorm`: the linear layer that begins a branch takes the norm
+before it along, and the one that ends it the residual, so that one kernel computes both where there is one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,8 @@ from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fused_experts import FusedExperts, Router
-from nanovllm.layers.layernorm import (
-    AllReduceRMSNorm,
-    DeferredBranch,
-    LinearInput,
-    Normed,
-    ResidualStream,
-    RMSNorm,
-)
+from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.qk_norm import NormedQKV, ParallelRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
@@ -63,26 +55,48 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             shard.heads.times(head_dim), hidden_size, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
-        self.q_norm, self.k_norm = None, None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         if qk_norm == "heads":
             self.q_norm, self.k_norm = RMSNorm(head_dim, eps), RMSNorm(head_dim, eps)
         elif qk_norm == "projections":
             self.q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
             self.k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
+        # Attention's kernels take these along.
+        self.head_norms = (self.q_norm, self.k_norm) if qk_norm == "heads" else (None, None)
         scales = None
         if quant_config is not None and quant_config.kv_scales is not None:
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
         self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales)
 
-    def forward(self, x: LinearInput, positions: torch.Tensor, rows: torch.Tensor | None) -> DeferredBranch:
-        """Attend from x, [num_tokens, hidden_size], at `positions`, [num_tokens]; returns `rows`, or all."""
-        qkv, q_norm, k_norm = self.qkv_proj(x), self.q_norm, self.k_norm
-        product = None if rows is not None else self.o_proj.weight.rounded_product(qkv.num_rows, x.dtype)
-        rounding = None if product is None else product.rounding
-        if isinstance(q_norm, ParallelRMSNorm) and isinstance(k_norm, ParallelRMSNorm):
-            qkv, q_norm, k_norm = NormedQKV(qkv, (q_norm, k_norm), self.communicator), None, None
-        out = self.attn(qkv, q_norm, k_norm, positions, rows, rounding)
-        return self.o_proj(out, rows, product)
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: AllReduceRMSNorm | None,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from `norm(x + residual)`, [num_tokens, hidden_size], at `positions`, [num_tokens].
+
+        Returns the branch and the residual that it is to be added to, of `rows`, or of all tokens.
+        """
+        num_tokens, dtype = len(positions), x.dtype if norm is None else norm.weight.dtype
+        rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
+        rope = self.attn.rope(*self.head_norms)
+        if self.attn.should_project(self.qkv_proj.weight, num_tokens, rope):
+            if norm is not None:
+                x, residual = norm(x, residual)
+            query = self.attn.project(x, self.qkv_proj.weight, rope, positions)
+            out = self.attn.attend(query, rows, rounding)
+        else:
+            qkv, residual = self.qkv_proj(x, norm, residual)
+            if isinstance(self.q_norm, ParallelRMSNorm) and isinstance(self.k_norm, ParallelRMSNorm):
+                normalize_projections(qkv, self.q_norm, self.k_norm, self.communicator)
+            out = self.attn(qkv, rope, positions, rows, rounding)
+        if rows is not None and residual is not None:
+            residual = residual[rows]
+        return self.o_proj(out, residual)
 
 
 class MLP(nn.Module):
@@ -98,9 +112,17 @@ class MLP(nn.Module):
             size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj"
         )
 
-    def forward(self, x: LinearInput) -> DeferredBranch:
-        """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
-        return self.down_proj(self.gate_up_proj(x))
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the MLP of `norm(x + residual)`, [num_tokens, hidden_size].
+
+        Returns the branch, and the residual that it is to be added to.
+        """
+        dtype = x.dtype if norm is None else norm.weight.dtype
+        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
+        gate_up, residual = self.gate_up_proj(x, norm, residual, gated)
+        return self.down_proj(gate_up, residual)
 
 
 class SparseMLP(nn.Module):
@@ -115,10 +137,12 @@ class SparseMLP(nn.Module):
             quant_config=config.quantization, prefix=f"{prefix}.experts",
         )  # fmt: skip
 
-    def forward(self, x: Normed) -> DeferredBranch:
-        """x: [num_tokens, hidden_size] -> the same shape, computed when it is added to the residual stream."""
-        rows, routing = self.gate(x)
-        return self.experts(rows, routing)
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
+        rows, routing, residual = self.gate(x, norm, residual)
+        return self.experts(rows, routing), residual
 
 
 class DecoderLayer(nn.Module):
@@ -132,11 +156,12 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
-    def forward(self, x: ResidualStream, positions: torch.Tensor, rows: torch.Tensor | None) -> ResidualStream:
-        """x: [num_tokens, hidden_size] -> the same shape, or only `rows`."""
-        x += self.self_attn(self.input_layernorm(x), positions, rows)
-        x += self.mlp(self.post_attention_layernorm(x))
-        return x
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+        x, residual = self.self_attn(x, self.input_layernorm, residual, positions, rows)
+        return self.mlp(x, self.post_attention_layernorm, residual)
 
 
 class PostNormDecoderLayer(nn.Module):
@@ -150,11 +175,17 @@ class PostNormDecoderLayer(nn.Module):
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
         self.post_feedforward_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
 
-    def forward(self, x: ResidualStream, positions: torch.Tensor, rows: torch.Tensor | None) -> ResidualStream:
-        """x: [num_tokens, hidden_size] -> the same shape, or only `rows`."""
-        x += self.post_attention_layernorm.of(self.self_attn(x.total(), positions, rows))
-        x += self.post_feedforward_layernorm.of(self.mlp(x.total()))
-        return x
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+        total = x if residual is None else residual + x
+        branch, _ = self.self_attn(total, None, None, positions, rows)
+        branch, _ = self.post_attention_layernorm(branch)
+        total = (total if rows is None else total[rows]) + branch
+        branch, _ = self.mlp(total)
+        branch, _ = self.post_feedforward_layernorm(branch)
+        return branch, total
 
 
 class Decoder(nn.Module):
@@ -178,13 +209,15 @@ class Decoder(nn.Module):
         last = Communicator() if is_post_norm else communicator
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Normed:
-        """token_ids, positions: [num_tokens] -> [num_tokens, hidden_size], or only `rows`."""
-        x = ResidualStream(self.embed_tokens(token_ids))
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
+        x, residual = self.embed_tokens(token_ids), None
         for i, layer in enumerate(self.layers, 1):
             # After the last layer's attention only the rows to sample from are needed.
-            x = layer(x, positions, rows if i == len(self.layers) else None)
-        return self.norm(x)
+            x, residual = layer(x, residual, positions, rows if i == len(self.layers) else None)
+        return x, residual
 
 
 class DecoderForCausalLM(CausalLM):

@@ -17,8 +17,7 @@ from torch import nn
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.layernorm import RMSNorm, Rows
-from nanovllm.layers.linear import Projection
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard, Weight
 
@@ -54,7 +53,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features]."""
-        return self.product.multiply(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+        return self.product.multiply(x.reshape(-1, x.shape[-1]))[0].unflatten(0, x.shape[:-1])
 
 
 class FusedNorm(RMSNorm):
@@ -89,8 +88,8 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size] -> the same shape."""
-        gated = self.gate_up_proj.multiply(x.reshape(-1, x.shape[-1]), gated=True)
-        return self.down_proj.multiply(gated).view(x.shape)
+        gated, _ = self.gate_up_proj.multiply(x.reshape(-1, x.shape[-1]), gated=True)
+        return self.down_proj.multiply(gated)[0].view(x.shape)
 
 
 class FusedAttention(nn.Module):
@@ -105,9 +104,12 @@ class FusedAttention(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         """hidden_states: [1, num_tokens, hidden_size] -> the same shape, and no weights of attention."""
-        product = Projection(self.qkv_proj, Rows(hidden_states[0].contiguous()))
-        out = self.attn(product, self.q_norm, self.k_norm, _positions.get())
-        return self.o_proj.multiply(out)[None], None
+        x, positions, rope = hidden_states[0].contiguous(), _positions.get(), self.attn.rope(self.q_norm, self.k_norm)
+        if self.attn.should_project(self.qkv_proj, len(x), rope):
+            out = self.attn.attend(self.attn.project(x, self.qkv_proj, rope, positions))
+        else:
+            out = self.attn(self.qkv_proj.multiply(x)[0], rope, positions)
+        return self.o_proj.multiply(out)[0][None], None
 
 
 def merged(linears: list[nn.Linear]) -> DenseWeight:

@@ -20,12 +20,13 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
+from typing_extensions import override
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard, Shard
 from nanovllm.model_config import MODELS, ModelConfig, transformers_class
-from nanovllm.models.base import HiddenStates, LoadableCausalLM
+from nanovllm.models.base import LoadableCausalLM
 from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.source_slices import SourceParameters
@@ -271,15 +272,19 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> HiddenStates:
-        """See the base class."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the model, its last norm included; see the base class."""
         with step_positions(positions):
             states = self._run(token_ids.long(), positions.long()).last_hidden_state[0]
-        return _Computed(states if rows is None else states[rows])
+        return states if rows is None else states[rows], None
 
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        """See the base class."""
-        return self.project_logits(hidden.compute())
+    @override
+    def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return x
+
+    @override
+    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return self.project_logits(x)
 
     def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class; the model's own head may scale the logits, cap them, or add a bias."""
@@ -290,17 +295,6 @@ class TransformersForCausalLM(LoadableCausalLM):
         self._given.states = hidden[None]
         logits: torch.Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
-
-
-class _Computed:
-    """Hidden states that nothing is left to do for."""
-
-    def __init__(self, states: torch.Tensor) -> None:
-        self._states = states
-
-    def compute(self) -> torch.Tensor:
-        """See `HiddenStates`."""
-        return self._states
 
 
 class _GivenStates(nn.Module):

@@ -52,7 +52,9 @@ class PagedAttention(CachedAttention):
             key, value = key.contiguous(), value.contiguous()
         store_kv(key, value, pages, metadata.slot_mapping)
         query = query.to(value.dtype if pages.scales is not None else pages.k_cache.dtype).contiguous()
-        return self.backend.forward(query, pages, metadata, self.scale, self.options)[None]
+        out = self.backend.run(query, pages, metadata, self.scale, self.options)
+        assert isinstance(out, torch.Tensor)
+        return out[None]
 
 
 @dataclass

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
-from nanovllm.kernels._triton import device_limits, is_hopper
-from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.quantization.loading import WeightSlice, WeightTarget
 from nanovllm.quantization.weight import MatrixShard, Weight
@@ -26,9 +27,6 @@ class DenseWeight(Weight):
         values: [outputs of this rank, inputs of this rank].
         bias: [outputs of this rank], or None.
     """
-
-    kernel_rows = 1, 2, choose.MAX_SKINNY_ROWS + 1, 33, choose.SPLITK_ROWS + 1, 129, 193
-    kernel_tokens = (choose.SPLITK_ROWS + 1,)
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
         super().__init__()
@@ -52,37 +50,34 @@ class DenseWeight(Weight):
         """rows: [n] -> [n, inputs], the values of these outputs."""
         return functional.embedding(rows, self.values)
 
-    def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        """See the base class."""
-        return norm_linear(x, self.values, self.bias, gated=gated)[0]
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return self.policy.dense_rows
 
-    def multiply_normed(
-        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, gated: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class; for small batches in one kernel."""
-        if x.dim() == 3:
+    @property
+    @override
+    def kernel_tokens(self) -> Collection[int]:
+        return self.policy.dense_tokens
+
+    @override
+    def multiply(
+        self,
+        x: torch.Tensor | Fp8Rows,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert isinstance(x, torch.Tensor)
+        if norm is not None and x.dim() == 3:
             # Kernels of few rows normalise, but add up no parts.
             normed, total = rms_norm(x, norm.weight, norm.eps, residual)
-            return self.multiply(normed, gated), total
-        return norm_linear(x, self.values, self.bias, norm, residual, gated)
+            return norm_linear(normed, self.values, self.bias, gated=gated, policy=self.policy)[0], total
+        return norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
 
-    def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See the base class; only without a bias."""
-        assert self.bias is None
-        return linear_into(x, self.values, residual)
-
-    def should_use_rope_store(self, x: torch.Tensor, rope: NormRope, pages: KVPages) -> bool:
-        """See the base class."""
-        if rope.norm_weights is None or self.bias is not None or pages.scales is not None or not is_hopper(x.device):
-            return False
-        has_head_dim = rope.cos_sin.shape[1] == choose.PERSISTENT_COLUMNS
-        return has_head_dim and choose.should_use_persistent(x.shape[-2], self.values)
-
-    def multiply_rope_store(
-        self, x: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
-    ) -> torch.Tensor:
-        """See the base class; only if `should_use_rope_store`."""
-        from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store  # noqa: PLC0415
-
-        num_programs = device_limits(x.device)[0]
-        return persistent_qkv_rope_store(x, self.values, rope, positions, pages, slot_mapping, num_programs)
+    @override
+    def multiply_into(
+        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert isinstance(x, torch.Tensor) and self.bias is None
+        return linear_into(x, self.values, residual, self.policy)

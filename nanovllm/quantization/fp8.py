@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
-from nanovllm.kernels.linear import choose
 from nanovllm.kernels.linear.fp8_linear import (
     fp8_linear,
     fp8_linear_into,
     multiply_rounded,
     multiply_rounded_into,
     row_rounding,
-    takes_gate_up,
 )
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.loading import LoadableModule, WeightSlice, WeightTarget
-from nanovllm.quantization.weight import MatrixShard, RoundedProduct, Weight
+from nanovllm.quantization.weight import MatrixShard, Weight
 from nanovllm.quantization_config import BLOCK, QuantizationConfig
 
 
@@ -102,12 +102,6 @@ class Fp8Weight(Fp8Values, Weight):
         bias: [outputs of this rank], or None.
     """
 
-    kernel_rows = (
-        1, 2, choose.MAX_SKINNY_ROWS // 2 + 1, choose.MAX_SKINNY_ROWS + 1, 33, choose.MAX_OWN_FP8_ROWS + 1,
-        choose.MAX_SPLIT_FP8_ROWS + 1, choose.MAX_SPLITK_ROWS + 1,
-    )  # fmt: skip
-    kernel_tokens = (choose.MAX_OWN_FP8_ROWS + 1,)
-
     def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
         super().__init__(shard, config)
         self.bias = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False) if has_bias else None
@@ -132,38 +126,44 @@ class Fp8Weight(Fp8Values, Weight):
             start = stop
         return slices
 
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return self.policy.fp8_rows
+
+    @property
+    @override
+    def kernel_tokens(self) -> Collection[int]:
+        return self.policy.fp8_tokens
+
+    @override
+    def row_rounding(self, num_rows: int, dtype: torch.dtype) -> Rounding | None:
+        return row_rounding(num_rows, dtype, self.matrix, self.policy)
+
+    @override
     def takes_gate_up(self, num_rows: int, dtype: torch.dtype) -> bool:
-        """See the base class."""
-        return takes_gate_up(num_rows, dtype, self.values.device)
+        return self.policy.rounds_gate_up(num_rows, dtype, self.values.device)
 
-    def multiply(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        """See the base class."""
-        return fp8_linear(x, self.matrix, self.bias, gated=gated)[0]
+    @override
+    def multiply(
+        self,
+        x: torch.Tensor | Fp8Rows,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(x, Fp8Rows):
+            return multiply_rounded(x, self.matrix, self.bias, gated, self.policy), residual
+        return fp8_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
 
-    def rounded_product(self, num_rows: int, dtype: torch.dtype) -> RoundedProduct | None:
-        """See the base class."""
-        rounding = row_rounding(num_rows, dtype, self.matrix)
-        if rounding is None:
-            return None
-
-        def multiply(rows: Fp8Rows, gated: bool) -> torch.Tensor:
-            return multiply_rounded(rows, self.matrix, num_rows, dtype, self.bias, gated)
-
-        def multiply_into(rows: Fp8Rows, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return multiply_rounded_into(rows, self.matrix, num_rows, dtype, residual)
-
-        return RoundedProduct(rounding, multiply, multiply_into)
-
-    def multiply_normed(
-        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, gated: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class."""
-        return fp8_linear(x, self.matrix, self.bias, norm, residual, gated)
-
-    def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See the base class."""
+    @override
+    def multiply_into(
+        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.bias is None
-        return fp8_linear_into(x, self.matrix, residual)
+        if isinstance(x, Fp8Rows):
+            return multiply_rounded_into(x, self.matrix, residual, self.policy)
+        return fp8_linear_into(x, self.matrix, residual, self.policy)
 
 
 def _are_aligned(shards: list[Shard]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Stored dtypes that may be converted to the model's, which the user chooses, or the CPU."""
@@ -154,10 +155,18 @@ class StackedTensor:
 class LoadableModule(nn.Module):
     """A module that makes its parameters of checkpoint tensors."""
 
-    kernel_rows: Collection[int] = ()
-    """Numbers of rows at which the choice of kernels or of their tiles changes."""
-    kernel_tokens: Collection[int] = ()
-    """Those of them that are looked at as numbers of prompt tokens, too: engines of few sequences reach them so."""
+    policy: KernelPolicy = FASTEST
+    """Chooses the module's kernels."""
+
+    @property
+    def kernel_rows(self) -> Collection[int]:
+        """Numbers of rows at which the choice of kernels or of their tiles changes."""
+        return ()
+
+    @property
+    def kernel_tokens(self) -> Collection[int]:
+        """The same for prompt tokens beside rows that decode: engines of few sequences reach them so."""
+        return ()
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         """Return what this rank holds of each tensor that the module, which the model calls `name`, is made of.

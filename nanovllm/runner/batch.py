@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.host_plan import DecodeContexts
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.slot_tensors import gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
@@ -107,16 +106,16 @@ class BatchBuilder:
         self.slots = SlotState(num_slots, max_blocks, num_groups, device)
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
-        self._sent_decode_slots = NO_ROWS.slots
+        self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
         # The most that a step sends: prompts, padded; decode slots; attention's plan; indices and values of all slots.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots, num_groups)
-        self._staging = Staging(prompts + 2 * self.slots.size + num_slots + backend.max_plan_size, device)
+        self._staging = Staging(prompts + 2 * self.slots.size + num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
         """Return the shape of a batch without padding, and what attention's plan has for the device."""
         # Layers that see all tokens, which may attend to common prefixes together, are in the first group if in any.
-        contexts = DecodeContexts(batch.rows.slots, self.slots.num_computed, self.slots.block_tables[:, 0])
-        variant, array = self._backend.plan_host(contexts)
+        slots = self.slots
+        variant, array = self._backend.plan_host(batch.rows.slots, slots.num_computed, slots.block_tables[:, 0])
         return StepShape(len(batch.rows.slots), batch.num_chunk_tokens, len(batch.chunks), variant), array
 
     def send(
@@ -148,9 +147,12 @@ class BatchBuilder:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
         changed_slots = NO_ROWS.slots if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
         # The prompts' arrays come first, since their sizes follow from the shape.
-        sent = self._staging.send([*prompts, changed_slots, plan, changed_index, changed_values])
+        changed_plan = NO_ROWS.slots if plan is self._sent_plan else plan
+        sent = self._staging.send([*prompts, changed_slots, changed_plan, changed_index, changed_values])
         *prompt_tensors, new_slots, new_plan, index_tensor, value_tensor = sent
-        self._backend.receive(new_plan)
+        if len(new_plan):
+            self._backend.plan_buffer.copy_(new_plan)
+            self._sent_plan = plan
         slots.update_device(index_tensor, value_tensor)
         if len(new_slots):
             self._decode_slots[: len(new_slots)] = new_slots

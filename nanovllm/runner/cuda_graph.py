@@ -13,8 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.host_plan import CaptureVariant
+from nanovllm.attention.backend import AttentionBackend, CaptureVariant
 from nanovllm.config import Config
 from nanovllm.models.base import CausalLM
 from nanovllm.runner.batch import StepShape

@@ -14,7 +14,7 @@ from nanovllm.attention.kv_cache_groups import KVCacheGroup
 from nanovllm.attention.kv_cache_spec import CacheSpec, Paged, State
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
-from nanovllm.runner.block_copies import BlockCopies
+from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StateCache, WindowCache
 
 
@@ -90,7 +90,6 @@ class KVCache:
         self.num_clipped = num_clipped if is_e4m3 else None
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
-        backend.take_groups([[specs[i] for i in group.layers] for group in groups])
         # The blocks of several groups take turns in one tensor.
         pages = specs if len(groups) == 1 else [replace(spec, window=None) for spec in specs]
         counts = [Counter(pages[i] for i in group.layers) for group in groups]

@@ -21,6 +21,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -52,9 +53,14 @@ class ModelRunner(OnDevice, WeightsHolder):
         max_model_len: most tokens of one sequence.
         communicator: joins this rank with the others that share the model; None if it has the model to itself.
 
+    Attributes:
+        policy: chooses the kernels of weights, attention and collectives.
+
     Raises:
         ValueError: a device, dtype or backend that cannot be had, or weights that do not fit the config.
     """
+
+    policy: KernelPolicy = FASTEST
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class ModelRunner(OnDevice, WeightsHolder):
         self.config = config
         self.model_config = model_config
         self.communicator = communicator or Communicator()
+        self.communicator.policy = self.policy
         self.device = resolve_device(config.device, self.communicator.rank, self.communicator.size)
         self.is_cuda = self.device.type == "cuda"
         if uses_triton(self.device):
@@ -107,6 +114,7 @@ class ModelRunner(OnDevice, WeightsHolder):
         self.model = load_model(
             self.model_config, self.communicator, self.config, folder, self.max_model_len, self.dtype, self.device
         )
+        self.model.set_kernel_policy(self.policy)
 
     def _unload(self) -> None:
         vars(self).pop("weights", None)
@@ -127,6 +135,7 @@ class ModelRunner(OnDevice, WeightsHolder):
             num_slots=config.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
             all_reduce_min=self._all_reduce_min,
+            policy=self.policy,
         )
 
     def _make_groups(self) -> list[KVCacheGroup]:
@@ -283,8 +292,8 @@ class ModelRunner(OnDevice, WeightsHolder):
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
-            hidden = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
-        return self.model.compute_logits(hidden)
+            x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
+        return self.model.compute_logits(x, residual)
 
     def _forward_whole_chunks(self, step: ForwardStep) -> None:
         """Compute the hidden states of all tokens, where chunks ask for more of them than a token."""
@@ -292,7 +301,8 @@ class ModelRunner(OnDevice, WeightsHolder):
         inputs = step.inputs = self.batch_builder.gather(step.prepared)
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
-            hidden = self.model(inputs.token_ids, inputs.positions).compute()
+            x, residual = self.model(inputs.token_ids, inputs.positions)
+        hidden = self.model.hidden_states(x, residual)
         step.logits = self.model.project_logits(hidden[inputs.sample_indices])
         step.prompt_hidden = hidden[step.prepared.shape.num_decodes :]
 

@@ -1,4 +1,4 @@
-"""How many evicted blocks fit into the host's memory, and what it costs to load one or to compute it again."""
+"""Sizes the host cache, and measures what loading and computing cost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.runner.block_copies import BlockCopies, CudaBlockCopies
-from nanovllm.runner.host_blocks import HostBlocks
+from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.messages import CacheKind, Chunk, HostMemory, NewRequest, ScheduledBatch, WindowCache
 
@@ -19,8 +18,10 @@ _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
 """How much is copied to measure the link."""
 _CUDA_TOKENS, _CPU_TOKENS = 2304, 8
-"""Tokens of the prompt that is measured, on CUDA at least: more than a captured step has, so that none is captured for
-this. A CPU computes few in the time that starting may take, and loads any number faster."""
+"""Prompt tokens of the step that is measured, on CUDA at least: more than a captured step has, so that none is captured
+for this. A CPU computes few in the time that starting may take, and loads any number faster."""
+_PROMPT_TOKENS = 2048
+"""Tokens of each prompt of that step."""
 _LAUNCH_BOUND_GAIN = 1.25
 """If twice the tokens are computed at more than so many times the rate, launches bound the step with half of them."""
 
@@ -59,11 +60,12 @@ def make_swap_space(
             f"{communicator.size} ranks"
         )
     page = next(kv_cache.pages())
-    longest = min(config.max_num_batched_tokens, config.max_model_len)
-    num_tokens = min(_CUDA_TOKENS if page.is_cuda else _CPU_TOKENS, longest)
+    prompt_tokens = min(_PROMPT_TOKENS, config.max_model_len)
+    most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * prompt_tokens)
+    num_tokens = min(_CUDA_TOKENS if page.is_cuda else _CPU_TOKENS, most_tokens)
 
     def seconds(num_tokens: int, num_runs: int = 1) -> float:
-        batch = _prompt_batch(num_tokens, -(-num_tokens // config.kvcache_block_size))
+        batch = _prompt_batch(num_tokens, prompt_tokens, config.kvcache_block_size)
         fastest = _fastest(num_runs, lambda: run_step(batch))
         # All ranks are to run the same steps.
         return communicator.all_reduce_min(int(fastest * 1e9)) / 1e9
@@ -72,7 +74,7 @@ def make_swap_space(
     step_seconds = seconds(1, num_runs=3 if page.is_cuda else 1)
     if page.is_cuda:
         seconds(num_tokens)
-    tokens_per_second = _prompt_rate(seconds, num_tokens, longest if page.is_cuda else num_tokens)
+    tokens_per_second = _prompt_rate(seconds, num_tokens, most_tokens if page.is_cuda else num_tokens)
     bytes_per_second = _link_rate(page)
     keep_blocks(kv_cache, num_slots)
     return HostMemory(
@@ -94,7 +96,7 @@ def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
 
 
 def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: int) -> float:
-    """Return the tokens a second of a prompt of so many tokens, or of more if launches bound it."""
+    """Return the rate of prompts of `num_tokens` tokens together, or of more if launches bound that step."""
     rate = num_tokens / seconds(num_tokens)
     while num_tokens < most_tokens:
         num_tokens = min(2 * num_tokens, most_tokens)
@@ -104,11 +106,16 @@ def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: 
     return rate
 
 
-def _prompt_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
-    """Return a batch of one prompt, whose keys and values nobody keeps."""
-    chunk = Chunk(0, 0, array("i", [0]) * num_tokens, store=False, samples=True)
+def _prompt_batch(num_tokens: int, prompt_tokens: int, block_size: int) -> ScheduledBatch:
+    """Return a batch of prompts, of `prompt_tokens` tokens each, that stores no keys and values."""
+    lengths = [min(prompt_tokens, num_tokens - start) for start in range(0, num_tokens, prompt_tokens)]
+    blocks = [0] * -(-prompt_tokens // block_size)
     return ScheduledBatch(
-        new_requests=[NewRequest(0, [[0] * num_blocks], 1, 1.0, 0)], chunks=[chunk], sampled_seq_ids=[0]
+        new_requests=[NewRequest(slot, [blocks], 1, 1.0, 0) for slot in range(len(lengths))],
+        chunks=[
+            Chunk(slot, 0, array("i", [0]) * length, store=False, samples=True) for slot, length in enumerate(lengths)
+        ],
+        sampled_seq_ids=list(range(len(lengths))),
     )
 
 

@@ -1,155 +1,290 @@
-"""`POST /v1/messages`, Anthropic's chats, and `/v1/messages/count_tokens`: text and calls of tools."""
+"""`POST /v1/messages`, Anthropic's chats, and `/v1/messages/count_tokens`: text and calls of tools, as a chat."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
-from nanovllm.openai_format import ENDPOINTS
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.anthropic_input import Block, chat_messages, sampling_body, tool_use
-from nanovllm.serve.anthropic_protocol import CountTokensBody, MessagesBody
-from nanovllm.serve.errors import JsonResponse
-from nanovllm.serve.event_stream import event
+from nanovllm.openai_format import ChatChoice
+from nanovllm.serve.answers import STREAMED, Event, Translation
+from nanovllm.serve.chat_completions import answer_options, begin_chat
+from nanovllm.serve.protocol import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Stops, TextOrObjects
+from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
 from nanovllm.serve.service import Service
-from nanovllm.text.answers import AnswerDelta, AnswerOptions, AnswerSplitter
+from nanovllm.text.chat_template import normal_content
 
-Event = tuple[str, dict[str, Any]]
+router = make_router()
+Block = dict[str, Any]
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# The model does not get its thoughts back.
+_THOUGHTS = ("thinking", "redacted_thinking")
+_CONTENT = "content is a string, or a list of blocks of type text, tool_use or tool_result"
 
 
-async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
-    """Return how many tokens messages have with the chat template."""
-    service.check_model(body.model)
-    return {"input_tokens": len(await _render(service, body, tool_use(body, service.answer_format)))}
+class Turn(Body):
+    """A message; its content is a text or a list of blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: TextOrObjects
+
+
+class MessagesTool(BaseModel):
+    """A tool that a model may call; further fields are without effect."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class MessagesToolChoice(Body):
+    """The choice of a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoThinking(Body):
+    """Thoughts before an answer, which cannot be asked for here."""
+
+    type: Literal["disabled"]
+
+
+class UserMetadata(Body):
+    """Who asks; without effect."""
+
+    user_id: str | None = None
+
+
+class OutputFormat(Body):
+    """A JSON schema that the answer must match."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The form of an answer."""
+
+    format: OutputFormat | None = None
+    effort: str | None = Field(None, description="without effect")
+
+
+class CountTokensBody(Body):
+    """A request for the number of tokens in messages."""
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    system: TextOrObjects | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: NoThinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = Field(None, description="without effect; prefixes are cached anyway")
+
+
+class MessagesBody(CountTokensBody):
+    """A request for the answer to messages."""
+
+    max_tokens: int
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: UserMetadata | None = None
+    service_tier: str | None = Field(None, description="without effect")
+
+
+class MessagesErrorDetail(BaseModel):
+    """The error."""
+
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    """An answer that is an error."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**answer, "model": MessagesError} for status, answer in ERRORS.items()
+}
+
+
+@router.post("/v1/messages", response_model=None, responses=_ERRORS)
+async def messages(body: MessagesBody, request: Request, service: ServiceDep) -> Response:
+    """Answer messages in Anthropic's form."""
+    return await within_limits(request, service, answer_messages(service, body))
+
+
+@router.post("/v1/messages/count_tokens", responses=_ERRORS)
+async def num_tokens(body: CountTokensBody, request: Request, service: ServiceDep) -> dict[str, int]:
+    """Return how many tokens messages have."""
+    return await within_limits(request, service, count_tokens(service, body))
 
 
 async def answer_messages(service: Service, body: MessagesBody) -> Response:
     """Answer messages, whole or as the answer comes."""
+    form = None if body.output_config is None else body.output_config.format
+    schema = None if form is None else {"name": "answer", "schema": form.schema_}
+    fields = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
+    fields |= {"stop": body.stop_sequences or None, **(STREAMED if body.stream else {})}
+    if schema is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    chat = await begin_chat(service, messages_chat(body, **fields), cuts_output=True)
+    return await chat.respond(body.stream, _MessagesTranslation(service.model))
+
+
+async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
+    """Return the number of tokens that messages have with the chat template."""
     service.check_model(body.model)
-    options = tool_use(body, service.answer_format)
-    plain = service.sampling_params(sampling_body(body), ENDPOINTS["/v1/chat/completions"])
-    params = options.constrain(plain)
-    prompt = await _render(service, body, options)
-    answer = _MessagesAnswer(service, options.make_splitter(prompt, plain)(), len(prompt))
-    if not body.stream:
-        (output,) = await service.complete([prompt], params, 0)
-        return JsonResponse(answer.whole(output))
-    streams = await service.begin([prompt], params, 0)
-    return service.event_stream(answer.events(streams), streams)
+    chat = messages_chat(body)
+    template = service.template(chat, answer_options(service, chat).template_tools())
+    return {"input_tokens": len(await service.encode(chat.messages, None, template))}
 
 
-async def _render(service: Service, body: CountTokensBody, options: AnswerOptions) -> list[int]:
+def messages_chat(body: CountTokensBody, **fields: Any) -> ChatBody:
+    """Return a request as a chat; `fields`: further ones of it.
+
+    Raises:
+        ValueError, ApiError: a block is neither text nor a call of a tool nor its result, or a value is wrong.
+    """
+    found: list[Block] = []
+    if body.system is not None:
+        found.append({"role": "system", "content": normal_content(body.system, _CONTENT)})
+    for turn in body.messages:
+        found += _turn_messages(turn)
     # The model continues a last message that is its own.
     continues = body.messages[-1].role == "assistant"
-    variables = None if body.thinking is None else {"enable_thinking": False}
-    return await service.render_chat(
-        chat_messages(body),
-        variables,
-        tools=options.template_tools(),
-        add_generation_prompt=not continues,
-        continue_final_message=continues,
+    return ChatBody.translated(
+        {
+            "model": body.model,
+            "messages": found,
+            "tools": [{"type": "function", "function": _function(tool)} for tool in body.tools or []],
+            **({} if body.tool_choice is None else _tool_choice(body.tool_choice)),
+            "chat_template_kwargs": None if body.thinking is None else {"enable_thinking": False},
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+            "separate_reasoning": False,
+            **fields,
+        }
     )
 
 
-class _Content:
-    """The blocks of an answer. What is added to them is told by events."""
+def _turn_messages(turn: Turn) -> Iterator[Block]:
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+        return
+    texts, calls, has_results = list[Block](), list[Block](), False
+    for block in turn.content:
+        if block.get("type") == "tool_result" and turn.role == "user":
+            has_results = True
+            content = normal_content(block.get("content") or "", _CONTENT)
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
+        elif block.get("type") == "tool_use" and turn.role == "assistant":
+            calls.append(_call(block))
+        elif block.get("type") not in _THOUGHTS or turn.role != "assistant":
+            texts.append(block)
+    content = normal_content(texts, _CONTENT)
+    # A turn may have nothing but results of tools.
+    if content or calls or not has_results:
+        yield {"role": turn.role, "content": content or (None if calls else ""), "tool_calls": calls}
 
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._pieces: list[str] = []
 
-    def append(self, new: AnswerDelta, call_ids: list[str]) -> Iterator[Event]:
-        """Add what is new, and yield the events' types and fields."""
-        if new.content:
-            if not self.blocks or self.blocks[-1]["type"] != "text":
-                yield from self._begin({"type": "text", "text": ""})
-            yield self._add({"type": "text_delta", "text": new.content}, new.content)
-        for call in new.calls:
-            if call.name is not None:
-                call_id = f"toolu_{call_ids[call.index].removeprefix('call_')}"
-                yield from self._begin({"type": "tool_use", "id": call_id, "name": call.name, "input": {}})
-            if call.arguments:
-                yield self._add({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
+def _call(block: Block) -> Block:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(f"a tool_use has a name and an object as input, not {block!r:.80}")
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": str(block.get("id")), "type": "function", "function": function}
 
-    def finish(self) -> Iterator[Event]:
-        """End the last block."""
-        if not self.blocks:
-            return
-        block, text = self.blocks[-1], "".join(self._pieces)
-        block |= {"text": text} if block["type"] == "text" else {"input": _input(text)}
-        yield "content_block_stop", {"index": len(self.blocks) - 1}
 
-    def _begin(self, block: Block) -> Iterator[Event]:
-        yield from self.finish()
-        self.blocks.append(block)
-        self._pieces = []
-        yield "content_block_start", {"index": len(self.blocks) - 1, "content_block": block}
+def _tool_choice(given: MessagesToolChoice) -> dict[str, Any]:
+    choice: Any = _CHOICES.get(given.type)
+    if given.type == "tool":
+        if given.name is None:
+            raise ValueError("tool_choice of type tool needs a name")
+        choice = {"type": "function", "function": {"name": given.name}}
+    return {"tool_choice": choice, "parallel_tool_calls": not given.disable_parallel_tool_use}
 
-    def _add(self, delta: Block, piece: str) -> Event:
-        self._pieces.append(piece)
-        return "content_block_delta", {"index": len(self.blocks) - 1, "delta": delta}
+
+def _function(tool: MessagesTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {name: value for name, value in function.items() if value is not None}
+
+
+class _MessagesTranslation(Translation):
+    """Translates a chat's answer into a message of Anthropic's.
+
+    Args:
+        model: the model's name.
+    """
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+
+    def _begin(self) -> Iterator[Event]:
+        head: Block = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        yield "message_start", {"message": {**head, "usage": self._counts()}}
+
+    def _text_item(self) -> Block:
+        return {"type": "text", "text": ""}
+
+    def _call_item(self, call_id: str, name: str) -> Block:
+        return {"type": "tool_use", "id": f"toolu_{call_id.removeprefix('call_')}", "name": name, "input": {}}
+
+    def _begin_item(self, item: Block) -> Iterator[Event]:
+        yield "content_block_start", {"index": len(self.items) - 1, "content_block": item}
+
+    def _piece_event(self, item: Block, piece: str) -> Event:
+        delta = {"type": "input_json_delta", "partial_json": piece}
+        if item["type"] == "text":
+            delta = {"type": "text_delta", "text": piece}
+        return "content_block_delta", {"index": len(self.items) - 1, "delta": delta}
+
+    def _end_item(self, item: Block, content: str, status: str) -> Iterator[Event]:
+        item |= {"text": content} if item["type"] == "text" else {"input": _input(content)}
+        yield "content_block_stop", {"index": len(self.items) - 1}
+
+    def _end(self, choice: ChatChoice) -> Iterator[Event]:
+        yield "message_delta", {"delta": _stop_reason(choice), "usage": self._counts()}
+        yield "message_stop", {}
+
+    def _body(self, choice: ChatChoice) -> dict[str, Any]:
+        return {**self._head, "content": self.items, **_stop_reason(choice), "usage": self._counts()}
+
+    def _counts(self) -> dict[str, int]:
+        return {"input_tokens": self.usage["prompt_tokens"], "output_tokens": self.usage["completion_tokens"]}
+
+
+def _stop_reason(choice: ChatChoice) -> dict[str, Any]:
+    if choice["finish_reason"] not in ("stop", "tool_calls"):
+        reason = "max_tokens"
+    elif isinstance(choice["stop_reason"], str):
+        reason = "stop_sequence"
+    else:
+        reason = "tool_use" if choice["finish_reason"] == "tool_calls" else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": choice["stop_reason"] if reason == "stop_sequence" else None}
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; without any, or if the answer was cut within them, none."""
+    """Return the arguments of a call; empty if there are none, or the answer was cut within them."""
     try:
         value = json.loads(arguments)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-class _MessagesAnswer:
-    """The answer to one request, in the API's form."""
-
-    def __init__(self, service: Service, splitter: AnswerSplitter, num_prompt_tokens: int) -> None:
-        self._service = service
-        self._splitter = splitter
-        self._content = _Content()
-        self._usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
-        self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": service.model}
-
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the body of a whole answer."""
-        for _ in self._take(output):
-            pass
-        return {**self._head, "content": self._content.blocks, **self._end(output.outputs[0]), "usage": self._usage}
-
-    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
-        """Yield the answer's events."""
-        begun: Block = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
-        yield _event("message_start", {"message": begun})
-        async for _, output in self._service.read(streams):
-            for kind, values in self._take(output):
-                yield _event(kind, values)
-            if output.finished:
-                yield _event("message_delta", {"delta": self._end(output.outputs[0]), "usage": self._usage})
-        yield _event("message_stop", {})
-
-    def _take(self, output: RequestOutput) -> Iterator[Event]:
-        """Add what is new in the only output, and yield its events."""
-        (choice,) = output.outputs
-        self._usage["output_tokens"] += len(choice.token_ids)
-        new = self._splitter.append(choice.text, choice.finish_reason is not None)
-        yield from self._content.append(new, self._splitter.call_ids)
-        if output.finished:
-            yield from self._content.finish()
-
-    def _end(self, choice: CompletionOutput) -> dict[str, Any]:
-        """Return why the answer has ended."""
-        if choice.finish_reason != "stop":
-            reason = "max_tokens"
-        elif isinstance(choice.stop_reason, str):
-            reason = "stop_sequence"
-        else:
-            reason = "tool_use" if self._splitter.call_ids else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": choice.stop_reason if reason == "stop_sequence" else None}
-
-
-def _event(kind: str, values: dict[str, Any]) -> bytes:
-    return event({"type": kind, **values}, kind)

@@ -1,11 +1,10 @@
-"""The HTTP application: which handler answers what, and what an error looks like."""
+"""The HTTP application: routes, middlewares and the handlers of errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,16 +16,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 import nanovllm
-from nanovllm.serve.batches import Batches
-from nanovllm.serve.error_forms import error_response
-from nanovllm.serve.errors import ApiError, api_error, validation_error
-from nanovllm.serve.guard import Guard
+from nanovllm.serve import (
+    anthropic,
+    chat_completions,
+    completions,
+    control,
+    generate,
+    pooling,
+    responses,
+    state,
+    tokens,
+)
+from nanovllm.serve.errors import ApiError, api_error, error_response, validation_error
+from nanovllm.serve.limits import Guard, give_back_memory
 from nanovllm.serve.logs import RequestLogs, log_refusal
-from nanovllm.serve.memory import give_back_memory
-from nanovllm.serve.routers import anthropic, batches, control, openai, pooling, state, tokens
 from nanovllm.serve.service import Service
 
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -40,23 +46,19 @@ def create_app(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        trimming = asyncio.create_task(give_back_memory())
         try:
-            async with AsyncExitStack() as stack:
-                await stack.enter_async_context(_beside(give_back_memory()))
-                if settings.batch_dir is not None:
-                    max_lines = 2 * service.config.max_num_seqs
-                    app.state.batches = Batches(service, Path(settings.batch_dir), max_lines)
-                    await stack.enter_async_context(_beside(app.state.batches.run()))
-                yield
+            yield
         finally:
+            trimming.cancel()
             await service.llm.shutdown()
 
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
     # The first router that matches answers, so the most frequent requests come first.
-    routers = [openai.router, tokens.router, anthropic.router, pooling.router, state.router]
-    routers += [batches.router] if settings.batch_dir is not None else []
+    modules = [chat_completions, completions, responses, tokens, generate, anthropic, pooling, state]
+    routers = [module.router for module in modules]
     routers += [control.router] if settings.control else []
     for router in routers:
         app.include_router(router)
@@ -65,21 +67,10 @@ def create_app(service: Service) -> ASGIApp:
     return _protected(app, service, {route.path for route in routes if not route.param_convertors})
 
 
-@asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do work inside the `with` block, at whose end it is cancelled."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 def _protected(app: ASGIApp, service: Service, paths: Collection[str]) -> ASGIApp:
-    """Return an application behind what each request passes first; `paths`: of its routes without parameters."""
+    """Return an application behind its middlewares; `paths`: of its routes without parameters."""
     settings = service.settings
-    # Outside of FastAPI, whose own work on a request is most of what it costs to begin one.
+    # Outside of FastAPI, whose work is most of the cost of beginning a request.
     app = Guard(app, settings, service.metrics.count_error, service.counts)
     app = TrustedHostMiddleware(app, settings.trusted_hosts, www_redirect=False)
     if settings.allowed_origins:
@@ -98,12 +89,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         found = api_error(error)
-        if found.code == "context_length_exceeded":
-            path = request.scope["path"].removeprefix(request.scope["root_path"])
-            # What programs look for in the texts of Anthropic's API, and of OpenAI's and vLLM's.
-            known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
-            found = ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
-        return answer(request, found)
+        is_too_long = found.code == "context_length_exceeded"
+        return answer(request, _context_error(found, request.scope, service) if is_too_long else found)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -112,14 +99,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ApiError):
-            # Of reading a body, which FastAPI answers with an error of its own.
+            # Raised while the body was read, which FastAPI turns into an error of its own.
             return answer(request, error.__cause__)
         if isinstance(error.__cause__, ClientDisconnect):
             return await on_disconnect(request, error)
         return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        # Nobody reads the answer.
+        # The client does not read the answer.
         service.metrics.count_error("client_disconnect")
         return Response(status_code=499)
 
@@ -134,3 +121,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _context_error(error: ApiError, scope: Scope, service: Service) -> ApiError:
+    """Return the error of a too long prompt in Anthropic's, OpenAI's and vLLM's words, which programs look for."""
+    path = scope["path"].removeprefix(scope["root_path"])
+    known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
+    return ApiError(400, f"{known}; {error}", error.param or _CONTENTS.get(path), code=error.code)

@@ -1,181 +1,174 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`, into which the other APIs' chats are translated."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
+from typing import Any
 from uuid import uuid4
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
-from nanovllm.openai_answers import (
-    ChatChunk,
-    ChatCompletion,
-    ChatDelta,
-    ChunkChoice,
-    FunctionDelta,
-    ToolCallPiece,
-)
 from nanovllm.openai_format import (
     ENDPOINTS,
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ShownTokens,
     chat_choice,
     chat_finish_reason,
     chat_logprobs,
     prompt_positions,
-    template_values,
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.event_stream import DONE, event
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.answers import Answer
 from nanovllm.serve.protocol import ChatBody
-from nanovllm.serve.reasoning import answer_options
-from nanovllm.serve.service import Service
-from nanovllm.serve.usage import Usage
-from nanovllm.text.answers import AnswerDelta, AnswerSplitter
+from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
+from nanovllm.serve.service import Service, StreamList
+from nanovllm.text.answers import AnswerOptions, AnswerSplitter
 from nanovllm.text.chat_template import plain_messages
 from nanovllm.text.tool_call_reader import ToolCallDelta
 
-_ENDPOINT = ENDPOINTS["/v1/chat/completions"]
-_TEMPLATE_FIELDS = {"chat_template_kwargs", "documents", "reasoning_effort"}
+router = make_router()
+
+
+@router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion))
+async def chat_completions(body: ChatBody, request: Request, service: ServiceDep) -> Response:
+    """Answer messages."""
+    return await within_limits(request, service, answer_chat(service, body))
 
 
 async def answer_chat(service: Service, body: ChatBody) -> Response:
     """Answer messages, whole or as they come."""
+    return await (await begin_chat(service, body)).respond(body.stream)
+
+
+async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = False) -> ChatAnswer:
+    """Queue a chat and return its answer.
+
+    Args:
+        service: answers.
+        body: the request.
+        cuts_output: whether `max_tokens` may be more than the model has room for.
+
+    Raises:
+        ValueError, ApiError: the request is wrong.
+    """
     service.check_model(body.model)
-    options, given = answer_options(service, body), service.sampling_params(body, _ENDPOINT)
+    options, given = answer_options(service, body), service.sampling_params(body, ENDPOINTS["/v1/chat/completions"])
+    max_tokens = None if cuts_output else body.max_completion_tokens or body.max_tokens
+    template = service.template(body, options.template_tools())
     params = options.constrain(given)
-    token_ids = await service.render_chat(
-        body.messages,
-        template_values(body.model_dump(include=_TEMPLATE_FIELDS, exclude_none=True)),
-        tools=options.template_tools(),
-        chat_template=body.chat_template,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        add_special_tokens=bool(body.add_special_tokens),
-        max_prompt_tokens=service.max_prompt_tokens(body, params),
-    )
-    prompts = [service.salted({"prompt_token_ids": token_ids}, body)]
-    service.check_room(prompts, body.max_completion_tokens or body.max_tokens, "messages")
-    answer = _ChatAnswer(service, body, token_ids, options.make_splitter(token_ids, given))
-    if not body.stream:
-        (output,) = await service.complete(prompts, params, body.priority)
-        return await service.json_answer(lambda: answer.whole(output), [output], params)
-    streams = await service.begin(prompts, params, body.priority)
-    return service.event_stream(answer.events(streams), streams)
+    streams = await service.submit([body.messages], params, body, template=template, max_tokens=max_tokens)
+    return ChatAnswer(service, streams, body, options, given)
 
 
-class _ChatAnswer:
-    """The answer to one request, in the API's form."""
+def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
+    """Return how a request wants its answer: with calls of tools, with thoughts apart from the text.
+
+    Raises:
+        ValueError: a call is required of a tool that is not there.
+    """
+    settings, separates = service.settings, body.separate_reasoning
+    if separates is None:
+        separates = settings.separate_reasoning or settings.reasoning_parser is not None
+    given = body.model_dump(include={"tools", "tool_choice"}, exclude_unset=True)
+    form, parallel = service.answer_format, body.parallel_tool_calls
+    return AnswerOptions.of(form, given.get("tools"), given.get("tool_choice"), parallel, separates)
+
+
+class ChatAnswer(Answer):
+    """The answer to messages.
+
+    Args:
+        service: computes it.
+        streams: the only prompt's request.
+        body: the request.
+        options: calls of tools and thoughts, as the request wants them.
+        params: the sampling parameters, before `options` constrained them.
+    """
 
     def __init__(
-        self, service: Service, body: ChatBody, prompt: list[int], make_splitter: Callable[[], AnswerSplitter]
+        self, service: Service, streams: StreamList, body: ChatBody, options: AnswerOptions, params: SamplingParams
     ) -> None:
-        self._service = service
+        super().__init__(service, streams, body.stream_options)
         self._id, self._created = f"chatcmpl-{uuid4().hex}", int(time.time())
-        self._echo = _echoed(body)
-        self._body = body.without_content()
-        self._prompt = prompt
-        self._shown = service.shown_tokens(body)
-        self._usage = Usage(len(prompt), body.stream_options)
-        self._make_splitter = make_splitter
-        self._splitters: dict[int, AnswerSplitter] = {}
+        self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None
+        self._shown = ShownTokens(body.top_logprobs, service.token_names(body), bool(body.return_token_ids))
+        make_splitter = options.make_splitter(self.requests[0].token_ids, params)
+        self._splitters = [make_splitter() for _ in range(body.n or 1)]
 
-    def whole(self, output: RequestOutput) -> ChatCompletion:
-        """Return the body of a whole answer."""
-        self._usage.add(output)
-        answer: ChatCompletion = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._service.model,
-            "system_fingerprint": self._service.fingerprint,
-            "choices": [
-                chat_choice(choice, self._make_splitter(), self._shown, self._echo) for choice in output.outputs
-            ],
-            "usage": self._usage.body(),
-        }
-        if self._body.prompt_logprobs is not None:
+    def _whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
+        (output,) = outputs
+        pairs = zip(output.outputs, self._splitters, strict=True)
+        choices = [chat_choice(choice, splitter, self._shown, self._echo) for choice, splitter in pairs]
+        answer: Any = {**self._head("chat.completion"), "choices": choices, "usage": self.usage.body()}
+        if self._shows_prompt_logprobs:
             answer["prompt_logprobs"] = prompt_positions(output, self._shown.names)
-        if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._prompt
-        return answer
+        return answer | self._prompt_ids()
 
-    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
-        """Yield the answer's events."""
-        for index in range(self._body.n or 1):
-            begin: ChatDelta = {"role": "assistant", "content": self._echo, "refusal": None}
-            first = self._chunk(self._choice_delta(index, begin))
-            if self._body.return_token_ids:
-                first["prompt_token_ids"] = self._prompt
-            yield event(first)
-        async for _, output in self._service.read(streams):
-            self._usage.add(output)
-            for choice in output.outputs:
-                for item in self._new(choice):
-                    yield event(self._chunk(item))
-                if output.finished:
-                    last = self._choice_delta(
-                        choice.index, {}, chat_finish_reason(choice, self._splitters[choice.index])
-                    )
-                    yield event(self._chunk({**last, "stop_reason": choice.stop_reason}))
-        if self._usage.is_shown:
-            yield event({**self._chunk(), "usage": self._usage.body()})
-        yield DONE
+    def _chunk(self, choices: list[ChatChoice]) -> dict[str, Any]:
+        usage = {"usage": self.usage.so_far()} if self.usage.is_shown else {}
+        return {**self._head("chat.completion.chunk"), "choices": choices, **usage}
 
-    def _chunk(self, *choices: ChunkChoice) -> ChatChunk:
-        chunk: ChatChunk = {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._service.model,
-            "system_fingerprint": self._service.fingerprint,
-            "choices": [*choices],
-        }
-        if self._usage.is_shown:
-            chunk["usage"] = self._usage.so_far()
-        return chunk
+    def _first_chunks(self) -> Iterator[dict[str, Any]]:
+        """Yield the role of each choice, with the text that is echoed."""
+        for index in range(len(self._splitters)):
+            delta: AnswerMessage = {"role": "assistant", "content": self._echo, "refusal": None}
+            yield self._chunk([_delta_choice(index, delta)]) | self._prompt_ids()
 
-    def _choice_delta(self, index: int, delta: ChatDelta, finish_reason: str | None = None) -> ChunkChoice:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[ChatChoice]]:
+        """Yield the new parts of each choice; the first of several parts has the tokens."""
+        for choice in output.outputs:
+            splitter = self._splitters[choice.index]
+            items = [_delta_choice(choice.index, delta) for delta in _deltas(choice, splitter)]
+            shows_ids = self._shown.ids and bool(choice.token_ids)
+            if not items and (shows_ids or choice.logprobs):
+                items.append(_delta_choice(choice.index, {}))
+            if items and choice.logprobs is not None:
+                items[0]["logprobs"] = chat_logprobs(choice, self._shown.num_logprobs, self._shown.names)
+            if items and shows_ids:
+                items[0]["token_ids"] = choice.token_ids
+            yield from ([item] for item in items)
+            if output.finished:
+                last = _delta_choice(choice.index, {}, chat_finish_reason(choice, splitter))
+                yield [{**last, "stop_reason": choice.stop_reason}]
 
-    def _new(self, choice: CompletionOutput) -> list[ChunkChoice]:
-        """Return what is new in an answer; the first of several has the tokens."""
-        shows_ids = bool(self._body.return_token_ids and choice.token_ids)
-        deltas = self._deltas(choice)
-        if not deltas and (shows_ids or choice.logprobs):
-            deltas.append({})
-        items = [self._choice_delta(choice.index, delta) for delta in deltas]
-        if items and choice.logprobs is not None:
-            items[0]["logprobs"] = chat_logprobs(choice, self._shown.num_logprobs, self._shown.names)
-        if items and shows_ids:
-            items[0]["token_ids"] = choice.token_ids
-        return items
+    def _head(self, kind: str) -> dict[str, Any]:
+        service = self.service
+        head = {"id": self._id, "object": kind, "created": self._created, "model": service.model}
+        return {**head, "system_fingerprint": service.fingerprint}
 
-    def _deltas(self, choice: CompletionOutput) -> list[ChatDelta]:
-        new, delta = self._split(choice), ChatDelta()
-        if new.reasoning:
-            delta["reasoning"] = delta["reasoning_content"] = new.reasoning
-        if new.content:
-            delta["content"] = new.content
-        # Each piece of a call alone: clients add up those of one call from chunk to chunk, but not within one.
-        calls: list[ChatDelta] = [{"tool_calls": [self._call_delta(choice.index, call)]} for call in new.calls]
-        return [delta, *calls] if delta else calls
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": [*self.requests[0].token_ids]} if self._shown.ids else {}
 
-    def _call_delta(self, index: int, call: ToolCallDelta) -> ToolCallPiece:
-        if call.name is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
-        function: FunctionDelta = {"name": call.name, "arguments": call.arguments}
-        call_id = self._splitters[index].call_ids[call.index]
-        return {"index": call.index, "id": call_id, "type": "function", "function": function}
 
-    def _split(self, choice: CompletionOutput) -> AnswerDelta:
-        if choice.index not in self._splitters:
-            self._splitters[choice.index] = self._make_splitter()
-        return self._splitters[choice.index].append(choice.text, choice.finish_reason is not None)
+def _delta_choice(index: int, delta: AnswerMessage, finish_reason: str | None = None) -> ChatChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _deltas(choice: CompletionOutput, splitter: AnswerSplitter) -> list[AnswerMessage]:
+    new, delta = splitter.append(choice.text, choice.finish_reason is not None), AnswerMessage()
+    if new.reasoning:
+        delta["reasoning"] = delta["reasoning_content"] = new.reasoning
+    if new.content:
+        delta["content"] = new.content
+    # Each piece of a call alone: clients add up the pieces of a call from chunk to chunk, but not within one.
+    calls: list[AnswerMessage] = [{"tool_calls": [_call_delta(call, splitter)]} for call in new.calls]
+    return [delta, *calls] if delta else calls
+
+
+def _call_delta(call: ToolCallDelta, splitter: AnswerSplitter) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": splitter.call_ids[call.index], "type": "function", "function": function}
 
 
 def _echoed(body: ChatBody) -> str:
-    """Return what comes before the answer: the last message, if it is to be echoed and is the assistant's."""
+    """Return the text before the answer: the last message, if it is echoed and the assistant's."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant":
         return ""

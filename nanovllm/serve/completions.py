@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from uuid import uuid4
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
-from nanovllm.openai_answers import Completion, TextChoice, TextLogprobs
-from nanovllm.openai_format import ENDPOINTS, prompt_positions, text_logprobs
-from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
+from nanovllm.openai_format import ENDPOINTS, Completion, TextChoice, prompt_positions, text_logprobs
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.event_stream import DONE, event
-from nanovllm.serve.field_types import prompt_list
-from nanovllm.serve.protocol import CompletionBody
-from nanovllm.serve.service import Service
-from nanovllm.serve.text_offsets import TextOffsets
-from nanovllm.serve.usage import Usage
-from nanovllm.text.detokenizer import decode_options
+from nanovllm.serve.answers import Answer
+from nanovllm.serve.protocol import CompletionBody, prompt_list
+from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
+from nanovllm.serve.service import Service, StreamList
+from nanovllm.text.detokenizer import TextOffsets, decode_options
 
-_ENDPOINT = ENDPOINTS["/v1/completions"]
+router = make_router()
+Logprobs = dict[str, list[Any]]
+"""Of tokens in the API's form: a list each of texts, log-probabilities, likely tokens, and offsets in the text."""
+
+
+@router.post("/v1/completions", response_model=None, responses=answers(Completion))
+async def completions(body: CompletionBody, request: Request, service: ServiceDep) -> Response:
+    """Complete prompts."""
+    return await within_limits(request, service, answer_completion(service, body))
 
 
 async def answer_completion(service: Service, body: CompletionBody) -> Response:
@@ -31,15 +37,8 @@ async def answer_completion(service: Service, body: CompletionBody) -> Response:
     service.check_model(body.model)
     given = prompt_list(body.prompt)
     params = _sampling_params(service, body)
-    service.check_num_outputs(params.n * len(given))
-    prompts = await service.encode(given, body, params)
-    service.check_room(prompts, body.max_tokens, "prompt")
-    answer = _CompletionAnswer(service, body, params, prompts)
-    if not body.stream:
-        outputs = await service.complete(prompts, params, body.priority)
-        return await service.json_answer(lambda: answer.whole(outputs), outputs, params)
-    streams = await service.begin(prompts, params, body.priority)
-    return service.event_stream(answer.events(streams), streams)
+    streams = await service.submit(given, params, body, max_tokens=body.max_tokens)
+    return await CompletionAnswer(service, streams, body).respond(body.stream)
 
 
 def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
@@ -50,7 +49,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     """
     if not _shows_output(body):
         body = body.model_copy(update={"max_tokens": 1})
-    params = service.sampling_params(body, _ENDPOINT)
+    params = service.sampling_params(body, ENDPOINTS["/v1/completions"])
     num_answers = body.n or 1
     if body.best_of is not None and body.best_of != num_answers:
         if body.best_of < num_answers or body.stream:
@@ -65,31 +64,33 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
 
 
 def _shows_output(body: CompletionBody) -> bool:
-    """Whether there is more than an echo, after which one token is computed that is not shown."""
+    """Whether there is more than an echo, for which one token is computed and not shown."""
     return body.max_tokens != 0 or not body.echo
 
 
-class _CompletionAnswer:
-    """The answer to one request, in the API's form. Choice `i * n + j` is answer j to prompt i."""
+class CompletionAnswer(Answer):
+    """The completions of prompts. Choice `i * n + j` is answer j to prompt i.
 
-    def __init__(
-        self, service: Service, body: CompletionBody, params: SamplingParams, prompts: list[TokensPrompt]
-    ) -> None:
-        self._service = service
-        self._params = params
+    Args:
+        service: computes them.
+        streams: the prompts' requests.
+        body: the request.
+    """
+
+    def __init__(self, service: Service, streams: StreamList, body: CompletionBody) -> None:
+        super().__init__(service, streams, body.stream_options)
+        self._params = self.requests[0].params
         self._num_answers = body.n or 1
-        self._shows_output = _shows_output(body)
+        self.shows_output = _shows_output(body)
         self._body = body.without_content()
-        self._names = service.shown_tokens(body).names
-        self._usage = Usage(sum(len(prompt["prompt_token_ids"]) for prompt in prompts), body.stream_options)
+        self._names = service.token_names(body)
         self._id, self._created = f"cmpl-{uuid4().hex}", int(time.time())
-        # Of each choice: characters that were sent, where its tokens begin, and tokens that wait for their text.
+        # By choice: number of characters sent, offsets of its tokens, and tokens that wait for their text.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
-        self._waiting: dict[int, TextLogprobs] = {}
+        self._waiting: dict[int, Logprobs] = {}
 
-    def whole(self, outputs: list[RequestOutput]) -> Completion:
-        """Return the body of a whole answer."""
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []
         for i, output in enumerate(outputs):
             for j, choice in enumerate(self._best(output)):
@@ -99,31 +100,21 @@ class _CompletionAnswer:
                 if self._body.prompt_logprobs is not None:
                     item["prompt_logprobs"] = prompt_positions(output, self._names)
                 choices.append(item)
-            self._usage.add(output if self._shows_output else replace(output, outputs=[]))
-        return {**self._answer(*choices), "usage": self._usage.body()}
+        return {**self._head(), "choices": choices, "usage": self.usage.body()}
 
-    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
-        """Yield the answer's events."""
-        async for i, output in self._service.read(streams):
-            self._usage.add(output if self._shows_output else replace(output, outputs=[]))
-            for choice in output.outputs:
-                answer = self._answer(self._choice(i * self._num_answers + choice.index, output, choice))
-                if self._usage.is_shown:
-                    answer["usage"] = self._usage.so_far()
-                yield event(answer)
-        if self._usage.is_shown:
-            yield event({**self._answer(), "usage": self._usage.body()})
-        yield DONE
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
+        """Yield the new part of each choice."""
+        for choice in output.outputs:
+            yield [self._choice(index * self._num_answers + choice.index, output, choice)]
 
-    def _answer(self, *choices: TextChoice) -> Completion:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._service.model,
-            "system_fingerprint": self._service.fingerprint,
-            "choices": [*choices],
-        }
+    def _chunk(self, choices: list[TextChoice]) -> dict[str, Any]:
+        usage = {"usage": self.usage.so_far()} if self.usage.is_shown else {}
+        return {**self._head(), "choices": choices, **usage}
+
+    def _head(self) -> dict[str, Any]:
+        service = self.service
+        head = {"id": self._id, "object": "text_completion", "created": self._created, "model": service.model}
+        return {**head, "system_fingerprint": service.fingerprint}
 
     def _best(self, output: RequestOutput) -> list[CompletionOutput]:
         if len(output.outputs) <= self._num_answers:
@@ -135,29 +126,29 @@ class _CompletionAnswer:
         ]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
-        """Return what is new in a choice; the first time with the prompt, if that is asked for."""
+        """Return the new part of a choice; the first one with the prompt, if that is echoed."""
         is_first = index not in self._lengths
         text = self._prompt_text(output) if self._body.echo and is_first else ""
         start = self._lengths.get(index, len(text))
-        text += choice.text if self._shows_output else ""
+        text += choice.text if self.shows_output else ""
         self._lengths[index] = self._lengths.get(index, 0) + len(text)
         item: TextChoice = {"index": index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
         if choice.logprobs is not None and self._body.logprobs is not None:
             if index not in self._offsets:
                 options, prompt = decode_options(self._params), output.prompt_token_ids
-                self._offsets[index] = TextOffsets(self._service.tokenizer, start, prompt, **options)
+                self._offsets[index] = TextOffsets(self.service.tokenizer, start, prompt, **options)
             item["logprobs"] = self._logprobs(index, choice)
         if choice.finish_reason is not None:
             item["stop_reason"] = choice.stop_reason
         if self._body.return_token_ids:
-            item["token_ids"] = choice.token_ids if self._shows_output else []
+            item["token_ids"] = choice.token_ids if self.shows_output else []
             if is_first:
                 item["prompt_token_ids"] = output.prompt_token_ids
         return item
 
-    def _logprobs(self, index: int, choice: CompletionOutput) -> TextLogprobs:
+    def _logprobs(self, index: int, choice: CompletionOutput) -> Logprobs:
         """Return the log-probabilities of new tokens."""
-        if not self._shows_output or choice.logprobs is None:
+        if not self.shows_output or choice.logprobs is None:
             return text_logprobs([], [], [])
         length = self._lengths[index]
         offsets = self._offsets[index].take(choice.token_ids)
@@ -172,10 +163,10 @@ class _CompletionAnswer:
         self._waiting[index] = _part(logprobs, slice(num_sent, None))
         return _part(logprobs, slice(num_sent))
 
-    def _prompt_logprobs(self, output: RequestOutput) -> TextLogprobs:
-        token_ids, text, llm = output.prompt_token_ids, self._prompt_text(output), self._service.llm.llm
+    def _prompt_logprobs(self, output: RequestOutput) -> Logprobs:
+        token_ids, text, llm = output.prompt_token_ids, self._prompt_text(output), self.service.llm.llm
         # Special tokens that the tokenizer has added are not in the text.
-        offsets = TextOffsets(llm.tokenizer, skip_special_tokens=self._service.decode(token_ids) != text)
+        offsets = TextOffsets(llm.tokenizer, skip_special_tokens=self.service.decode(token_ids) != text)
         first = llm.output_processor.decode_token(token_ids[0]) or ""
         positions = output.prompt_logprobs or [None] * len(token_ids)
         places = [min(offset, len(text)) for offset in offsets.take(token_ids)]
@@ -185,24 +176,12 @@ class _CompletionAnswer:
         if output.prompt is not None:
             return output.prompt
         # A character that token ids begin is the output's, which completes it.
-        return self._service.decode(output.prompt_token_ids).rstrip("\ufffd")
+        return self.service.decode(output.prompt_token_ids).rstrip("\ufffd")
 
 
-def _joined(first: TextLogprobs | None, second: TextLogprobs) -> TextLogprobs:
-    if first is None:
-        return second
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+def _joined(first: Logprobs | None, second: Logprobs) -> Logprobs:
+    return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-def _part(logprobs: TextLogprobs, part: slice) -> TextLogprobs:
-    return {
-        "tokens": logprobs["tokens"][part],
-        "token_logprobs": logprobs["token_logprobs"][part],
-        "top_logprobs": logprobs["top_logprobs"][part],
-        "text_offset": logprobs["text_offset"][part],
-    }
+def _part(logprobs: Logprobs, part: slice) -> Logprobs:
+    return {name: values[part] for name, values in logprobs.items()}

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, and JSON."""
+"""Errors as answers, in OpenAI's form or, on its paths, in Anthropic's; and JSON, in and out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
-from starlette.datastructures import FormData
 from starlette.responses import Response
+from starlette.types import Scope
 
 from nanovllm.async_llm import QueueFullError
 from nanovllm.engine.request import PromptTooLongError
@@ -27,7 +27,6 @@ _KINDS = {
     500: "server_error",
     503: "service_unavailable",
 }
-
 
 _MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
 """Before the name of an exception's class, as tracebacks have it."""
@@ -100,10 +99,37 @@ class JsonResponse(Response):
         super().__init__(_encode_pieces(body) if in_pieces else encode_json(body), status, headers)
 
 
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """Return the body of the answer to a request."""
+    path = scope["path"].removeprefix(scope["root_path"])
+    if path != _ANTHROPIC_PATH and not path.startswith(f"{_ANTHROPIC_PATH}/"):
+        return error.body()
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def error_response(error: ApiError, scope: Scope) -> JsonResponse:
+    """Return the answer to a request."""
+    return JsonResponse(error_body(error, scope), error.status, error.headers)
+
+
 _MOST_DEPTH = 128
-"""Lists and objects within each other in a body: what goes through it calls itself about as often."""
+"""The most levels of lists and objects in a body: a function that walks them recurses about as deep."""
 _MOST_DIGITS = 308
-"""Of an integer: those of the largest float."""
+"""The most digits of an integer: the number of the largest float."""
 _AS_ZEROS = bytes(ord("0") if code in b"0123456789" else ord(" ") for code in range(256))
 _TOO_MANY_ZEROS = b"0" * (_MOST_DIGITS + 1)
 
@@ -221,17 +247,14 @@ def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
         first: the first error that pydantic has found; its `loc` begins with a part of the request: "body", "query".
         body: as it was parsed.
     """
-    kind, is_missing, is_form = first["type"], first["type"] == "missing", isinstance(body, FormData)
+    kind, is_missing = first["type"], first["type"] == "missing"
     place = _place(first["loc"], body, is_missing=is_missing)
     if not place and kind != "value_error":
         # FastAPI takes the body for a text if its type is not JSON's.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
     problem, given = first["msg"].removeprefix("Value error, "), first.get("input")
-    if is_form and kind == "value_error":
-        # FastAPI names its classes.
-        problem = "Input should be a file, with a file name"
-    elif kind in ("dict_type", "model_type", "model_attributes_type"):
+    if kind in ("dict_type", "model_type", "model_attributes_type"):
         problem = "Input should be an object"
     if isinstance(given, (bool, int, float)):
         problem += f", not {json.dumps(given):.40}"
@@ -243,7 +266,7 @@ def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
 def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:
     """Return where in a request an error is, such as "messages[0].role", without what pydantic calls types."""
     source, *parts = loc
-    if source != "body" or isinstance(body, FormData):
+    if source != "body":
         return str(parts[0])
     place = ""
     for part in parts:

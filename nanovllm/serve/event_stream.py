@@ -1,4 +1,4 @@
-"""Answers that come in pieces (server-sent events), and answers that end when their client goes away."""
+"""Answers as server-sent events, and the end of answers whose client goes away."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import RequestStream
-from nanovllm.serve.error_forms import error_body
-from nanovllm.serve.errors import ApiError, api_error, encode_json
+from nanovllm.serve.errors import ApiError, api_error, encode_json, error_body
 from nanovllm.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
@@ -33,17 +32,17 @@ def event(data: Any, name: str | None = None) -> bytes:
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 _PING_SECONDS = 15.0
-"""Proxies close a connection on which nothing comes for a minute, as during a long prefill."""
+"""Proxies close a connection that is silent for a minute, as during a long prefill."""
 
 
 class EventStream(Response):
-    """Sends events as they come, and stops when the client goes away or the answer takes too long.
+    """Sends events, until the client disconnects or the answer takes too long.
 
     Args:
         events: the answer.
-        streams: what the events are made of; closed in any case.
+        streams: the requests behind the events; closed in any case.
         settings: the server's.
-        count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client goes away.
+        count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client disconnects.
     """
 
     def __init__(
@@ -62,19 +61,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
-        seconds = self._settings.max_request_seconds
-        pump, gone = asyncio.ensure_future(self._pump(scope, send)), asyncio.ensure_future(_disconnect(receive))
         try:
-            done, _ = await asyncio.wait({pump, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                await _cancel(pump)
-                # A client that reads little at a time may take the end of its answer late.
-                await self._close()
-                await self._end(scope, send, timed_out(seconds))
-            elif pump not in done:
-                self._count_error("client_disconnect")
+            await until_disconnect(receive, self._pump(scope, send), self._settings.max_request_seconds)
+        except ClientDisconnect:
+            self._count_error("client_disconnect")
+        except ApiError as error:
+            # It took too long. A client that reads little at a time may take the end of its answer late.
+            await self._close()
+            await self._end(scope, send, error)
         finally:
-            await _cancel(pump, gone)
             await self._close()
 
     async def _close(self) -> None:
@@ -98,7 +93,7 @@ class EventStream(Response):
             pings.cancel()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment, which clients ignore, whenever no event has come for some time."""
+        """Send a comment, which clients ignore, whenever there was no event for some time."""
         while True:
             before = self._num_sent
             await asyncio.sleep(_PING_SECONDS)
@@ -112,38 +107,33 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": event(body, body.get("type")), "more_body": False})
 
 
-def timed_out(seconds: float) -> ApiError:
-    """Return the error of a request that took too long."""
-    return ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
-
-
-async def until_disconnect(request: Request, work: Awaitable[Result], seconds: float) -> Result:
-    """Return the result of work; cancel it if the client goes away or it takes too long.
+async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: float) -> Result:
+    """Return the result of work; cancel it if the client disconnects or it takes too long.
 
     Raises:
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
         ApiError: it took longer than `seconds`.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
             raise ClientDisconnect
-        raise timed_out(seconds)
+        raise ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
     finally:
         await _cancel(task, gone)
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Wait until the client goes away; its request has been read."""
+    """Wait until the client, whose request has been read, disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; what they raise has been seen, or concerns nobody any more."""
+    """Cancel tasks and wait for them; their errors have been handled, or no longer matter."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,15 @@
 """A server of several processes: front ends that share a port, and engines that know nothing of HTTP.
 
-This process starts all of them and answers nothing itself. A front end that ends is started again, and only its
-clients notice; each has a listening socket of its own on the same port, among which the kernel shares connections out.
+The process that the user has started supervises all of them and answers nothing itself. A front end that ends is
+restarted, and only its clients notice; each has a listening socket of its own on the same port, among which the kernel
+shares connections out. A front end's process begins in `run_front_end`, and ends with the supervisor.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import logging.config
 import mmap
 import os
 import shutil
@@ -15,28 +18,65 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from types import FrameType
 
 from nanovllm.config import Config
+from nanovllm.engine.request import RequestSeeds
 from nanovllm.replicas.engine_process import EngineProcesses
-from nanovllm.serve.front_end import READY, FrontEndPlan
-from nanovllm.serve.server_counts import ServerCounts, memory_size
+from nanovllm.serve.logs import log_config
+from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.parent import end_with_parent
 from nanovllm.utils.python_process import describe_exit, start_python
 
 _logger = logging.getLogger(__name__)
+_READY = "ready"
+"""The message of a front end that answers."""
 _POLL_SECONDS = 0.05
 _START_SECONDS = 300.0
 _EXTRA_SECONDS = 3.0
-"""How much longer than the grace period a front end may take to end."""
+"""Time that a front end may take to end beyond the grace period."""
+_CAUSE_SECONDS = 2.0
+"""Time that a front end waits for the cause of an engine's end."""
+
+
+@dataclass(frozen=True)
+class FrontEndPlan:
+    """The first message to a front end.
+
+    Attributes:
+        config, settings: the server's.
+        folder: of the model.
+        index, size: which front end it is, and how many there are.
+        number: how many front ends were started before it, including any that were replaced.
+        listener: descriptor of the socket to listen on.
+        counts: descriptor of the memory of the `ServerCounts`.
+        metrics_folder: of the counters of all front ends.
+        created: when the server began, in seconds since 1970.
+    """
+
+    config: Config
+    settings: ServeSettings
+    folder: str
+    index: int
+    size: int
+    number: int
+    listener: int
+    counts: int
+    metrics_folder: str
+    created: int
 
 
 @dataclass
@@ -51,15 +91,15 @@ class FrontEndProcess:
     control: Connection
     is_ready: bool = False
 
-    def look(self) -> None:
-        """Find out whether it answers."""
+    def poll_ready(self) -> None:
+        """Read whether it answers."""
         with suppress(EOFError, OSError):
             if not self.is_ready and self.control.poll():
-                self.is_ready = self.control.recv() == READY
+                self.is_ready = self.control.recv() == _READY
 
 
 class FrontEnds:
-    """The processes of a server with several front ends.
+    """Supervises the processes of a server with several front ends.
 
     Args:
         config, settings: the server's.
@@ -82,7 +122,7 @@ class FrontEnds:
         self._engines = EngineProcesses(config)
         # Without a name; front ends inherit it.
         self._memory = tempfile.TemporaryFile()  # noqa: SIM115
-        self._memory.truncate(memory_size(size))
+        self._memory.truncate(ServerCounts.size(size))
         self._metrics_folder = ""
         self._created = int(time.time())
         self._num_started = 0
@@ -103,11 +143,11 @@ class FrontEnds:
             self._connect(front_end)
 
     def run(self) -> int:
-        """Serve until SIGINT or SIGTERM, which is then raised again, or until nobody can; return the exit code."""
+        """Serve until SIGINT or SIGTERM, which is then raised again, or a failure; return the exit code."""
         with self._signals(), self._stopping():
             code = self._wait_for_all()
             if code is None:
-                self._say_where()
+                self._announce()
                 code = self._watch()
         if self._signal is not None:
             signal.raise_signal(self._signal)
@@ -126,7 +166,7 @@ class FrontEnds:
             descriptors = [other.fileno(), listener.fileno(), self._memory.fileno()]
             arguments = other.fileno(), os.getpid()
             title = f"nanovllm front end {index}"
-            process = start_python("nanovllm.serve.front_end", "run_front_end", arguments, title, descriptors)
+            process = start_python("nanovllm.serve.front_ends", "run_front_end", arguments, title, descriptors)
         control.send(plan)
         return FrontEndProcess(process, control)
 
@@ -155,11 +195,11 @@ class FrontEnds:
                 print("nanovllm serve: error: a front end could not be started", file=sys.stderr)
                 return 1
             for front_end in self._front_ends:
-                front_end.look()
+                front_end.poll_ready()
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _say_where(self) -> None:
+    def _announce(self) -> None:
         name, port = self._place.getsockname()[:2]
         scheme = "https" if self._settings.ssl_certfile else "http"
         model = (self._settings.served_model_name or [os.path.basename(self._config.model)])[0]
@@ -168,39 +208,39 @@ class FrontEnds:
         _logger.info("serving %s at %s by %d front ends", model, place, self._size)
 
     def _watch(self) -> int:
-        """Start front ends again, and tell them of engines, until a signal; return the exit code."""
+        """Restart front ends, and tell them of engines that have ended, until a signal; return the exit code."""
         while self._signal is None:
             for engine in self._engines.all:
                 if engine.has_ended() and engine.index not in self._ended_engines:
-                    self._tell(engine.index, engine.exit_text())
+                    self._report_end(engine.index, engine.exit_text())
             is_lost = len(self._ended_engines) == len(self._engines.all)
             if is_lost and self._settings.exit_when_engine_fails:
                 _logger.error("ending, since the engine is lost")
                 return 1
             for index, front_end in enumerate(self._front_ends):
-                front_end.look()
-                if (code := front_end.process.poll()) is not None and not self._again(index, code, is_lost):
+                front_end.poll_ready()
+                if (code := front_end.process.poll()) is not None and not self._restart(index, code, is_lost):
                     return 1
             time.sleep(_POLL_SECONDS)
         return 0
 
-    def _tell(self, index: int, text: str) -> None:
-        """Tell all front ends how an engine has ended."""
+    def _report_end(self, index: int, text: str) -> None:
+        """Tell all front ends why an engine ended."""
         self._ended_engines.add(index)
         _logger.error("%s", text)
         for front_end in self._front_ends:
             with suppress(OSError):
                 front_end.control.send((index, text))
 
-    def _again(self, index: int, code: int, is_lost: bool) -> bool:
-        """Start a front end that has ended again; returns whether the server can go on."""
+    def _restart(self, index: int, code: int, is_lost: bool) -> bool:
+        """Restart a front end; returns whether the server can go on."""
         ended = self._front_ends[index]
         _logger.error("front end %d %s", index, describe_exit(code))
         if is_lost or not ended.is_ready:
             # It would have no engine, or could not be started the last time.
             return False
         ended.control.close()
-        ServerCounts(mmap.mmap(self._memory.fileno(), memory_size(self._size)), index).reset()
+        ServerCounts(mmap.mmap(self._memory.fileno(), ServerCounts.size(self._size)), index).reset()
         self._front_ends[index] = self._start(index)
         self._connect(self._front_ends[index])
         return True
@@ -238,7 +278,7 @@ class FrontEnds:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that has a port together with others of this server.
+    """Return a socket that shares a port with others of this server.
 
     Raises:
         OSError: it is taken.
@@ -253,3 +293,82 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+class EngineCauses:
+    """Causes of engines' ends, as the supervisor reports them to a front end."""
+
+    def __init__(self, control: Connection, engines: Iterable[int]) -> None:
+        self._texts = dict.fromkeys(engines, "the engine's process has ended")
+        self._known = {index: threading.Event() for index in self._texts}
+        threading.Thread(target=self._read, args=(control,), name="nanovllm-control", daemon=True).start()
+
+    def text(self, index: int) -> str:
+        """Return the cause of an engine's end."""
+        self._known[index].wait(_CAUSE_SECONDS)
+        return self._texts[index]
+
+    def _read(self, control: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                index, text = control.recv()
+                if index in self._texts:
+                    self._texts[index] = text
+                    self._known[index].set()
+
+
+def run_front_end(descriptor: int, parent: int) -> None:
+    """Run a front end's process.
+
+    Args:
+        descriptor: of the socket to the supervisor.
+        parent: the supervisor's process id.
+    """
+    faulthandler.enable()
+    control = Connection(descriptor)
+    try:
+        plan: FrontEndPlan = control.recv()
+    except EOFError:
+        return
+    end_with_parent(parent, partial(shutil.rmtree, plan.metrics_folder, ignore_errors=True))
+    # The engines say it.
+    warnings.filterwarnings("ignore", "max_model_len=.* is capped")
+    # Prometheus' client looks at it when it is imported.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
+    logging.config.dictConfig(log_config(plan.settings.access_log, plan.settings.log_requests))
+    sys.exit(_answer(plan, control))
+
+
+def _answer(plan: FrontEndPlan, control: Connection) -> int:
+    """Get ready while the engines load, then answer; returns the exit code."""
+    # They import torch and Prometheus' client.
+    from nanovllm.llm import LLM  # noqa: PLC0415
+    from nanovllm.replicas.loaded_model import over_replicas  # noqa: PLC0415
+    from nanovllm.replicas.model_files import read_model_files  # noqa: PLC0415
+    from nanovllm.replicas.replicated_engine import ReplicatedEngine  # noqa: PLC0415
+    from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
+    from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
+
+    # The engines report what is wrong with the model.
+    reading = ThreadPoolExecutor(1).submit(read_model_files, replace(plan.config, model=plan.folder))
+    try:
+        engines: list[int] = control.recv()
+        connections = [Connection(recv_handle(control)) for _ in engines]
+    except EOFError:
+        # The engines could not be started, which the supervisor says.
+        return 1
+    causes = EngineCauses(control, engines)
+    # Requests without a seed have different noise on each front end.
+    seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
+    exit_texts = [partial(causes.text, index) for index in engines]
+    engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)
+    llm = LLM.over(plan.config, over_replicas(engine, reading.result(), seeds))
+    memory = mmap.mmap(plan.counts, ServerCounts.size(plan.size))
+    place = ServerPlace(
+        socket.socket(fileno=plan.listener),
+        ServerCounts(memory, plan.index),
+        plan.metrics_folder,
+        plan.created,
+        on_ready=partial(control.send, _READY),
+    )
+    return run_server(llm, plan.settings, raise_descriptor_limit(plan.settings.max_connections), place)

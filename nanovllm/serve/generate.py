@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 from uuid import uuid4
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
 from nanovllm.openai_format import chat_logprobs, prompt_positions
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.serve.event_stream import DONE, event
-from nanovllm.serve.protocol import GenerateBody
-from nanovllm.serve.service import Service
-from nanovllm.serve.usage import Usage
+from nanovllm.serve.answers import Answer
+from nanovllm.serve.protocol import GenerateBody, SamplingBody
+from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
+from nanovllm.serve.service import Service, StreamList
 
+router = make_router()
 _NAMES = {item.name for item in fields(SamplingParams)}
 
 
-async def answer_generate(service: Service, body: GenerateBody) -> Response:
-    """Complete token ids, whole or as they come."""
+@router.post("/inference/v1/generate", response_model=None, responses=ERRORS)
+async def generate(body: GenerateBody, request: Request, service: ServiceDep) -> Response:
+    """Complete token ids with token ids."""
+    return await within_limits(request, service, _answer(service, body))
+
+
+async def _answer(service: Service, body: GenerateBody) -> Response:
     service.check_model(body.model)
-    params = service.limited(_sampling_params(body.sampling_params))
-    answer = _GenerateAnswer(service, body, params)
-    prompts = [body.token_ids]
-    if not body.stream:
-        outputs = await service.complete(prompts, params, body.priority)
-        return await service.json_answer(lambda: answer.whole(outputs[0]), outputs, params)
-    streams = await service.begin(prompts, params, body.priority)
-    return service.event_stream(answer.events(streams), streams)
+    params = _sampling_params(body.sampling_params)
+    sampling = SamplingBody.model_validate({"stream": body.stream, "priority": body.priority})
+    streams = await service.submit([body.token_ids], params, sampling)
+    return await GenerateAnswer(service, streams, body).respond(body.stream)
 
 
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -42,46 +44,39 @@ def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     values = {name: value for name, value in given.items() if value is not None}
     if isinstance(values.get("structured_outputs"), dict):
         values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
-    return SamplingParams(**values, detokenize=False) if "detokenize" not in values else SamplingParams(**values)
+    return SamplingParams(**{"detokenize": False, **values})
 
 
-class _GenerateAnswer:
-    """The answer to one request, in the form of vLLM's API."""
+class GenerateAnswer(Answer):
+    """The answer to token ids, in the form of vLLM's API.
 
-    def __init__(self, service: Service, body: GenerateBody, params: SamplingParams) -> None:
-        self._service = service
-        self._usage = Usage(len(body.token_ids), body.stream_options)
-        self._params = params
+    Args:
+        service: computes it.
+        streams: the only prompt's request.
+        body: the request.
+    """
+
+    def __init__(self, service: Service, streams: StreamList, body: GenerateBody) -> None:
+        super().__init__(service, streams, body.stream_options)
+        self._num_logprobs = self.requests[0].params.logprobs
         self._head = {"request_id": body.request_id or uuid4().hex}
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the body of a whole answer."""
-        self._usage.add(output)
-        prompt_logprobs = prompt_positions(output)
-        return {
-            **self._head,
-            "choices": self._choices(output),
-            "prompt_logprobs": prompt_logprobs,
-            "usage": self._usage.body(),
-        }
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,), (choices,) = outputs, self._new_chunks(0, outputs[0])
+        return {**self._chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self.usage.body()}
 
-    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
-        """Yield the answer's events."""
-        async for _, output in self._service.read(streams):
-            self._usage.add(output)
-            yield event({**self._head, "choices": self._choices(output)})
-        if self._usage.is_shown:
-            yield event({**self._head, "choices": [], "usage": self._usage.body()})
-        yield DONE
-
-    def _choices(self, output: RequestOutput) -> list[dict[str, Any]]:
-        return [
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
+        """Yield the new parts of all choices together."""
+        yield [
             {
                 "index": choice.index,
                 "token_ids": choice.token_ids,
-                "logprobs": chat_logprobs(choice, self._params.logprobs),
+                "logprobs": chat_logprobs(choice, self._num_logprobs),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
             for choice in output.outputs
         ]
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices}

@@ -1,7 +1,7 @@
 """The server's logs: one line of stderr for each event, with the id of the request that it belongs to.
 
-Nothing of what a client has sent is in them, but for its `X-Request-Id`: what it asked for may be secret. Of an error
-the answer has the message, and the log says what kind it is and in which field; of a path, which route it is.
+Requests may be secret, so a client's `X-Request-Id` is all that they show of what it has sent. An error's message is in
+the answer alone, and the log has its kind and its field; a path is logged as its route.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class _Request:
-    """A request, and the paths of the API that have no parameters."""
+    """A request, with the paths of the API that have no parameters."""
 
     id: str
     scope: Scope
@@ -82,14 +82,12 @@ def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
             "nanovllm.serve.protocol": {"level": "INFO" if log_requests else "WARNING"},
             "uvicorn": {**own, "level": "WARNING"},
             "uvicorn.access": {"level": "INFO" if access_log else "WARNING", "filters": ["path"]},
-            # It quotes forms that it cannot read.
-            "python_multipart": {"level": "CRITICAL"},
         },
     }
 
 
 def log_refusal(scope: Scope, error: ApiError) -> None:
-    """Log that a request is answered with an error, whose message may quote what was sent, as its field may below."""
+    """Log that a request is answered with an error; its message and the subfields of its field may quote the client."""
     level = logging.ERROR if error.status >= 500 else logging.WARNING
     current, field = _current.get(), re.match(r"\w*", error.param or "")
     path, what = "-" if current is None else current.path, error.code or error.kind
@@ -103,7 +101,7 @@ def one_line(text: str) -> str:
 
 
 class RequestLogs:
-    """An ASGI middleware through which the logs know the request that they are about.
+    """An ASGI middleware that tells the logs the current request.
 
     It gives each request an id, the client's `X-Request-Id` if it has a valid one.
 

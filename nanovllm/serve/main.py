@@ -1,4 +1,4 @@
-"""`nanovllm serve`: the server's process."""
+"""`nanovllm serve`: checks the options, loads the model, and runs the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the server until it gets SIGINT or SIGTERM, and return the exit code."""
     try:
-        # This process may only start others, which import them.
+        # With several front ends only their processes import them.
         for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
             if find_spec(package) is None:
                 raise ImportError(f"No module named {package!r}")
@@ -82,7 +82,7 @@ def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
     import torch  # noqa: PLC0415
 
     from nanovllm.llm import LLM  # noqa: PLC0415
-    from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
+    from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
     from nanovllm.serve.process import run_server  # noqa: PLC0415
 
     llm = LLM(**vars(config))

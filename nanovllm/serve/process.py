@@ -1,4 +1,4 @@
-"""The server's process: it listens, says where, and ends within the grace period."""
+"""Runs uvicorn: listens, prints the address, and ends within the grace period."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from starlette.types import ASGIApp
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.llm import LLM
 from nanovllm.serve.app import create_app
-from nanovllm.serve.connection import Connection, ConnectionPool
-from nanovllm.serve.field_types import MOST_PROMPTS
+from nanovllm.serve.limits import Connection, ConnectionPool
+from nanovllm.serve.protocol import MOST_PROMPTS
 from nanovllm.serve.server_counts import Counted, ServerCounts
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
 
 _SWITCH_SECONDS = 0.0005
-"""How long one thread may hold the interpreter while another waits.
+"""Time that one thread may hold the interpreter while another waits.
 
-With Python's 5 ms the engine's thread, which waits for the device some times in each step, would lose that much each
+The engine's thread waits for the device several times in each step. With Python's 5 ms it would lose that much each
 time to the threads that write answers.
 """
 _ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
@@ -40,12 +40,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """What a front end shares with the others of its server.
+    """State that a front end shares with the others of its server.
 
     Attributes:
         listener: the socket on which it listens.
         counts: for limits that are the server's.
-        metrics_folder: of the counters of all front ends.
+        metrics_folder: folder of the counters of all front ends.
         created: when the server began, in seconds since 1970.
         on_ready: called once it answers.
     """
@@ -62,7 +62,7 @@ def run_server(llm: LLM, settings: ServeSettings, max_connections: int, place: S
 
     place: among other front ends; None: this is the server.
     """
-    # No request takes the place of others: texts to compare come in two lists.
+    # Enough for the largest request that is allowed, so that none takes others' places; texts to compare are two lists.
     most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
     llm.input_processor.bound_grammars(compiles_here=llm.engine_client.engine.is_in_process)
     async_llm = AsyncLLM.over(llm, max_pending_requests=most_pending)
@@ -95,7 +95,7 @@ def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool)
         log_config=None,
         access_log=settings.access_log,
         proxy_headers=False,
-        # uvicorn calls it, whatever it is.
+        # uvicorn calls it with arguments, as it would call a class.
         http=cast("type[asyncio.Protocol]", partial(Connection, pool)),
         ws="none",
         timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + 1,
@@ -106,7 +106,7 @@ def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool)
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, which port 0 leaves to the system, and ends when it must."""
+    """A uvicorn server that prints its address, ends within the grace, and ends with its engine if settings say so."""
 
     def __init__(self, config: uvicorn.Config, service: Service, place: ServerPlace | None) -> None:
         super().__init__(config)
@@ -118,7 +118,7 @@ class _Server(uvicorn.Server):
         await _warm_up(self.config.app, self._service.settings)
         await super().startup(sockets)
         if self._place is not None:
-            # Who has started it says where.
+            # The supervisor prints the address.
             self._place.on_ready()
             return
         scheme = "https" if self.config.is_ssl else "http"
@@ -136,7 +136,6 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self._service.is_ending = True
         llm, grace = self._service.llm, self._service.settings.grace_seconds
         _logger.info("ending within %g s; %d requests are running", grace, llm.num_pending_requests)
         loop = asyncio.get_running_loop()
@@ -154,7 +153,7 @@ class _Server(uvicorn.Server):
 
 
 async def _warm_up(app: Any, settings: ServeSettings) -> None:
-    """Answer a request that nobody has sent: the first one imports modules and builds tables for some 20 ms.
+    """Answer a request of the server's own, since the first one imports modules and builds tables for some 20 ms.
 
     Args:
         app: the ASGI application.

@@ -1,33 +1,29 @@
-"""The bodies of requests.
+"""Bodies of OpenAI's and vLLM's requests, and the types of their fields.
 
-What a field means is in `SamplingParams`, which checks its limits, and in OpenAI's reference. Fields of OpenAI's and
+`SamplingParams`, which checks limits, and OpenAI's reference explain the fields. Fields of OpenAI's and
 vLLM's APIs that are not supported may have the value that asks for nothing. Other fields are ignored, and logged once.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
-from nanovllm.serve.errors import ApiError
-from nanovllm.serve.field_types import (
-    MOST_MESSAGES,
-    TOOL_CHOICE,
-    IsObject,
-    Nothing,
-    Objects,
-    Prompts,
-    Stops,
-    TextOrObject,
-    TextOrParts,
-    TextOrStops,
-    TokenIds,
-    ToolChoiceMode,
-)
+from nanovllm.serve.errors import ApiError, validation_error
 from nanovllm.serve.logs import one_line
 
 _logger = logging.getLogger(__name__)
@@ -40,14 +36,62 @@ MOST_TOOLS = 256
 _MOST_LOGGED = 256
 _LONGEST_NAME = 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
-"""Retired fields of vLLM, and those of `structured_outputs` that came in their place."""
+"""Retired fields of vLLM, and the fields of `structured_outputs` that replace them."""
+
+MOST_PROMPTS = 1024
+_MOST_TOKENS = 2**20
+MOST_MESSAGES = 4096
+_MOST_STOPS = 64
+# A field with several forms is checked by the one that its value's type shows, so that the error is about that one.
+# The first fault ends the check of a list: an error for each of a million entries would take minutes.
+_FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
+
+
+def _form(given: Any) -> str | None:
+    """Return which form was given, or is to be dumped; None: no field has it."""
+    return "<object>" if isinstance(given, BaseModel) else _FORMS.get(type(given))
+
+
+def _prompt_form(given: Any) -> str | None:
+    first = given[0] if isinstance(given, list) and given else None
+    is_number = isinstance(first, (int, float))
+    return "<ids>" if is_number else "<lists>" if isinstance(first, list) else _form(given)
+
+
+def one_of(forms: str, get_form: Callable[[Any], str | None] = _form) -> Discriminator:
+    """Return a discriminator of a field's forms; `forms` describes them in the error."""
+    return Discriminator(get_form, custom_error_type="form_type", custom_error_message=f"Input should be {forms}")
+
+
+IsText, IsList, IsObject = Tag("<text>"), Tag("<list>"), Tag("<object>")
+Text = Annotated[str, IsText]
+Object = Annotated[dict[str, Any], IsObject]
+Nothing = Annotated[dict[str, Any], Field(max_length=0)]
+# JSON's true and 1.0 are no ids.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
+_TokenLists = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+TextOrTexts = Annotated[Text | Annotated[Texts, IsList], one_of("a string or a list of strings")]
+Stops = Annotated[list[str], Field(max_length=_MOST_STOPS, fail_fast=True)]
+TextOrStops = Annotated[Text | Annotated[Stops, IsList], one_of("a string or a list of strings")]
+TextOrObject = Annotated[Text | Object, one_of("a string or an object")]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+TextOrObjects = Annotated[Text | Annotated[Objects, IsList], one_of("a string or a list of objects")]
+Parts = Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+TextOrParts = Annotated[Text | Annotated[Parts, IsList], one_of("a string or a list of parts")]
+Prompts = Annotated[
+    Text | Annotated[Texts, IsList] | Annotated[TokenIds, Tag("<ids>")] | Annotated[_TokenLists, Tag("<lists>")],
+    one_of("a string, a list of strings, a list of token ids, or a list of such lists", _prompt_form),
+]
+ToolChoiceMode = Annotated[Literal["auto", "none", "required"], IsText]
+TOOL_CHOICE = one_of("'auto', 'none', 'required' or an object")
 
 _logged: set[str] = set()
 _Value = TypeVar("_Value")
 
 
 def _at_most(count: int, given: _Value) -> _Value:
-    """Return what was given, unless it has too many fields, each of which pydantic would make an error of."""
+    """Return a value, or raise if it has too many fields: pydantic would make an error of each."""
     if isinstance(given, dict) and len(given) > count:
         raise ValueError(f"{len(given)} fields are over {count}")
     return given
@@ -77,7 +121,7 @@ class Body(BaseModel):
 
     @classmethod
     def _log_unknown(cls, name: str) -> None:
-        # Names come from clients: so many of them may not fill the memory, or the log.
+        # Names come from clients, and must fill neither the memory nor the log.
         if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
             if not _logged:
                 _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
@@ -103,14 +147,14 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What form an answer has."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """What an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
+    """A form that an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
 
     json_: TextOrObject | None = Field(None, alias="json")
     regex: str | None = None
@@ -123,7 +167,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(Body):
-    """What requests for chats and for completions share."""
+    """Fields of chats and completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -159,7 +203,7 @@ class SamplingBody(Body):
         None, description="only requests with the same one share blocks of the prefix cache"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="keep so many last tokens of the prompt; -1: as many as the model has room for"
+        None, ge=-1, description="length to which the prompt is cut, from the left; -1: the model's room"
     )
     add_special_tokens: bool | None = Field(
         None, description="whether encoding a text adds special tokens, such as BOS"
@@ -199,7 +243,7 @@ class SamplingBody(Body):
         return self
 
     def without_content(self) -> Self:
-        """Return a copy without what may be large, for an answer that may take minutes."""
+        """Return a copy without large fields, for an answer that may take minutes."""
         return self.model_copy(update=dict.fromkeys(_LARGE_FIELDS & set(type(self).model_fields)))
 
 
@@ -291,6 +335,20 @@ class ChatBody(SamplingBody):
             raise _invalid("continue_final_message", "and add_generation_prompt exclude each other")
         return self
 
+    @classmethod
+    def translated(cls, values: dict[str, Any]) -> Self:
+        """Return the chat that stands for another API's request; null values are left out.
+
+        Raises:
+            ApiError: a value is wrong.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise validation_error({**first, "loc": ("body", *first["loc"])}, given) from error
+
 
 class CompletionBody(SamplingBody):
     """A request for the completion of prompts: texts or token ids."""
@@ -336,3 +394,8 @@ class GenerateBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """Return a request's prompts; a list of token ids is one."""
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)

@@ -1,214 +1,281 @@
-"""`POST /v1/responses`, with text and calls of functions: nothing is stored."""
+"""`POST /v1/responses`, with text and calls of functions, as a chat; nothing is stored."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
+from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from nanovllm.async_llm import RequestStream
-from nanovllm.openai_answers import CallItem, MessageItem, OutputText, ResponseAnswer
-from nanovllm.openai_format import ENDPOINTS
-from nanovllm.outputs import RequestOutput, TokensPrompt
+from nanovllm.openai_format import ChatChoice
+from nanovllm.serve.answers import STREAMED, Event, Translation
+from nanovllm.serve.chat_completions import begin_chat
 from nanovllm.serve.errors import encode_json
-from nanovllm.serve.event_stream import event
-from nanovllm.serve.protocol import SamplingBody
-from nanovllm.serve.response_input import response_messages
-from nanovllm.serve.response_protocol import ResponseBody, ResponseTool, ResponseToolChoice
+from nanovllm.serve.protocol import (
+    MOST_TOOLS,
+    TOOL_CHOICE,
+    Body,
+    ChatBody,
+    IsObject,
+    Metadata,
+    StreamOptions,
+    TextOrObjects,
+    ToolChoiceMode,
+    ToolFunction,
+)
+from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service
-from nanovllm.serve.usage import Usage
-from nanovllm.text.answers import AnswerDelta, AnswerOptions, AnswerSplitter
+from nanovllm.text.chat_template import normal_content
+
+router = make_router()
+_CONTENT = "a message's content is a string, or a list of parts of text"
+
+
+class ResponseText(Body):
+    """The form of a response's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
+
+
+class ResponseTool(ToolFunction):
+    """A function that a model may call."""
+
+    type: Literal["function"]
+
+
+class ResponseToolChoice(Body):
+    """The function to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseBody(Body):
+    """A request for a response, in text."""
+
+    model: str | None = None
+    input: TextOrObjects
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[ToolChoiceMode | Annotated[ResponseToolChoice, IsObject], TOOL_CHOICE] | None = None
+    # Not supported.
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    background: Literal[False] | None = None
+    # Without effect here.
+    user: str | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    stream_options: StreamOptions | None = None
+    reasoning: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: Literal[0] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class ResponseAnswer(TypedDict):
+    """A response, or its state in a stream."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: str
+    incomplete_details: dict[str, str] | None
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: None
+
+
+@router.post("/v1/responses", response_model=None, responses=answers(ResponseAnswer))
+async def responses(body: ResponseBody, request: Request, service: ServiceDep) -> Response:
+    """Answer an input in text."""
+    return await within_limits(request, service, answer_response(service, body))
 
 
 async def answer_response(service: Service, body: ResponseBody) -> Response:
     """Answer an input, whole or as the answer comes."""
-    service.check_model(body.model)
-    given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
-    sampling = SamplingBody.model_validate({**given, "response_format": _response_format(body)})
-    tools = [{"type": "function", "function": _function(tool)} for tool in body.tools or []]
-    options = AnswerOptions.of(service.answer_format, tools, _tool_choice(body), body.parallel_tool_calls)
-    plain = service.sampling_params(sampling, ENDPOINTS["/v1/chat/completions"])
-    params = options.constrain(plain)
-    token_ids = await service.render_chat(response_messages(body), tools=options.template_tools())
-    prompts: list[TokensPrompt] = [{"prompt_token_ids": token_ids}]
-    service.check_room(prompts, body.max_output_tokens, "input")
-    splitter = options.make_splitter(token_ids, plain)()
-    answer = _ResponseAnswer(service, body, splitter, Usage(len(token_ids)))
-    if not body.stream:
-        (output,) = await service.complete(prompts, params, 0)
-        return await service.json_answer(lambda: answer.whole(output), [output], params)
-    streams = await service.begin(prompts, params, 0)
-    return service.event_stream(answer.events(streams), streams)
+    translation = _ResponseTranslation(_begun(service, body))
+    return await (await begin_chat(service, response_chat(body))).respond(body.stream, translation)
 
 
-def _tool_choice(body: ResponseBody) -> str | dict[str, Any] | None:
-    """Return the choice as chats have it."""
-    choice = body.tool_choice
-    return {"function": {"name": choice.name}} if isinstance(choice, ResponseToolChoice) else choice
+def response_chat(body: ResponseBody) -> ChatBody:
+    """Return a request as a chat.
 
-
-def _function(tool: ResponseTool) -> dict[str, Any]:
-    return tool.model_dump(exclude={"type"}, exclude_unset=True)
-
-
-def _response_format(body: ResponseBody) -> dict[str, Any] | None:
-    """Return the form of the text as chats have it."""
+    Raises:
+        ValueError, ApiError: an item is neither a message of text nor a call of a function nor its output, or a value
+            is wrong.
+    """
+    choice: Any = body.tool_choice
+    if isinstance(choice, ResponseToolChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
     form = None if body.text is None else body.text.format
-    if form is None or form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    if form is not None and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+    tools = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools or []]
+    return ChatBody.translated(
+        {
+            "model": body.model,
+            "messages": [*_messages(body)],
+            "max_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "response_format": form,
+            "tools": [{"type": "function", "function": tool} for tool in tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "separate_reasoning": False,
+            **(STREAMED if body.stream else {}),
+        }
+    )
 
 
-class _Output:
-    """The items of a response: a message, and calls of functions. What is added to them is told by events."""
+def _messages(body: ResponseBody) -> list[dict[str, Any]]:
+    """Return the input as messages; the calls of one turn are one message's."""
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            messages[-1].setdefault("tool_calls", []).append(_call(item))
+        elif kind == "function_call_output":
+            content = normal_content(item.get("output"), _CONTENT)
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+        # The model does not get its thoughts back.
+        elif kind != "reasoning":
+            messages.append(_message(item))
+    return messages
 
-    def __init__(self) -> None:
-        self.items: list[MessageItem | CallItem] = []
-        self._is_open = False
-        self._pieces: list[str] = []
 
-    def append(self, new: AnswerDelta, call_ids: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add what is new, and yield the events' types and fields."""
-        if new.content:
-            if not self._is_open or self.items[-1]["type"] != "message":
-                yield from self._begin_message()
-            self._pieces.append(new.content)
-            yield (
+def _call(item: dict[str, Any]) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise ValueError(f"a function_call has a name and arguments as text, not {item!r:.80}")
+    function = {"name": name, "arguments": arguments}
+    return {"id": str(item.get("call_id")), "type": "function", "function": function}
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    role = item.get("role")
+    if item.get("type", "message") != "message" or not isinstance(role, str):
+        raise ValueError(f"an item of input is a message, a function_call or its output, not {item!r:.80}")
+    return {"role": role, "content": normal_content(item.get("content"), _CONTENT)}
+
+
+class _ResponseTranslation(Translation):
+    """Translates a chat's answer into a response.
+
+    Args:
+        begun: the response before there is any output.
+    """
+
+    def __init__(self, begun: dict[str, Any]) -> None:
+        super().__init__()
+        # As JSON: parsed, a client's fields may take twenty times their size, as long as the answer runs.
+        self._begun = encode_json(begun)
+        self._number = -1
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    def _begin(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield kind, {"response": json.loads(self._begun)}
+
+    def _text_item(self) -> dict[str, Any]:
+        return {**_head("msg", "message"), "role": "assistant", "status": "in_progress", "content": []}
+
+    def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
+        head = {**_head("fc", "function_call"), "call_id": call_id, "name": name}
+        return {**head, "arguments": "", "status": "in_progress"}
+
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
+        if item["type"] == "message":
+            yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
+
+    def _piece_event(self, item: dict[str, Any], piece: str) -> Event:
+        if item["type"] == "message":
+            return (
                 "response.output_text.delta",
-                {**self._place(), "content_index": 0, "delta": new.content, "logprobs": []},
+                {**self._place(), "content_index": 0, "delta": piece, "logprobs": []},
             )
-        for call in new.calls:
-            if call.name is not None:
-                yield from self._begin_call(call_ids[call.index], call.name)
-            if call.arguments:
-                self._pieces.append(call.arguments)
-                yield "response.function_call_arguments.delta", {**self._place(), "delta": call.arguments}
+        return "response.function_call_arguments.delta", {**self._place(), "delta": piece}
 
-    def finish(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """End the last item; without any, there is an empty message."""
+    def _end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
+        item["status"], place = status, self._place()
+        if item["type"] == "message":
+            item["content"] = [_part(content)]
+            yield "response.output_text.done", {**place, "content_index": 0, "text": content, "logprobs": []}
+            yield "response.content_part.done", {**place, "content_index": 0, "part": _part(content)}
+        else:
+            item["arguments"] = content
+            yield "response.function_call_arguments.done", {**place, "arguments": content, "name": item["name"]}
+        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
+
+    def _finish(self, choice: ChatChoice) -> Iterator[Event]:
+        """Complete the last item; without any, there is an empty message."""
         if not self.items:
-            yield from self._begin_message()
-        yield from self._close(status)
+            yield from self._append(self._text_item(), is_text=True)
+        yield from super()._finish(choice)
+
+    def _end(self, choice: ChatChoice) -> Iterator[Event]:
+        response = self._body(choice)
+        kind = "completed" if response["status"] == "completed" else "incomplete"
+        yield f"response.{kind}", {"response": response}
+
+    def _body(self, choice: ChatChoice) -> dict[str, Any]:
+        statuses = {"stop": "completed", "tool_calls": "completed", "abort": "cancelled"}
+        status, usage = statuses.get(choice["finish_reason"] or "", "incomplete"), self.usage
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            **json.loads(self._begun),
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self.items,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _begin(self, item: MessageItem | CallItem) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield from self._close("completed")
-        self.items.append(item)
-        self._is_open, self._pieces = True, []
-        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
 
-    def _begin_message(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield from self._begin(
-            {
-                "id": f"msg_{uuid4().hex}",
-                "type": "message",
-                "role": "assistant",
-                "status": "in_progress",
-                "content": [],
-            }
-        )
-        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
-
-    def _begin_call(self, call_id: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield from self._begin(
-            {
-                "id": f"fc_{uuid4().hex}",
-                "type": "function_call",
-                "call_id": call_id,
-                "name": name,
-                "arguments": "",
-                "status": "in_progress",
-            }
-        )
-
-    def _close(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self._is_open:
-            return
-        self._is_open, text, item, place = False, "".join(self._pieces), self.items[-1], self._place()
-        item["status"] = status
-        if item["type"] == "message":
-            item["content"] = [_part(text)]
-            yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": []}
-            yield "response.content_part.done", {**place, "content_index": 0, "part": _part(text)}
-        else:
-            item["arguments"] = text
-            yield "response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]}
-        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
+def _head(prefix: str, kind: str) -> dict[str, Any]:
+    return {"id": f"{prefix}_{uuid4().hex}", "type": kind}
 
 
-class _ResponseAnswer:
-    """The answer to one request, in the API's form."""
-
-    def __init__(self, service: Service, body: ResponseBody, splitter: AnswerSplitter, usage: Usage) -> None:
-        self._service = service
-        self._splitter = splitter
-        self._output = _Output()
-        self._usage = usage
-        self._number = -1
-        # As JSON: parsed, what a client has sent may take twenty times its size, for as long as its answer comes.
-        self._begun = encode_json(_begun(service, body))
-
-    def whole(self, output: RequestOutput) -> ResponseAnswer:
-        """Return the body of a whole answer."""
-        for _ in self._take(output):
-            pass
-        return self._finished(output.outputs[0].finish_reason)
-
-    async def events(self, streams: list[RequestStream]) -> AsyncIterator[bytes]:
-        """Yield the answer's events."""
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._copy_begun())
-        finish_reason = None
-        async for _, output in self._service.read(streams):
-            for kind, values in self._take(output):
-                yield self._event(kind, **values)
-            finish_reason = output.outputs[0].finish_reason
-        kind = "response.completed" if finish_reason == "stop" else "response.incomplete"
-        yield self._event(kind, response=self._finished(finish_reason))
-
-    def _take(self, output: RequestOutput) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add what is new in the only output, and yield its events."""
-        self._usage.add(output)
-        (choice,) = output.outputs
-        new = self._splitter.append(choice.text, choice.finish_reason is not None)
-        yield from self._output.append(new, self._splitter.call_ids)
-        if output.finished:
-            yield from self._output.finish("completed" if choice.finish_reason == "stop" else "incomplete")
-
-    def _finished(self, finish_reason: str | None) -> ResponseAnswer:
-        status = {"stop": "completed", "abort": "cancelled"}.get(finish_reason or "", "incomplete")
-        usage = self._usage
-        return {
-            **self._copy_begun(),
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": self._output.items,
-            "usage": {
-                "input_tokens": usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": usage.num_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.num_prompt_tokens + usage.num_tokens,
-            },
-        }
-
-    def _copy_begun(self) -> ResponseAnswer:
-        begun: ResponseAnswer = json.loads(self._begun)
-        return begun
-
-    def _event(self, kind: str, **values: Any) -> bytes:
-        self._number += 1
-        return event({"type": kind, "sequence_number": self._number, **values}, kind)
-
-
-def _begun(service: Service, body: ResponseBody) -> ResponseAnswer:
-    """Return an answer that has begun."""
+def _begun(service: Service, body: ResponseBody) -> dict[str, Any]:
+    """Return a response that has begun."""
     choice = body.tool_choice
     text = {} if body.text is None else body.text.model_dump(exclude_none=True)
     return {
@@ -234,5 +301,5 @@ def _begun(service: Service, body: ResponseBody) -> ResponseAnswer:
     }
 
 
-def _part(text: str) -> OutputText:
+def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,4 +1,4 @@
-"""What the routers share: the service, limits of time, and how the API's description names answers."""
+"""Parts that the routers share: the service, the limit of time, and the schemas of errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """An error's message, type, field and code."""
 
     message: str
     type: str
@@ -83,10 +83,10 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 
 async def within_limits(request: Request, service: Service, answer: Awaitable[Result]) -> Result:
-    """Return an answer, or the head of a stream, unless the client goes away or it takes too long."""
-    return await until_disconnect(request, answer, service.settings.max_request_seconds)
+    """Return an answer, or the head of a stream, unless the client disconnects or it takes too long."""
+    return await until_disconnect(request.receive, answer, service.settings.max_request_seconds)
 
 
 def answers(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Return what an endpoint that can stream may answer: events, or a type of `openai_answers`."""
+    """Return the possible answers of an endpoint that can stream: events, or `model`."""
     return {200: {"model": model, "content": {"text/event-stream": {}}}, **ERRORS}

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine behind them, and the way from a request's body to its outputs."""
+"""The engine behind the handlers: requests in, within the server's limits, and outputs back."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from anyio import to_thread
 
 import nanovllm
 from nanovllm.async_llm import AsyncLLM, RequestStream
 from nanovllm.config import Pooling
-from nanovllm.openai_format import Endpoint, ShownTokens, request_params
-from nanovllm.outputs import RequestOutput, TokensPrompt
+from nanovllm.engine.request import Request
+from nanovllm.openai_format import Endpoint, TokenNames, request_params, template_values
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError, JsonResponse
-from nanovllm.serve.event_stream import EventStream
+from nanovllm.serve.errors import ApiError
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.protocol import MOST_CHOICES, ChatMessage, SamplingBody
+from nanovllm.serve.protocol import MOST_CHOICES, ChatBody, ChatMessage, SamplingBody, TokenizeBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.answers import AnswerFormat
-from nanovllm.text.chat_template import one_conversation
+from nanovllm.text.chat_template import one_conversation, render_text, template_options
+from nanovllm.text.input_processor import work_of
 from nanovllm.text.pooling import embeddings
 from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 
 _logger = logging.getLogger(__name__)
-_LARGE_ANSWER = 10_000
-"""Log-probabilities in an answer that takes so long to build, about 20 ms, that others must not wait for it."""
 _SUPPORTED = frozenset({"stream", "echo", "best_of"})
+_CONTENTS = {"messages", "prompt", "tools", "documents", "chat_template_kwargs"}
+_TEMPLATE_FIELDS = {"chat_template_kwargs", "documents", "reasoning_effort"}
+Template = Callable[[list[ChatMessage]], str]
+StreamList = list[RequestStream]
 
 
 class Service:
@@ -46,24 +49,23 @@ class Service:
     Args:
         llm: the engine.
         settings: the server's.
-        counts: of what the server has at once; its own if there are no other front ends.
-        metrics_folder: of the counters of all front ends; None if there are no others.
-        created: when the server began; now if None.
+        counts: current numbers of the whole server; its own if there is one front end.
+        metrics_folder: counters of all front ends; None if there is one.
+        created: start time of the server; now if None.
 
     Attributes:
         config: the engine's settings.
-        limits: what a request must keep to.
-        tokenizer: transformers'; None: the model has none.
+        limits: bounds of requests.
+        tokenizer: a transformers tokenizer; None if the model lacks one.
         hidden_size: the length of an embedding.
         names: the model's names in the API.
-        model: the first of them, which answers have.
-        is_ending: whether the server is being shut down, and what runs ends with what it has.
-        chat_template: instead of the tokenizer's; None: that.
+        model: the first name, which answers have.
+        chat_template: replaces the tokenizer's; None: it does not.
         device: the name of the device, or devices.
-        fingerprint: stands for the version and the engine's settings, by which equal seeds give equal answers.
-        created: when the service began, in seconds since 1970.
+        fingerprint: hash of the version and the engine's settings, with which equal seeds give equal answers.
+        created: start time in seconds since 1970.
         metrics: counts requests, times and errors.
-        answer_format: how the model writes calls of tools and thoughts.
+        answer_format: the model's form of calls and thoughts.
     """
 
     def __init__(
@@ -85,7 +87,6 @@ class Service:
         self.counts = counts or ServerCounts()
         self.created = int(time.time()) if created is None else created
         self.device = llm.llm.device_name
-        self.is_ending = False
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
@@ -117,7 +118,7 @@ class Service:
             raise ApiError(404, message, "model", code="model_not_found")
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what the API says of the model, under one of its names."""
+        """Return the API's description of the model, under one of its names."""
         return {
             "id": name,
             "object": "model",
@@ -132,167 +133,200 @@ class Service:
         """Return a request's sampling parameters.
 
         Raises:
-            ValueError: a value out of range, or what is not supported.
+            ValueError: a value is out of range or not supported.
         """
         if body.stream and body.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed")
-        given = body.model_dump(exclude_none=True, by_alias=True)
-        return self.limited(request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED))
+        given = body.model_dump(exclude=_CONTENTS, exclude_none=True, by_alias=True)
+        return request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED)
 
-    def shown_tokens(self, body: SamplingBody) -> ShownTokens:
-        """Return what a request wants to see of tokens."""
-        return ShownTokens.of(body.model_dump(exclude_none=True), self.llm.llm.output_processor.token_bytes)
+    def token_names(self, body: SamplingBody) -> TokenNames:
+        """Return how an answer's log-probabilities name tokens."""
+        return TokenNames(self.llm.llm.output_processor.token_bytes, bool(body.return_tokens_as_token_ids))
 
-    def limited(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters within the server's limits.
+    def template(self, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> Template:
+        """Return a function from messages to a prompt's text.
 
         Raises:
-            ValueError, ApiError: the request asks for more.
+            ValueError: the request has a template, or variables that are not its own.
         """
-        most = self.settings.max_output_tokens
-        if most is not None:
-            if params.max_tokens is None:
-                params.max_tokens = most
-            if params.max_tokens > most:
-                raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
-        self.check_num_outputs(params.n)
-        structured = params.structured_outputs
+        if body.chat_template is not None:
+            # A template is a program, which could take minutes, or gigabytes.
+            raise ValueError("chat_template: a template comes with the server (--chat-template), not with a request")
+        given = template_values(body.model_dump(include=_TEMPLATE_FIELDS, exclude_none=True))
+        refused = sorted(self._reserved & given.keys())
+        if refused:
+            raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
+        options = template_options(
+            {
+                "add_generation_prompt": body.add_generation_prompt is not False,
+                "continue_final_message": bool(body.continue_final_message),
+                "chat_template": self.chat_template,
+                "chat_template_kwargs": {**(self.settings.default_chat_template_kwargs or {}), **given},
+                "tools": tools,
+            }
+        )
+        return lambda messages: render_text(self.tokenizer, _plain(messages), **options)
+
+    async def encode(self, prompt: Any, add_special_tokens: bool | None, template: Template | None) -> list[int]:
+        """Return the token ids of a text, or of messages if there is a template.
+
+        Raises:
+            ValueError: it cannot be encoded, or is too long.
+        """
+        encode = partial(self.llm.llm.input_processor.encode, [prompt], add_special_tokens, template=template)
+        (found,) = await self.llm.run_beside(encode, work_of([_as_text(prompt)], None))
+        return list(found["prompt_token_ids"])
+
+    async def submit(
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        body: SamplingBody,
+        *,
+        template: Template | None = None,
+        max_tokens: int | None = None,
+    ) -> StreamList:
+        """Queue the requests of prompts, all or none.
+
+        Args:
+            prompts: texts, lists of token ids, or conversations if there is a template.
+            params: of all.
+            body: says how prompts are encoded, their priority, and whether outputs are wanted as they come.
+            template: makes texts of conversations.
+            max_tokens: tokens of an output for which the model must have room, as the request says; None: `params`
+                are cut to the room that there is.
+
+        Raises:
+            ValueError, ApiError: a prompt or a parameter is out of bounds.
+        """
+        most = self.settings.max_outputs
+        if (count := params.n * len(prompts)) > most:
+            raise ValueError(f"{count} outputs are over the server's {most} (max_outputs)")
+        return await self._queue(prompts, self._limited(params), body, template, max_tokens)
+
+    async def _queue(
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        body: SamplingBody,
+        template: Template | None = None,
+        max_tokens: int | None = None,
+    ) -> StreamList:
+        self._check_priority(body.priority)
+        count, most = len(prompts), self._max_prompt_tokens(body, params)
+
+        def process() -> list[Request]:
+            requests = self.llm.llm.input_processor.process(
+                prompts,
+                [params] * count,
+                [body.priority or 0] * count,
+                streams=bool(body.stream),
+                template=template,
+                add_special_tokens=body.add_special_tokens,
+                max_prompt_tokens=most,
+            )
+            for request in requests:
+                request.cache_salt = body.cache_salt
+                # Answers show the text of a completion's prompt alone.
+                request.prompt = request.prompt if template is None else None
+            self._check_size(requests, max_tokens)
+            return requests
+
+        streams = await self.llm.enqueue(count, process, work_of([*map(_as_text, prompts)], params))
+        self._note(count, params)
+        return streams
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters, with the server's `max_output_tokens` if they have no limit.
+
+        Raises:
+            ValueError, ApiError: a value is over the server's limits.
+        """
+        most, structured = self.settings.max_output_tokens, params.structured_outputs
+        if most is not None and (params.max_tokens or 0) > most:
+            raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
         if structured is not None and structured.choice is not None and len(structured.choice) > MOST_CHOICES:
             message = f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}"
             raise ApiError(400, message, "structured_outputs.choice", code="invalid_value")
-        return params
+        return replace(params, max_tokens=most) if params.max_tokens is None else params
 
-    def check_num_outputs(self, count: int) -> None:
-        """Raise if a request asks for more outputs than the server allows."""
-        if count > self.settings.max_outputs:
-            raise ValueError(f"{count} outputs are over the server's {self.settings.max_outputs} (max_outputs)")
-
-    async def render_chat(
-        self, messages: list[ChatMessage], template: Mapping[str, Any] | None = None, **options: Any
-    ) -> list[int]:
-        """Return the token ids of messages.
-
-        Args:
-            messages: the conversation.
-            template: variables of the chat template, from the client.
-            options: of `AsyncLLM.render_chat`.
-
-        Raises:
-            ValueError: the messages do not fit the model's template.
-        """
-        refused = sorted(self._reserved & set(template or {}))
-        if refused:
-            raise ValueError(f"chat_template_kwargs must not have {refused[0]!r}")
-        plain = await self.llm.run_beside(partial(_plain, messages))
-        variables = {**(self.settings.default_chat_template_kwargs or {}), **(template or {})}
-        if options.get("chat_template") is not None:
-            # A program: one that takes minutes, or gigabytes, would hold up everybody's.
-            raise ValueError("chat_template: a template comes with the server (--chat-template), not with a request")
-        options["chat_template"] = self.chat_template
-        return await self.llm.render_chat(plain, chat_template_kwargs=variables, **options)
-
-    async def encode(self, prompts: list[Any], body: SamplingBody, params: SamplingParams) -> list[TokensPrompt]:
-        """Return the prompts of a request as token ids."""
-        options: dict[str, Any] = {"max_prompt_tokens": self.max_prompt_tokens(body, params)}
-        options["add_special_tokens"] = body.add_special_tokens is not False
-        return [self.salted(prompt, body) for prompt in await self.llm.encode(prompts, **options)]
-
-    def salted(self, prompt: TokensPrompt, body: SamplingBody) -> TokensPrompt:
-        """Return a prompt with the salt of its request."""
-        return prompt if body.cache_salt is None else {**prompt, "cache_salt": body.cache_salt}
-
-    def max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
-        """Return how many tokens of its prompts a request keeps; None: all.
-
-        Raises:
-            ValueError: they are more than the model has room for.
-        """
+    def _max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
+        """Return the number of tokens that a request keeps of its prompts; None: all."""
         wanted, most = body.truncate_prompt_tokens, self.limits.max_model_len
         if wanted is not None and wanted > most:
             raise ValueError(f"truncate_prompt_tokens={wanted} is over max_model_len={most}")
         return max(1, most - (params.max_tokens or 1)) if wanted == -1 else wanted
 
-    def check_room(self, prompts: list[TokensPrompt], max_tokens: int | None, param: str) -> None:
-        """Raise if the model has no room for prompts and the tokens that their request asks for.
-
-        Args:
-            prompts: from `encode`.
-            max_tokens: if the request says so; what is a default is cut to the room.
-            param: the field of the prompts.
-        """
-        most = self.limits.max_model_len
-        length = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
-        if length + (max_tokens or 0) > most:
-            asked = f" and max_tokens={max_tokens}" if max_tokens else ""
-            message = f"{length} tokens of the prompt{asked} are over max_model_len={most}"
-            raise ApiError(400, message, param, code="context_length_exceeded")
+    def _check_size(self, requests: list[Request], max_tokens: int | None) -> None:
+        """Raise if the model has no room for outputs of that length, or there are too many log-probabilities."""
+        params, longest = requests[0].params, self.limits.max_model_len
+        lengths = [len(request.token_ids) for request in requests]
+        if max(lengths) + (max_tokens or 0) > longest:
+            message = (
+                f"{max(lengths)} tokens of the prompt and max_tokens={max_tokens} are over max_model_len={longest}"
+            )
+            raise ApiError(400, message, code="context_length_exceeded")
+        num_tokens = len(requests) * params.n * min(params.max_tokens or longest, longest)
+        count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
+        count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
+        most = self.settings.max_logprobs_per_request
+        if count > most:
+            message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
+            raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
-    async def begin(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[RequestStream]:
-        """Queue requests; all of them or none."""
-        self._check_request(prompts, params, priority)
-        return await self.llm.begin_streams(prompts, params, priority=priority or 0)
-
-    async def complete(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> list[RequestOutput]:
-        """Return the whole outputs of prompts; they are aborted if this is cancelled or one of them fails."""
-        self._check_request(prompts, params, priority)
-        try:
-            outputs = await self.llm.generate_all(prompts, params, priority=priority or 0)
-        except asyncio.CancelledError:
-            self.metrics.count_aborted(len(prompts))
-            raise
-        for output in outputs:
-            self._observe(output)
-        return outputs
+    async def outputs(self, streams: StreamList) -> list[RequestOutput]:
+        """Return the whole outputs of requests; they are aborted if this is cancelled or one of them fails."""
+        return await self._observed(self.llm.gather(streams), len(streams))
 
     async def embed(
         self, prompts: list[Any], pooling: Pooling | None, priority: int | None
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
-        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and what they were made of."""
-        self._check_request(prompts, SamplingParams(max_tokens=1), priority)
-        try:
-            outputs = await self.llm.pool(prompts, pooling, priority=priority or 0)
-        except asyncio.CancelledError:
-            self.metrics.count_aborted(len(prompts))
-            raise
-        for output in outputs:
-            self._observe(output)
+        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and the outputs behind them."""
+        self._check_priority(priority)
+        self._note(len(prompts), SamplingParams(max_tokens=1))
+        outputs = await self._observed(self.llm.pool(prompts, pooling, priority=priority or 0), len(prompts))
         return embeddings(outputs, self.hidden_size), outputs
 
     async def relevance(
         self, queries: list[str], documents: list[str], pooling: Pooling | None, priority: int | None
     ) -> tuple[list[float], list[RequestOutput]]:
-        """Return how relevant each document is to its query, or to the only one, and what tells it; see `LLM.rank`."""
+        """Return the relevance of each document to its query, or to the only one, and the outputs behind it."""
         pairs = text_pairs(queries, documents)
         if rank_method(None, self.config.model) == "embedding":
             vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
             return cosines(vectors, len(queries)), outputs
         judge = Judge(self.llm.llm.input_processor)
-        outputs = await self.complete(judge.prompts(pairs), judge.params, priority)
+        outputs = await self.outputs(
+            await self._queue(judge.prompts(pairs), judge.params, SamplingBody.model_validate({"priority": priority}))
+        )
         return judge.scores(outputs), outputs
 
-    def _check_request(self, prompts: list[Any], params: SamplingParams, priority: int | None) -> None:
-        """Raise if a request asks for more than the server gives to one; log it otherwise."""
+    def _check_priority(self, priority: int | None) -> None:
         if priority and not self.settings.allow_priority:
             raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
-        longest = self.limits.max_model_len
-        # A text has at least as many characters as tokens.
-        lengths = [min(_length(prompt), longest) for prompt in prompts]
-        num_tokens = len(prompts) * params.n * min(params.max_tokens or longest, longest)
-        at_output, at_prompt = map(self.limits.num_logprobs, (params.logprobs, params.prompt_logprobs))
-        count = 0 if at_output is None else num_tokens * (at_output + 1)
-        count += 0 if at_prompt is None else sum(lengths) * (at_prompt + 1)
-        most = self.settings.max_logprobs_per_request
-        if count > most:
-            message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
-            raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
-        for _ in prompts:
+
+    def _note(self, num_prompts: int, params: SamplingParams) -> None:
+        """Count requests, and log them."""
+        for _ in range(num_prompts):
             self.metrics.observe_params(params)
         if self.settings.log_requests:
-            _logger.info("%d prompts, at most %d tokens: %s", len(prompts), sum(lengths), one_line(repr(params)))
+            _logger.info("%d prompts: %s", num_prompts, one_line(repr(params)))
+
+    async def _observed(self, work: Awaitable[list[RequestOutput]], count: int) -> list[RequestOutput]:
+        """Return the outputs of `count` requests, and count them as finished or aborted."""
+        try:
+            outputs = await work
+        except asyncio.CancelledError:
+            self.metrics.count_aborted(count)
+            raise
+        for output in outputs:
+            self._observe(output)
+        return outputs
 
     def _observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
         """Count a finished request, and log it; see `Metrics.observe`."""
@@ -301,29 +335,8 @@ class Service:
             reasons = [choice.finish_reason for choice in output.outputs]
             _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
 
-    async def json_answer(
-        self, build: Callable[[], Any], outputs: list[RequestOutput], params: SamplingParams
-    ) -> JsonResponse:
-        """Return the answer whose body is built of outputs; a large one is built in a thread.
-
-        Args:
-            build: returns the body.
-            outputs: what it is built of.
-            params: what was asked for.
-        """
-        choices = [choice for output in outputs for choice in output.outputs]
-        count = sum(len(choice.logprobs or ()) for choice in choices) * (1 + (params.logprobs or 0))
-        count += sum(len(output.prompt_logprobs or ()) for output in outputs) * (1 + (params.prompt_logprobs or 0))
-        if count < _LARGE_ANSWER:
-            return JsonResponse(build())
-        return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
-
-    def event_stream(self, events: AsyncIterator[bytes], streams: list[RequestStream]) -> EventStream:
-        """Return the answer that sends events made of streams."""
-        return EventStream(events, streams, self.settings, self.metrics.count_error)
-
-    async def read(self, streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield what is new in any stream, with its index."""
+    async def read(self, streams: StreamList) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield the new parts of all streams, each with its stream's index."""
         counts: dict[tuple[int, int], int] = {}
         num_finished = 0
         try:
@@ -346,15 +359,17 @@ class Service:
         return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
 
 
-def _length(prompt: Any) -> int:
-    return len(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
+def _as_text(prompt: Any) -> Any:
+    """Return a prompt, or a text of about the length of a conversation."""
+    is_conversation = isinstance(prompt, list) and isinstance(prompt[0], ChatMessage)
+    return str(prompt) if is_conversation else prompt
 
 
 def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates know them."""
     plain = one_conversation([message.model_dump(exclude_unset=True) for message in messages])
     for message in plain:
-        # Most templates have no developer, and drop what it says.
+        # Most templates drop messages of a developer.
         if message["role"] == "developer":
             message["role"] = "system"
     return plain

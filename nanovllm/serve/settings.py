@@ -1,4 +1,4 @@
-"""The server's settings."""
+"""Settings of the HTTP server, each a flag of `nanovllm serve`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ class ServeSettings:
         host: address to listen on; the default is this machine alone.
         port: TCP port; 0 takes a free one.
         front_ends: processes that answer on the port, for engines in processes of their own; 1: the engine's process
-            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds` or
-            `batch_dir`, which need 1.
+            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds`.
         uds: path of a Unix domain socket to listen on, instead of host and port.
         root_path: the path under which a proxy shows the server to clients.
         ssl_keyfile: private key for TLS, a PEM file.
         ssl_certfile: certificate for TLS, a PEM file.
         ssl_ca_certs: certificates that clients must have theirs from, a PEM file; None: clients need none.
         api_key: clients must send one of these as `Authorization: Bearer KEY` or `x-api-key: KEY`; without one, the
-            environment's NANOVLLM_API_KEY, and if there is none, everybody is answered.
+            environment's NANOVLLM_API_KEY, and if there is none, all are answered.
         allowed_hosts: host names that requests may be for, such as llm.example.com or *.example.com; "*": any. If None,
             this machine's own if the server listens to this machine alone and has no key, since a web page could
             otherwise have its host name point here (DNS rebinding); else any.
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
-        served_model_name: the model's names in the API, of which answers have the first; that of its folder if None.
+        served_model_name: the model's names in the API; answers have the first. None: its folder's name.
         chat_template: a Jinja template, or a file of one, instead of the tokenizer's.
         default_chat_template_kwargs: variables of the chat template for requests that do not set them.
         separate_reasoning: whether thoughts are split off the answers of chats that do not say.
@@ -43,18 +42,16 @@ class ServeSettings:
         tool_call_parser: how the model writes calls of tools, by vLLM's names (`TOOL_CALL_FORMATS` in
             `text/tool_calls.py`); "auto": what its chat template shows.
         max_body_bytes: the largest request.
-        batch_dir: folder for the files and states of the batch API; None: the server has none.
         control: whether there are endpoints for a training loop, which pause the engine, put it to sleep and change its
             weights; needs an API key, unless the server listens to this machine alone.
         weights_root: folder of all folders that weights may be loaded from over HTTP; None: from nowhere.
-        max_file_bytes: the largest file of the batch API.
         max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
         max_outputs: the most outputs of one request, prompts times answers.
         max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
             and of its prompts together.
         max_requests: the most requests at once; further ones get status 429.
-        max_connections: the most connections at once, and as many as the limit of open files allows; further ones get
-            status 503, unless others have long waited for a request, which are closed for them.
+        max_connections: the most connections at once, fewer if the limit of open files is low; further ones get status
+            503, unless others have waited for a request for a second, which are closed for them.
         max_request_seconds: the longest time for one request; a client that then still reads its answer gets
             `max_write_seconds` for the rest.
         max_read_seconds: the longest time for the head of a request to arrive, and for its body.
@@ -90,10 +87,8 @@ class ServeSettings:
     reasoning_parser: str | None = None
     tool_call_parser: str = "auto"
     max_body_bytes: int = 4 * 2**20
-    batch_dir: str | None = None
     control: bool = False
     weights_root: str | None = None
-    max_file_bytes: int = 200 * 2**20
     max_output_tokens: int | None = None
     max_outputs: int = 128
     max_logprobs_per_request: int = 2**19
@@ -109,28 +104,27 @@ class ServeSettings:
     exit_when_engine_fails: bool = False
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_texts()
+        self.template_text()
+        AnswerFormat(None, self.tool_call_parser, self.reasoning_parser or "auto")
+
+    def _check_numbers(self) -> None:
         check_int("port", self.port, 0, 65535)
         for name in (
-            "separate_reasoning", "allow_priority", "access_log", "log_requests",
-            "exit_when_engine_fails", "control",
+            "separate_reasoning", "allow_priority", "access_log", "log_requests", "exit_when_engine_fails", "control",
         ):  # fmt: skip
             check_bool(name, getattr(self, name))
-        for name in (
-            "max_body_bytes",
-            "max_file_bytes",
-            "max_outputs",
-            "max_logprobs_per_request",
-            "max_requests",
-            "max_connections",
-        ):
+        for name in ("max_body_bytes", "max_outputs", "max_logprobs_per_request", "max_requests", "max_connections"):
             check_int(name, getattr(self, name), 1)
-        if self.front_ends is not None:
-            check_int("front_ends", self.front_ends, 1)
-        if self.max_output_tokens is not None:
-            check_int("max_output_tokens", self.max_output_tokens, 1)
+        for name in ("front_ends", "max_output_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
             check_number(name, getattr(self, name), 0, above=True)
         check_number("grace_seconds", self.grace_seconds, 0)
+
+    def _check_texts(self) -> None:
         for name in ("api_key", "served_model_name"):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, list) and given and all(given)):
@@ -141,8 +135,6 @@ class ServeSettings:
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
-        self.template_text()
-        AnswerFormat(None, self.tool_call_parser, self.reasoning_parser or "auto")
         for pattern in self.allowed_hosts or []:
             # The form that Starlette's TrustedHostMiddleware takes.
             if "*" in pattern[1:] or (pattern.startswith("*") and pattern != "*" and not pattern.startswith("*.")):
@@ -162,7 +154,11 @@ class ServeSettings:
         return Path(given).read_text(encoding="utf-8")
 
     def check_access(self) -> None:
-        """Raise a `ValueError` if anybody could control the engine; once it is known which keys there are."""
+        """Check that control needs a key, once the keys are known.
+
+        Raises:
+            ValueError: others could control the engine, or `weights_root` is no folder or needs `control`.
+        """
         if self.weights_root is not None and not self.control:
             raise ValueError(f"weights_root={self.weights_root!r} needs control=True")
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
@@ -176,12 +172,11 @@ class ServeSettings:
         Raises:
             ValueError: several, where there can be one alone.
         """
-        single = "uds" if self.uds is not None else "batch_dir" if self.batch_dir is not None else None
         if self.front_ends is not None:
-            if self.front_ends > 1 and single is not None:
-                raise ValueError(f"front_ends={self.front_ends}: a server with {single} has one")
+            if self.front_ends > 1 and self.uds is not None:
+                raise ValueError(f"front_ends={self.front_ends}: a server with uds has one")
             return self.front_ends
-        if not is_on_gpu or single is not None or sys.platform == "win32":
+        if not is_on_gpu or self.uds is not None or sys.platform == "win32":
             return 1
         return max(1, min(_MOST_FRONT_ENDS, num_cores // _CORES_PER_FRONT_END))
 

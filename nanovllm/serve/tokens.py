@@ -1,13 +1,51 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
+"""The model, `/v1/models`, and its tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.protocol import DetokenizeBody, TokenizeBody
+from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
 from nanovllm.serve.service import Service
 from nanovllm.text.input_processor import work_of_size
+
+router = make_router()
+
+
+@router.get("/v1/models", responses={401: ERRORS[401]})
+async def models(service: ServiceDep) -> dict[str, Any]:
+    """List the model, under each of its names."""
+    return {"object": "list", "data": [service.describe(name) for name in service.names]}
+
+
+@router.get("/v1/models/{name:path}", responses={401: ERRORS[401], 404: ERRORS[404]})
+async def model_named(name: str, service: ServiceDep) -> dict[str, Any]:
+    """Describe the model."""
+    service.check_model(name)
+    return service.describe(name)
+
+
+@router.post("/tokenize", response_model=None, responses=ERRORS)
+async def tokenize_text(body: TokenizeBody, request: Request, service: ServiceDep) -> Response:
+    """Return the token ids of a text or of messages."""
+    return JsonResponse(await within_limits(request, service, tokenize(service, body)))
+
+
+@router.post("/detokenize", response_model=None, responses=ERRORS)
+async def detokenize_tokens(body: DetokenizeBody, service: ServiceDep) -> Response:
+    """Return the text of token ids."""
+    return JsonResponse(await detokenize(service, body))
+
+
+@router.get("/tokenizer_info", responses={401: ERRORS[401]})
+async def describe_tokenizer(service: ServiceDep) -> dict[str, Any]:
+    """Describe the tokenizer, with its special tokens and its chat template."""
+    return tokenizer_info(service)
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
@@ -18,18 +56,9 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """
     service.check_model(body.model)
     if body.messages is not None and body.prompt is None:
-        token_ids = await service.render_chat(
-            body.messages,
-            body.chat_template_kwargs,
-            tools=body.tools,
-            chat_template=body.chat_template,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=body.continue_final_message,
-        )
+        token_ids = await service.encode(body.messages, None, service.template(body, body.tools))
     elif body.prompt is not None and body.messages is None:
-        # It refuses a text that the model could not take.
-        (prompt,) = await service.llm.encode([body.prompt], add_special_tokens=body.add_special_tokens)
-        token_ids = list(prompt["prompt_token_ids"])
+        token_ids = await service.encode(body.prompt, body.add_special_tokens, None)
     else:
         raise ValueError("give either a prompt or messages")
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": service.limits.max_model_len}

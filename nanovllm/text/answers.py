@@ -1,4 +1,4 @@
-"""A chat's answer: how a model writes it, what constrains it, and what takes it apart: thoughts, text, and calls."""
+"""A chat's answer: the model's form of it, its constraints, and its split into thoughts, text and calls."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.harmony import CHANNEL_TAGS, HarmonyParser
 from nanovllm.text.reasoning import ReasoningSplitter, Start, prompt_end, reasoning_format, template_text
 from nanovllm.text.text_reader import partial_start
-from nanovllm.text.tool_call_parser import ToolCallParser
 from nanovllm.text.tool_call_reader import ToolCallDelta
 from nanovllm.text.tool_call_syntax import CALL_TAGS
-from nanovllm.text.tool_calls import tool_call_format, tool_call_grammar, tool_calls
+from nanovllm.text.tool_calls import ToolCallParser, tool_call_format, tool_call_grammar, tool_calls
 
 Tool = Mapping[str, Any]
 
 
 class AnswerFormat:
-    """How a model writes the answers of chats.
+    """A model's form of answers to chats.
 
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
-        tool_call_parser, reasoning_parser: names of formats; "auto": what the chat template shows.
+        tool_call_parser, reasoning_parser: names of formats; "auto": by the chat template.
         template: a chat template instead of the tokenizer's.
 
     Attributes:
-        calls: how it writes calls.
-        reasoning: how it marks its thoughts.
+        calls: its form of calls.
+        reasoning: its marks of thoughts.
         has_channels: whether an answer is a list of messages, whatever a request asks for.
 
     Raises:
@@ -82,7 +81,7 @@ class AnswerFormat:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What one request asks of its answer.
+    """The wishes of one request about its answer.
 
     Attributes:
         form: how the model writes answers.
@@ -107,7 +106,7 @@ class AnswerOptions:
         parallel: bool | None = None,
         separates: bool = False,
     ) -> AnswerOptions:
-        """Return what the fields of a request ask for.
+        """Return the wishes in a request's fields.
 
         Args:
             form: how the model writes answers.
@@ -154,7 +153,7 @@ class AnswerOptions:
         return self.form.kept_tags(params) if self._is_taken_apart else params
 
     def _grammar(self, structured: StructuredOutputsParams | None) -> str | None:
-        """Return the grammar of calls that are forced, or of those that may come instead of a JSON answer."""
+        """Return the grammar of forced calls, or of calls as an alternative to a JSON answer."""
         answer, functions, is_auto = None, [tool["function"] for tool in self.tools], self.choice == "auto"
         if is_auto and structured is not None:
             answer = {"type": "object"} if structured.json_object else structured.json
@@ -177,7 +176,7 @@ class AnswerOptions:
                 item.text = re.sub("|".join(map(re.escape, dropped)), "", item.text)
 
     def make_splitter(self, prompt: Sequence[int], params: SamplingParams) -> Callable[[], AnswerSplitter]:
-        """Return what makes an `AnswerSplitter` for each output.
+        """Return a function that makes an `AnswerSplitter` for each output.
 
         Args:
             prompt: its token ids.
@@ -188,7 +187,7 @@ class AnswerOptions:
         if is_bound and start == "unknown":
             # A grammar binds from the start, or from where thoughts that have a begin tag end.
             start = "before"
-        # What is no tool of OpenAI's API may be one for a chat template.
+        # A chat template may take tools of another form than OpenAI's.
         given = [tool.get("function") for tool in self.tools if isinstance(tool, Mapping)]
         named = [function for function in given if isinstance(function, Mapping) and "name" in function]
         functions: list[Tool] = [{name: function.get(name) for name in ("name", "parameters")} for function in named]
@@ -196,12 +195,12 @@ class AnswerOptions:
         return partial(self.splitter, start, functions, dropped)
 
     def splitter(self, start: Start, functions: list[Tool], dropped: tuple[str, ...]) -> AnswerSplitter:
-        """Return what takes an output apart that begins there, with calls of these functions, without these tokens."""
+        """Return a splitter of an output: where it begins, the functions to call, and special tokens to drop."""
         form = self.form
         make_id = _short_id if form.calls.short_ids else _call_id
         if form.has_channels:
             return AnswerSplitter(None, HarmonyParser(), dropped, make_id, separates=True)
-        # What is in thoughts is no call, also where these are not split off.
+        # Calls within thoughts do not count, even if thoughts are not split off.
         reasoning = ReasoningSplitter(start, form.reasoning, not self.separates) if self._is_taken_apart else None
         calls = ToolCallParser(form.calls, self.parallel, functions) if self.tools else None
         return AnswerSplitter(reasoning, calls, dropped, make_id, separates=self.separates)
@@ -213,7 +212,7 @@ def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
         return params
     if isinstance(params, (list, tuple)):
         return [kept_tags(answer, item) for item in params]
-    # What is neither is refused later.
+    # Other types are refused later.
     return answer.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
 
 
@@ -230,7 +229,7 @@ def function_of(tool: Any) -> Mapping[str, Any]:
 
 
 def _special_tokens(tokenizer: Any) -> set[str]:
-    """Return the texts of the tokens that decoding skips: those that have a name, and added ones that are marked."""
+    """Return the texts of the tokens that decoding skips: named ones, and added ones marked as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     marked = {str(token) for token in added if getattr(token, "special", True)}
     return marked | {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
@@ -247,7 +246,7 @@ def _short_id() -> str:
 
 @dataclass
 class AnswerDelta:
-    """What is new of an answer: text of its thoughts, text, and pieces of its calls."""
+    """A new part of an answer: of its thoughts, its text and its calls."""
 
     reasoning: str
     content: str
@@ -261,7 +260,7 @@ class AnswerSplitter:
         reasoning: finds the thoughts; None: they are text.
         calls: finds the calls; None: they are text.
         dropped: special tokens that are in the text, and not wanted.
-        make_id: makes ids of calls that the model gives none.
+        make_id: makes ids of calls if the model does not.
         separates: whether thoughts are split off the text.
 
     Attributes:
@@ -286,7 +285,7 @@ class AnswerSplitter:
         self.call_ids: list[str] = []
 
     def append(self, text: str, final: bool) -> AnswerDelta:
-        """Return what new text adds. `final`: no text follows."""
+        """Return the new part of the answer. `final`: no text follows."""
         text = self._without_dropped(text, final)
         if isinstance(self._calls, HarmonyParser):
             reasoning, content, calls = self._calls.append(text, final)

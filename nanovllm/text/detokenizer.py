@@ -143,3 +143,29 @@ class OutputText:
     def _find(self, stop: str) -> int:
         """Return where a stop string that ends after what was checked begins; -1 if there is none."""
         return self.text.find(stop, max(0, self._checked - len(stop) + 1))
+
+
+class TextOffsets:
+    """Counts the characters before each token of a text, by decoding it as it comes.
+
+    A token that completes a character begins where the character does.
+
+    Args:
+        tokenizer: a transformers tokenizer; None makes no text.
+        start: number of characters before the first token.
+        prompt: token ids before the first token.
+        options: of the tokenizer's `decode`.
+    """
+
+    def __init__(self, tokenizer: Any, start: int = 0, prompt: Sequence[int] = (), **options: bool) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, **options)
+        self._end = start
+
+    def take(self, token_ids: list[int]) -> list[int]:
+        """Return the offsets of further tokens, as if no stop string cut the text."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._end)
+            if self._detokenizer is not None:
+                self._end += len(self._detokenizer.append([token_id]))
+        return offsets

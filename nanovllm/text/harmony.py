@@ -39,7 +39,7 @@ class HarmonyParser:
         self._num_calls = 0
 
     def append(self, text: str, final: bool = False) -> tuple[str, str, list[ToolCallDelta]]:
-        """Return what new text adds to the thoughts, to the text and to the calls. `final`: no text follows."""
+        """Return the new parts of thoughts, text and calls. `final`: no text follows."""
         self._reader.text += text
         self._reader.is_final = final
         reasoning, content, calls = "", "", list[ToolCallDelta]()
@@ -86,7 +86,7 @@ class HarmonyParser:
             if at:
                 is_empty, piece = False, reader.text[:at]
                 yield piece if kind == "final" else self._piece(kind, piece)
-            # What begins the next message is part of its header.
+            # The tag that begins the next message is part of its header.
             reader.at = at if tag in _HEADER else at + len(tag)
             reader.trim()
             if tag or reader.is_final:

@@ -106,7 +106,15 @@ class InputProcessor:
         self._grammars.bound(compiles_here=compiles_here)
 
     def process(
-        self, prompts: list[Any], params: list[SamplingParams], priorities: list[int], *, streams: bool = False
+        self,
+        prompts: list[Any],
+        params: list[SamplingParams],
+        priorities: list[int],
+        *,
+        streams: bool = False,
+        template: Callable[[Any], str] | None = None,
+        add_special_tokens: bool | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> list[Request]:
         """Return requests, if all of them can be served.
 
@@ -116,11 +124,16 @@ class InputProcessor:
             params: of each.
             priorities: of each.
             streams: whether outputs are wanted as they come.
+            template: makes texts of conversations, which these prompts are.
+            add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
+                made them.
+            max_prompt_tokens: number of last tokens to which a prompt is cut, which then has no text; None: all.
 
         Raises:
             ValueError: one cannot be served; says what is out of bounds.
         """
-        return good_items(self.process_each(prompts, params, priorities, streams=streams))
+        cut: dict[str, Any] = {"add_special_tokens": add_special_tokens, "max_prompt_tokens": max_prompt_tokens}
+        return good_items(self.process_each(prompts, params, priorities, streams=streams, template=template, **cut))
 
     def process_each(
         self,
@@ -131,22 +144,23 @@ class InputProcessor:
         streams: bool = False,
         pooling: str | None = None,
         template: Callable[[Any], str] | None = None,
+        add_special_tokens: bool | None = None,
+        max_prompt_tokens: int | None = None,
         seeds: Sequence[int] | None = None,
         checker: ParamsChecker | None = None,
     ) -> list[Request | ValueError]:
         """Return requests, and in the places of those that cannot be served why.
 
         Args:
-            prompts, params, priorities, streams: see `process`.
+            prompts, params, priorities, streams, template, add_special_tokens, max_prompt_tokens: see `process`.
             pooling: see `process_pooling`.
-            template: makes texts of conversations, which these prompts are; they bring their special tokens.
             seeds: of each; None numbers the requests in this order.
             checker: of earlier chunks of the same job, so that their parameters are not checked again.
         """
         if pooling is None and not self._has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
         checker = self.params_checker() if checker is None else checker
-        encoded = self._encode(prompts, template is None, template)
+        encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)
         packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)
         found: list[Request | ValueError] = []
         for index, (prompt, param) in enumerate(zip(encoded, params, strict=True)):
@@ -225,31 +239,23 @@ class InputProcessor:
             raise kind(f"{name} has {len(text)} characters, over {most}")
 
     def encode(
-        self, prompts: list[Any], add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        prompts: list[Any],
+        add_special_tokens: bool | None = None,
+        max_tokens: int | None = None,
+        template: Callable[[Any], str] | None = None,
     ) -> list[TokensPrompt]:
-        """Return prompts as token ids, which are not checked yet.
-
-        Args:
-            prompts: see `process`.
-            add_special_tokens: whether texts get those that the tokenizer adds, such as BOS.
-            max_tokens: keep so many of the last ones; a prompt that is cut has no text any more. None: all.
+        """Return prompts as token ids, which are not checked yet; see `process`.
 
         Raises:
             ValueError: a text cannot be encoded, or is too long.
         """
-        if max_tokens is not None:
-            # What no such number of tokens can reach need not be encoded.
-            most = self.max_characters
-            prompts = [_last_characters(prompt, most) for prompt in prompts]
+        encoded = self._encode(prompts, add_special_tokens, max_tokens, template)
         found: list[TokensPrompt] = []
-        encoded = self._encode(prompts, add_special_tokens)
-        all_ids = good_items([prompt.token_ids for prompt in encoded])
-        for ids, text in zip(all_ids, (prompt.text for prompt in encoded), strict=True):
-            is_cut = max_tokens is not None and len(ids) > max_tokens
-            prompt: TokensPrompt = {"prompt_token_ids": ids[len(ids) - (max_tokens or 0) :] if is_cut else ids}
-            if text is not None and not is_cut:
-                prompt["prompt"] = text
-            found.append(prompt)
+        for prompt, token_ids in zip(encoded, good_items([prompt.token_ids for prompt in encoded]), strict=True):
+            found.append({"prompt_token_ids": token_ids})
+            if prompt.text is not None:
+                found[-1]["prompt"] = prompt.text
         return found
 
     def render_chat(
@@ -263,7 +269,11 @@ class InputProcessor:
         return self.encode([render_text(self.tokenizer, conversation, **options)], add_special_tokens, max_tokens)[0]
 
     def _encode(
-        self, prompts: list[Any], add_special_tokens: bool = True, template: Callable[[Any], str] | None = None
+        self,
+        prompts: list[Any],
+        add_special_tokens: bool | None,
+        max_tokens: int | None,
+        template: Callable[[Any], str] | None,
     ) -> list[ParsedPrompt]:
         """Return prompts with their token ids, not checked yet; those that have none have an error in their place."""
         parts: list[ParsedPrompt] = []
@@ -271,15 +281,19 @@ class InputProcessor:
             try:
                 part = parse_prompt(prompt) if template is None else ParsedPrompt(None, template(prompt))
                 if part.token_ids is None and self.tokenizer is not None:
+                    if max_tokens is not None:
+                        # Characters beyond the reach of that many tokens need not be encoded.
+                        part = part._replace(text=(part.text or "")[-self.max_characters :])
                     self._check_length("the prompt", part.text or "", PromptTooLongError)
             except ValueError as error:
                 part = ParsedPrompt(error)
             parts.append(part)
         places = [i for i, part in enumerate(parts) if part.token_ids is None and part.text is not None]
-        encoded = self._tokenize_each([parts[i].text or "" for i in places], add_special_tokens)
+        adds = template is None if add_special_tokens is None else add_special_tokens
+        encoded = self._tokenize_each([parts[i].text or "" for i in places], adds)
         for i, token_ids in zip(places, encoded, strict=True):
-            parts[i] = ParsedPrompt(token_ids, parts[i].text, parts[i].cache_salt)
-        return parts
+            parts[i] = parts[i]._replace(token_ids=token_ids)
+        return parts if max_tokens is None else [part.last(max_tokens) for part in parts]
 
     def _tokenize_each(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
         """Encode texts; those that cannot be have the error in their place."""
@@ -350,15 +364,6 @@ def _params_key(params: Any) -> Any:
     return key
 
 
-def _last_characters(prompt: Any, most: int) -> Any:
-    """Return a prompt whose text, if it has one to be encoded, has at most so many characters, the last ones."""
-    if isinstance(prompt, str):
-        return prompt[-most:]
-    if isinstance(prompt, dict) and isinstance(text := prompt.get("prompt"), str) and "prompt_token_ids" not in prompt:
-        return {**prompt, "prompt": text[-most:]}
-    return prompt
-
-
 class ParsedPrompt(NamedTuple):
     """A prompt as it is given: its token ids, not checked yet, or its text, or both, and its salt.
 
@@ -368,6 +373,12 @@ class ParsedPrompt(NamedTuple):
     token_ids: Any
     text: str | None = None
     cache_salt: str | None = None
+
+    def last(self, count: int) -> ParsedPrompt:
+        """Return the prompt cut to its last `count` tokens; without its text if it had more."""
+        if isinstance(self.token_ids, ValueError) or len(self.token_ids) <= count:
+            return self
+        return self._replace(token_ids=self.token_ids[len(self.token_ids) - count :], text=None)
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:

@@ -26,7 +26,7 @@ from nanovllm.text.grammar_compiler import (
     compile_grammar,
 )
 from nanovllm.text.grammar_text import grammar_text, with_advice
-from nanovllm.text.thinking import AfterThinkingConstraint
+from nanovllm.text.reasoning import AfterThinkingConstraint
 from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS, _MAX_GRAMMAR_BYTES = 64, 64 * 2**20

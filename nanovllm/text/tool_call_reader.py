@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,26 +11,17 @@ from typing import Any
 
 from nanovllm.text.text_reader import PYTHON_PARTS, EndFinder, TextReader, Wait
 from nanovllm.text.tool_call_syntax import BARE_ENDS, SYNTAX_BY_TAG, Parameters, Syntax
-from nanovllm.text.tool_call_values import (
-    argument_schemas,
-    argument_value,
-    call_of,
-    gemma_object,
-    json_text,
-    json_value,
-    python_calls,
-)
 
 
 @dataclass
 class ToolCallDelta:
-    """What is new of a call.
+    """A new part of a call.
 
     Attributes:
         index: of the answer's calls.
         name: of the function; None but for the call's first delta.
         arguments: a piece of its arguments, which together are a JSON object.
-        id: what the model calls the call, if it does; with the name.
+        id: the model's id of the call, if it has one; with the name.
     """
 
     index: int
@@ -44,10 +37,11 @@ Pieces = Generator["ToolCallDelta | None", None, None]
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
-"""Of a call whose name comes before its arguments."""
+"""The head of a call whose name precedes its arguments."""
 _FIRST_KEYS = tuple(
     f'"{key}"' for key in ("name", "type", "id", "index", "tool", "function", "arguments", "parameters", "tool_call_id")
 )
+_GEMMA = re.compile(r'<\|"\|>(.*?)<\|"\|>|([A-Za-z_][\w.-]*)(?=\s*:)|\bNone\b|.', re.DOTALL)
 _NAME = re.compile(r"[\w.-]")
 _CALL_ID = re.compile(r"[\w.:-]")
 _PYTHON_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
@@ -92,7 +86,7 @@ class CallReader:
             yield from self._skip_ends(syntax.ends)
 
     def _call(self, syntax: Syntax) -> Events:
-        """Read what follows the tag of a call: one call, or several as JSON."""
+        """Read a call after its tag, or several as JSON."""
         reader, start = self._reader, self._reader.at
         yield from reader.skip_space()
         if (yield from reader.peek("{", "[")) and (yield from self._json_calls()):
@@ -190,7 +184,7 @@ class CallReader:
             yield None
 
     def _json_arguments(self) -> Pieces:
-        """Read arguments as they come, and what follows them in the object of the call."""
+        """Read arguments as they come, and the rest of the call's object."""
         reader = self._reader
         yield from self._json_object()
         yield from reader.skip_space()
@@ -337,7 +331,7 @@ class CallReader:
             call_end = form.call_end or "</tool_call>"
             value, value_end = yield from reader.until(form.value_end, form.key, call_end)
             if not value_end:
-                # The answer was cut: what is not whole is not told.
+                # The answer was cut within a value, which is dropped.
                 return
             reader.at -= 0 if value_end == form.value_end else len(value_end)
             key, _, is_text = key.partition('" string="')
@@ -347,3 +341,123 @@ class CallReader:
         if reader.at < len(reader.text):
             yield from self._skip_ends((form.call_end,) if form.call_end else ())
             yield self._more("{}" if before == "{" else "}")
+
+
+def argument_schemas(parameters: Any) -> Mapping[str, Any]:
+    """Return the schemas of a function's arguments, by name, as far as they are known."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return properties if isinstance(properties, dict) else {}
+
+
+def argument_value(text: str, schema: Any) -> Any:
+    """Return a value written without quotes: a text if the schema says so, else parsed as JSON or Python.
+
+    One line break around it belongs to the tags.
+    """
+    text = text.removeprefix("\n").removesuffix("\n")
+    types = _types(schema)
+    if types and types <= {"string", "null"}:
+        return None if "null" in types and text.strip() == "null" else text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        found, value = _literal(text)
+        return value if found else text
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the JSON types that a schema names; empty if it names none."""
+    if not isinstance(schema, dict):
+        return set()
+    if isinstance(schema.get("enum"), list):
+        return {"string" if isinstance(value, str) else "other" for value in schema["enum"]}
+    own = schema.get("type", [])
+    types = {own} if isinstance(own, str) else {name for name in own if isinstance(name, str)}
+    for name in ("anyOf", "oneOf"):
+        for branch in schema.get(name) or []:
+            types |= _types(branch) or {"other"}
+    return types
+
+
+def _literal(text: str) -> tuple[bool, Any]:
+    """Return whether a text is a literal of Python that JSON has too, and its value."""
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False, None
+    return True, value
+
+
+def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls in a list of Python calls, each with its keywords; none if the text is something else.
+
+    Names of JSON's constants stand for these.
+    """
+    try:
+        found, calls = ast.parse(text.strip(), mode="eval").body, []
+        for element in found.elts if isinstance(found, ast.List) else []:
+            if not isinstance(element, ast.Call) or element.args:
+                return []
+            name = ast.unparse(element.func)
+            arguments = {str(keyword.arg): _constant(keyword.value) for keyword in element.keywords}
+            json.dumps(arguments, allow_nan=False)
+            calls.append((name, arguments))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return []
+    return calls
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Makes constants of the names that JSON has for them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node
+
+
+def _constant(node: ast.expr) -> Any:
+    return ast.literal_eval(_JsonNames().visit(node))
+
+
+def gemma_object(text: str) -> str | None:
+    """Return the JSON of an object in Gemma 4's form; None if invalid."""
+
+    def convert(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return json_text(found[1])
+        if found[2] is not None:
+            return json_text(found[2])
+        return "null" if found[0] == "None" else found[0]
+
+    value = json_value(_GEMMA.sub(convert, text))
+    return json_text(value) if isinstance(value, dict) else None
+
+
+def call_of(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
+    """Return the name and arguments (JSON) of a call given as an object; None if it is not a call."""
+    if not isinstance(value, dict):
+        return None
+    call = value["function"] if isinstance(value.get("function"), dict) else value
+    name = next((call[key] for key in ("name", "tool_name", "function") if isinstance(call.get(key), str)), None)
+    given = [call[key] for key in ("arguments", "parameters") if key in call]
+    if name is None or (needs_arguments and not given):
+        return None
+    arguments = given[0] if given else None
+    if isinstance(arguments, str) and isinstance(inner := json_value(arguments), dict):
+        # A text of JSON, as OpenAI's API has it.
+        arguments = inner
+    return name, json_text({} if arguments in (None, "") else arguments)
+
+
+def json_value(text: str) -> Any:
+    """Parse JSON; return None if invalid."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON."""
+    return json.dumps(value, ensure_ascii=False)

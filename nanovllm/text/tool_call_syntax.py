@@ -1,4 +1,4 @@
-"""The tags of calls, and what stands between them."""
+"""The syntax of calls: their tags, and the text between these."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How a model writes calls.
+    """A model's form of calls.
 
     Attributes:
-        marks: what a chat template of such models has in it, all of it.
+        marks: texts that the chat templates of such models contain, all of them.
         call: a call as it is forced, with NAME and ARGUMENTS, a JSON object, and perhaps NUMBER, in their places.
             Where a format has no JSON, it is JSON between the format's tags, which the parser reads as well.
-        separator: what stands between calls.
-        list_begin, list_end: what stands around all calls.
+        separator: text between calls.
+        list_begin, list_end: texts around all calls.
         is_bare: whether calls may have no tags.
         has_bare_names: whether a name alone between `<tool_call>` tags is a call.
         has_channels: whether an answer is a list of messages, as in gpt-oss's harmony.
-        answer_begin: what stands before an answer that is forced instead.
+        answer_begin: text before an answer that is forced instead.
         short_ids: whether templates take nine letters and digits alone as the id of a call.
     """
 
@@ -36,7 +36,7 @@ class ToolCallFormat:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How arguments are written one by one, as in `<function=f><parameter=a>1</parameter></function>`.
+    """A syntax of arguments one by one, as in `<function=f><parameter=a>1</parameter></function>`.
 
     Attributes:
         name, name_end: around the function's name; empty: there is nothing.
@@ -56,13 +56,13 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Syntax:
-    """Tags, and what stands between them.
+    """Tags, and the text between them.
 
     Attributes:
         sections: tags that begin a list of calls; optional.
         call: the tag that begins a call.
         ends: tags that end calls and lists.
-        body: what follows the tag: "json", "pythonic", "mistral", "deepseek", "kimi", "gemma"; or parameters, in the
+        body: text after the tag: "json", "pythonic", "mistral", "deepseek", "kimi", "gemma"; or parameters, in the
             order in which they are tried. JSON is read in each.
     """
 

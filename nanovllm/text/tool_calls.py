@@ -1,20 +1,25 @@
-"""The formats in which models write calls of tools, and the grammars that make a model call them."""
+"""Calls of tools: the formats in which models write them, a parser, and grammars that make a model call.
+
+Tags tell formats apart, so one parser reads all formats that have tags, whatever the model's template teaches: models
+are fine-tuned away from their templates. Calls without tags, Llama's JSON and lists of Python calls, are looked for
+only if the format has them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 from nanovllm.outputs import ToolCall
 from nanovllm.text.grammar_text import lark_json
 from nanovllm.text.harmony import HarmonyParser
 from nanovllm.text.reasoning import HARMONY_MARK, template_text
-from nanovllm.text.tool_call_parser import ToolCallParser
-from nanovllm.text.tool_call_reader import ToolCallDelta
-from nanovllm.text.tool_call_syntax import ToolCallFormat
+from nanovllm.text.text_reader import EndFinder, TextReader, partial_start
+from nanovllm.text.tool_call_reader import CallReader, Events, ToolCallDelta
+from nanovllm.text.tool_call_syntax import BARE_TAGS, SYNTAX_BY_TAG, ToolCallFormat
 
 __all__ = ["HERMES", "LLAMA3_JSON", "TOOL_CALL_FORMATS", "ToolCallFormat", "ToolCallParser", "parse_tool_calls"]
 
@@ -127,10 +132,114 @@ def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> 
     return HERMES
 
 
+class ToolCallParser:
+    """Splits the text of one output into calls and other text.
+
+    The name comes with the first delta of a call, and its arguments as the model writes them: JSON by the character,
+    other forms by the argument. Text that only resembles a call stays text.
+
+    Args:
+        form: how the model is taught to write calls.
+        allows_several: whether calls after the first one are wanted; without, they are dropped.
+        functions: that can be called, each with its `name` and, if it has any, `parameters`, a JSON schema: it says
+            which arguments that are written without quotes are texts.
+    """
+
+    def __init__(
+        self, form: ToolCallFormat, allows_several: bool = True, functions: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        self._allows_several = allows_several
+        self._tags = (*SYNTAX_BY_TAG, *((*BARE_TAGS, "{", "[") if form.is_bare else ()))
+        self._tag_pattern = re.compile("|".join(map(re.escape, self._tags)))
+        self._reader = TextReader()
+        self._calls = CallReader(self._reader, form.has_bare_names, functions)
+        self._events = self._run()
+        # Whether nothing but space stands before the position in its line, or since the last call.
+        self._is_new_line = True
+
+    def append(self, text: str, final: bool = False) -> tuple[str, list[ToolCallDelta]]:
+        """Return the new text beside the calls, and the new parts of calls. `final`: no text follows."""
+        self._reader.text += text
+        self._reader.is_final = final
+        content: list[str] = []
+        calls: list[ToolCallDelta] = []
+        for event in self._events:
+            if event is None:
+                break
+            if isinstance(event, str):
+                content.append(event)
+            elif self._allows_several or event.index == 0:
+                calls.append(event)
+        return "".join(content), calls
+
+    def _run(self) -> Events:
+        reader, space = self._reader, ""
+        while True:
+            space = yield from self._text()
+            reader.trim()
+            if not reader.text:
+                yield space
+                return self._calls.num_calls > 0
+            tag = yield from reader.peek(*self._tags)
+            if tag in SYNTAX_BY_TAG:
+                is_call = yield from self._calls.tagged_calls(tag)
+            else:
+                reader.at += len(tag) if tag in BARE_TAGS else 0
+                yield from reader.skip_space()
+                is_call = yield from self._calls.bare_calls(self._is_new_line)
+            if is_call:
+                yield from reader.skip_space()
+                self._is_new_line = True
+            else:
+                reader.at = len(tag)
+                yield space + tag
+                self._is_new_line = False
+                if tag == "{":
+                    yield from self._plain_object()
+
+    def _text(self) -> Generator[str | None, None, str]:
+        """Yield the text before the next tag, or before the end; return the space before it."""
+        reader = self._reader
+        while True:
+            found = self._tag_pattern.search(reader.text, reader.at)
+            end = found.start() if found else len(reader.text)
+            if found is None and not reader.is_final:
+                end = reader.at + partial_start(reader.text[reader.at :], self._tags)
+            before = reader.text[reader.at : end]
+            text = before.rstrip()
+            if text:
+                yield text
+                reader.at += len(text)
+                self._is_new_line = False
+            if found or reader.is_final:
+                space, reader.at = reader.text[reader.at : end], end
+                self._is_new_line = self._is_new_line or "\n" in space
+                return space
+            reader.trim()
+            yield None
+
+    def _plain_object(self) -> Generator[str | None, None, None]:
+        """Yield an object that is not a call, nor contains any."""
+        reader = self._reader
+        start = reader.at
+        yield from reader.skip_space()
+        is_object = bool((yield from reader.peek('"')))
+        reader.at = start
+        finder = EndFinder(start, depth=1)
+        while is_object:
+            end = finder.find(reader.text)
+            stop = len(reader.text) if end is None else end
+            yield reader.text[reader.at : stop]
+            reader.at = stop
+            if end is not None or reader.is_final:
+                return
+            yield None
+
+
 def parse_tool_calls(
     text: str, form: ToolCallFormat = HERMES, functions: Iterable[Mapping[str, Any]] = ()
 ) -> list[ToolCall]:
-    """Return the calls that a whole answer asks for; those whose arguments are no JSON object are left out.
+    """Return the calls in a whole answer, without calls whose arguments are not a JSON object.
 
     Args:
         text: the answer without its thoughts.
@@ -149,7 +258,7 @@ def parse_tool_calls(
 
 
 def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Return whole calls; those whose arguments are no JSON object are left out."""
+    """Return whole calls, without calls whose arguments are not a JSON object."""
     calls = []
     for name, arguments in whole_calls(deltas):
         try:
@@ -193,7 +302,7 @@ def tool_call_grammar(
     calls, rules = [], []
     for index, function in enumerate(functions):
         calls.append(f"call{index}")
-        # As within a JSON text: what is written without quotes has no character that is escaped there.
+        # As within a JSON text; names written without quotes have no characters that JSON escapes.
         name = json.dumps(json.dumps(function["name"])[1:-1])
         own = {"NAME": name, "ARGUMENTS": f"arguments{index}", "NUMBER": "/[0-9]+/"}
         parts = [part for part in re.split("(NAME|ARGUMENTS|NUMBER)", form.call) if part]
@@ -208,7 +317,7 @@ def tool_call_grammar(
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return what matches a text in a Lark grammar."""
+    """Return a text as a Lark grammar matches it."""
     pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
     parts = [part for part in (re.split(f"({pattern})", text) if tokens else [text]) if part]
     return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts)
@@ -220,5 +329,5 @@ def _object_schema(parameters: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or "$ref" in parameters:
         return parameters
-    # Some clients write null for what is not there.
+    # Some clients write null for missing fields.
     return {**{name: value for name, value in parameters.items() if value is not None}, "type": "object"}

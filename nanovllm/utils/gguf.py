@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from xxhash import xxh3_64
 
 from nanovllm.utils.extras import install_hint
+from nanovllm.utils.flags import user_errors
 from nanovllm.utils.folder_faults import refuse_pointer
 from nanovllm.utils.units import shown
 
@@ -127,6 +129,14 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
             # A full disk is one.
             raise OSError(f"{os.fspath(folder)!r}: {error}") from error
         tokenizer.save_pretrained(folder)
+
+
+def convert(options: Namespace, parser: ArgumentParser) -> int:
+    """Run the command `nanovllm convert` and return its exit code."""
+    with user_errors(parser):
+        convert_gguf(options.file, options.folder, options.dtype)
+    print(f"{options.folder} has the model of {options.file}: nanovllm chat {options.folder}")
+    return 0
 
 
 def check_gguf(file: Path) -> None:

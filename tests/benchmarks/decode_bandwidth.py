@@ -7,15 +7,14 @@ nothing is asserted. A call is all that a layer does between its products: norm,
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import torch
 
 from bench import measure_ceilings
-from nanovllm.attention.host_plan import DecodeVariant
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
-from nanovllm.attention.triton import TritonBackend, should_use_single_split
+from nanovllm.attention.triton import DecodeVariant, TritonBackend
+from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
@@ -74,17 +73,15 @@ def microseconds(
         cu_seqlens_q=none,
         query_tiles=none,
         sample_tiles=none,
-        variant=DecodeVariant(single_split=should_use_single_split(num_kv_heads, lens.cpu().numpy())),
+        variant=DecodeVariant(single_split=FASTEST.single_split(num_kv_heads, lens.cpu().numpy())),
     )
     backend.plan([metadata])
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
-    # Computed before, so that the product is not measured.
-    projection = SimpleNamespace(rope_store=lambda *_: None, compute=lambda: qkv)
 
     def step() -> None:
         for layer in layers:
-            layer(projection, *norms, lens - 1)
+            layer(qkv, layer.rope(norms[0], norms[1]), lens - 1)
 
     with torch.inference_mode(), set_attention_metadata([metadata]):
         step()

@@ -34,8 +34,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import qkv_rope_store
-from nanovllm.kernels.linear import choose, fp8_linear
+from nanovllm.kernels.linear import fp8_linear
 from nanovllm.kernels.linear.quantize_rows import quantize_rows_ref
+from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages
 from nanovllm.runner.kv_cache import KVCache
 from tests.test_fp8 import FORMATS, quantizes, write
@@ -118,7 +119,7 @@ def run_engine(folder: Path, variant: Variant, prompts: list[list[int]]) -> tupl
     settings: dict[str, Any] = {"kv_cache_dtype": "auto" if variant.kv_scale is None else "fp8"}
     with ExitStack() as stack:
         if variant.rounds_rows:
-            stack.enter_context(patch.object(choose, "should_quantize_rows", quantizes))
+            stack.enter_context(patch.object(KernelPolicy, "rounds_rows", quantizes))
         stack.enter_context(patch.object(KVCache, "_scales", scaled(KVCache._scales, variant.kv_scale or 1.0)))
         llm = stack.enter_context(LLM(str(folder), device="cpu", max_model_len=1024, **settings))
         model = llm.llm_engine._runner.model  # type: ignore[union-attr]

@@ -26,10 +26,10 @@ from unittest.mock import patch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.batch_files.inputs import InputFile, UnansweredLines
-from nanovllm.batch_files.requests import RequestParser
-from nanovllm.batch_files.result_file import ResultFile
-from nanovllm.commands.run import BatchRun
+from nanovllm.cli.batch_input import InputFile, UnansweredLines
+from nanovllm.cli.batch_lines import RequestParser
+from nanovllm.cli.batch_output import ResultFile
+from nanovllm.cli.run import BatchRun
 from tests.null_runner import NullRunner
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

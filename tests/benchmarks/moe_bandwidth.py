@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
+from nanovllm.kernels.moe.expert_gemm import expert_gemm
 from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.moe.sort_slots import sort_slots
+from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -46,7 +47,7 @@ def steps(x: torch.Tensor, layers: list[Layer], routings: list[Routing]) -> dict
     if rows == 1:
         found["gate_up"] = lambda i: gate_up_gemv(x, routings[i], layers[i][1], activated, 0)
         found["down"] = lambda i: down_gemv(activated, routings[i], layers[i][2], parts[0, :1], 0)
-    elif rows <= MAX_ROWS:
+    elif rows <= MAX_EXPERT_ROWS:
         found["gate_up"] = lambda i: expert_gemm(x, routings[i], layers[i][1], activated, 0, gated=True)
         found["down"] = lambda i: expert_gemm(activated, routings[i], layers[i][2], parts, 0, gated=False)
     else:
@@ -86,7 +87,9 @@ def main() -> None:
 
             run()
             cells.append(describe(name, rows, graph_microseconds(run) / NUM_LAYERS, num_chosen))
-        tile = choose_tile(x, layers[0][1], routings[0], gated=True, has_blocks=False)
+        tile = choose_tile(
+            x, layers[0][1], routings[0].experts.numel() / routings[0].num_experts, gated=True, has_blocks=False
+        )
         print(f"{rows} rows, {num_chosen:.0f} experts, tile {tile.rows} x {tile.outs}: " + "; ".join(cells), flush=True)
 
 

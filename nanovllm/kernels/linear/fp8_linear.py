@@ -10,13 +10,12 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
-from nanovllm.kernels.linear import choose
-from nanovllm.kernels.linear.choose import LinearKernel, choose_fp8, fp8_parts
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
-from nanovllm.kernels.linear.scaled_gemm import MAX_GATED_ROWS, scaled_gemm
+from nanovllm.kernels.linear.scaled_gemm import scaled_gemm
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
+from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 
@@ -45,28 +44,31 @@ def fp8_linear(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    *,
+    policy: KernelPolicy = FASTEST,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`; see `norm_linear`.
 
     Args:
         x: [num_rows, in_features]; or, with a norm, [parts, num_rows, in_features] float32, whose sum is meant; or, if
-            `takes_gate_up`, [num_rows, 2 * in_features], gate and up, of which SiLU(gate) * up is meant.
+            `KernelPolicy.rounds_gate_up`, [num_rows, 2 * in_features], gate and up, of which SiLU(gate) * up is meant.
         weight: [out_features, in_features] in e4m3; gate and up, one after the other, if `gated`.
         bias, norm, residual: of the layer, before it, and [num_rows, in_features] to add before the norm.
         gated: return `silu(gate) * up`, which has half the features.
+        policy: chooses the kernel.
 
     Returns:
         [num_rows, out_features] in the dtype of x, or of the norm's weight, and [num_rows, in_features].
     """
     dtype = x.dtype if norm is None else norm.weight.dtype
-    num_rows, kernel = x.shape[-2], choose_fp8(x.shape[-2], dtype, weight)
-    if (rounding := row_rounding(num_rows, dtype, weight)) is not None:
+    num_rows, kernel = x.shape[-2], policy.fp8_linear(x.shape[-2], dtype, weight)
+    if (rounding := row_rounding(num_rows, dtype, weight, policy)) is not None:
         rows, total = quantize_rows(x, rounding, norm, residual, gated=x.shape[-1] > weight.values.shape[1])
-        return multiply_rounded(rows, weight, num_rows, dtype, bias, gated), total
+        return multiply_rounded(rows, weight, bias, gated, policy), total
     if x.dim() == 3:
         assert norm is not None
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
-        return fp8_linear(x, weight, bias, gated=gated)[0], total
+        return fp8_linear(x, weight, bias, gated=gated, policy=policy)[0], total
     if kernel is LinearKernel.GEMV:
         return gemv(x, weight, bias, norm, residual, gated)
     total = x
@@ -79,23 +81,20 @@ def fp8_linear(
 
 
 def fp8_linear_into(
-    x: torch.Tensor, weight: Fp8Matrix, residual: torch.Tensor
+    x: torch.Tensor, weight: Fp8Matrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and residual for the norm that follows the layer, x maybe in parts to be summed; see `linear_into`."""
-    if (rounding := row_rounding(len(x), x.dtype, weight)) is not None:
+    if (rounding := row_rounding(len(x), x.dtype, weight, policy)) is not None:
         rows, _ = quantize_rows(x, rounding, gated=x.shape[-1] > weight.values.shape[1])
-        return multiply_rounded_into(rows, weight, len(x), x.dtype, residual)
-    return fp8_linear(x, weight)[0], residual
+        return multiply_rounded_into(rows, weight, residual, policy)
+    return fp8_linear(x, weight, policy=policy)[0], residual
 
 
-def takes_gate_up(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether rows of gate and up are activated where the product that follows rounds them to e4m3."""
-    return num_rows > MAX_GATED_ROWS and choose.should_quantize_rows(num_rows, dtype, device)
-
-
-def row_rounding(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> Rounding | None:
+def row_rounding(
+    num_rows: int, dtype: torch.dtype, weight: Fp8Matrix, policy: KernelPolicy = FASTEST
+) -> Rounding | None:
     """Return how rows of a dtype are rounded for `multiply_rounded`; None if they are not."""
-    kernel = choose_fp8(num_rows, dtype, weight)
+    kernel = policy.fp8_linear(num_rows, dtype, weight)
     if kernel in (LinearKernel.SCALED_MM, LinearKernel.SCALED_GEMM):
         return Rounding(weight.block_ins, for_scaled_mm=kernel is LinearKernel.SCALED_MM)
     return None
@@ -104,26 +103,25 @@ def row_rounding(num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> Roundi
 def multiply_rounded(
     rows: Fp8Rows,
     weight: Fp8Matrix,
-    num_rows: int,
-    dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     gated: bool = False,
+    policy: KernelPolicy = FASTEST,
 ) -> torch.Tensor:
     """Return the product of `fp8_linear`, [num_rows, out_features], with rows rounded as `row_rounding` says."""
-    if choose_fp8(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM:
-        return _scaled_linear(rows, weight, dtype, bias, gated)
-    out = _scaled_mm(rows, weight, dtype, bias)[:num_rows]
+    if policy.fp8_linear(rows.num_rows, rows.dtype, weight) is LinearKernel.SCALED_GEMM:
+        return _scaled_linear(rows, weight, rows.dtype, bias, gated)
+    out = _scaled_mm(rows, weight, rows.dtype, bias)[: rows.num_rows]
     return silu_and_mul(out) if gated else out
 
 
 def multiply_rounded_into(
-    rows: Fp8Rows, weight: Fp8Matrix, num_rows: int, dtype: torch.dtype, residual: torch.Tensor
+    rows: Fp8Rows, weight: Fp8Matrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what `fp8_linear_into` does, with rows rounded as `row_rounding` says."""
-    parts = fp8_parts(num_rows, dtype, weight)
+    parts = policy.fp8_parts(rows.num_rows, rows.dtype, weight)
     if parts > 1:
-        return scaled_gemm(rows.part(slice(num_rows)), weight, dtype, parts=parts), residual
-    return multiply_rounded(rows, weight, num_rows, dtype), residual
+        return scaled_gemm(rows.part(slice(rows.num_rows)), weight, rows.dtype, parts=parts), residual
+    return multiply_rounded(rows, weight, policy=policy), residual
 
 
 def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

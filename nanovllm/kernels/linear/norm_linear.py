@@ -1,6 +1,6 @@
 """Linear layers fused with their neighbours in a decoder: residual and RMSNorm before, the SwiGLU gate after.
 
-`choose` says which kernel computes a layer; each kernel has a file of its own.
+A `KernelPolicy` chooses the kernel; each has a file of its own.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import device_limits, is_hopper, uses_triton
-from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS, SPLITK_PARTS, LinearKernel, choose, should_use_splitk
+from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
+from nanovllm.kernels.policy import FASTEST, SPLITK_PARTS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
@@ -39,6 +39,8 @@ def norm_linear(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    *,
+    policy: KernelPolicy = FASTEST,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`.
 
@@ -49,12 +51,13 @@ def norm_linear(
         norm: RMSNorm before the product, or None.
         residual: [num_rows, in_features], or None for zero; only with a norm.
         gated: return SiLU(gate) * up, half as wide.
+        policy: chooses the kernel.
 
     Returns:
         The result, and `x + residual`, which may be x itself.
     """
     num_rows = x.shape[-2]
-    kernel = choose(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
+    kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
     if kernel is LinearKernel.GEMV:
         return gemv(x, weight, bias, norm, residual, gated)
     if kernel is LinearKernel.RESIDENT_GEMM:
@@ -79,7 +82,7 @@ def norm_linear(
 
 
 def linear_into(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
@@ -89,14 +92,16 @@ def linear_into(
         x: [num_rows, in_features], contiguous.
         weight: [out_features, in_features].
         residual: [num_rows, out_features]; may be overwritten.
+        policy: chooses the kernel.
 
     Returns:
         The x and residual of the next `norm_linear`: either the sum and None, or the product, [num_rows, out_features]
         or its parts, and the residual that is still to be added.
     """
-    if not uses_triton(x.device) or x.element_size() != 2 or len(x) <= MAX_SKINNY_ROWS:
-        return norm_linear(x, weight)[0], residual
-    if is_hopper(x.device) and should_use_splitk(len(x), weight, parts=SPLITK_PARTS):
+    kernel = policy.branch_end(len(x), weight)
+    if kernel is None:
+        return norm_linear(x, weight, policy=policy)[0], residual
+    if kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
 
         return splitk_gemm(x, weight, parts=SPLITK_PARTS), residual

@@ -29,7 +29,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.fast_math import round_to, rsqrt
-from nanovllm.kernels.linear.choose import PERSISTENT_COLUMNS, PERSISTENT_INS, PERSISTENT_ROWS
+from nanovllm.kernels.policy import PERSISTENT_COLUMNS, PERSISTENT_INS, PERSISTENT_ROWS
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 _ROWS = gl.constexpr(PERSISTENT_ROWS)

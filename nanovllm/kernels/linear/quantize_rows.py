@@ -28,15 +28,20 @@ class Fp8Rows(NamedTuple):
         values: [num_rows, in_features], float8_e4m3fn.
         scales: [num_rows, in_features / group], rounded up, float32.
         group: inputs that share a scale.
+        num_rows: rows without the padding at the end, which may have any values.
+        dtype: of the rows before they were rounded, and of a product with them.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     group: int
+    num_rows: int
+    dtype: torch.dtype
 
     def part(self, rows: slice) -> Fp8Rows:
         """Return some of the rows."""
-        return Fp8Rows(self.values[rows], self.scales[rows], self.group)
+        count = len(range(self.num_rows)[rows])
+        return Fp8Rows(self.values[rows], self.scales[rows], self.group, count, self.dtype)
 
 
 class Rounding(NamedTuple):
@@ -51,14 +56,14 @@ class Rounding(NamedTuple):
     group: int
     for_scaled_mm: bool = False
 
-    def empty_rows(self, num_rows: int, size: int, device: torch.device) -> Fp8Rows:
-        """Return rows to be filled."""
+    def empty_rows(self, num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Fp8Rows:
+        """Return rows of a dtype, rounded, to be filled."""
         made_rows = num_rows + -num_rows % _MM_ROWS if self.for_scaled_mm else num_rows
         values = torch.empty(made_rows, size, dtype=torch.float8_e4m3fn, device=device)
         num_groups = -(-size // self.group)
         shape = (num_groups, made_rows) if self.for_scaled_mm else (made_rows, num_groups)
         scales = torch.empty(shape, dtype=torch.float32, device=device)
-        return Fp8Rows(values, scales.T if self.for_scaled_mm else scales, self.group)
+        return Fp8Rows(values, scales.T if self.for_scaled_mm else scales, self.group, num_rows, dtype)
 
 
 def quantize_rows_ref(
@@ -74,10 +79,12 @@ def quantize_rows_ref(
         x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
     if gated:
         x = silu_and_mul_ref(x)
+    num_rows = len(x)
     if rounding.for_scaled_mm:
-        x = functional.pad(x, (0, 0, 0, -len(x) % _MM_ROWS))
+        x = functional.pad(x, (0, 0, 0, -num_rows % _MM_ROWS))
     values, scales, _, _ = quantize(x, 1, rounding.group)
-    return Fp8Rows(values, scales.T.contiguous().T if rounding.for_scaled_mm else scales, rounding.group), total
+    scales = scales.T.contiguous().T if rounding.for_scaled_mm else scales
+    return Fp8Rows(values, scales, rounding.group, num_rows, x.dtype), total
 
 
 @jit
@@ -162,7 +169,7 @@ def quantize_rows_triton(
     num_rows, size = x.shape[-2], x.shape[-1] // 2 if gated else x.shape[-1]
     parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous()) and not (gated and norm is not None)
-    rows = rounding.empty_rows(num_rows, size, x.device)
+    rows = rounding.empty_rows(num_rows, size, dtype, x.device)
     total = x
     if residual is not None or parts > 1:
         total = torch.empty(num_rows, size, dtype=dtype, device=x.device)

@@ -15,7 +15,7 @@ import torch
 from nanovllm.kernels._gluon import async_copy, async_load, gl, gluon, kernel, mma_v2
 from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import round_to, rsqrt
-from nanovllm.kernels.linear.choose import MAX_RESIDENT_OUTS, MAX_SKINNY_ROWS, RESIDENT_CHUNK, resident_outs
+from nanovllm.kernels.policy import MAX_RESIDENT_OUTS, MAX_SKINNY_ROWS, RESIDENT_CHUNK, resident_outs
 from nanovllm.kernels.rms_norm import Norm
 
 _WARPS = gl.constexpr(16)

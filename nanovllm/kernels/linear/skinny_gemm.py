@@ -15,7 +15,7 @@ import torch
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
 from nanovllm.kernels.fast_math import round_to
-from nanovllm.kernels.linear.choose import MAX_SKINNY_ROWS
+from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 
 
 class _Tile(NamedTuple):

@@ -25,7 +25,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.fast_math import round_to
-from nanovllm.kernels.linear.choose import SPLITK_ROWS, find_splitk_tile, splitk_tiles
+from nanovllm.kernels.policy import SPLITK_ROWS, find_splitk_tile, splitk_tiles
 
 _ROWS = gl.constexpr(SPLITK_ROWS)
 _WARPS = gl.constexpr(4)

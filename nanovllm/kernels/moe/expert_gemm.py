@@ -12,8 +12,8 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_prev
 from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 
-MAX_ROWS = 16
 _OUTS = 64
 """Rows of a weight per program, of which half are the gate's if it is gated."""
 _STEP_BYTES = 256
@@ -155,7 +155,7 @@ def expert_gemm(
     first_expert: int,
     gated: bool,
 ) -> None:
-    """Multiply up to MAX_ROWS rows with the weights of their experts.
+    """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts.
 
     Args:
         x: [num_tokens, in_features], or if not gated [num_tokens, top_k, in_features]; contiguous.
@@ -170,12 +170,13 @@ def expert_gemm(
     scaling = {}
     if isinstance(weight, Fp8Matrix):
         scaling, weight = weight.scaling, weight.bytes
-    assert num_rows <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     outs, ins = _OUTS // 2 if gated else _OUTS, _STEP_BYTES // x.element_size()
     if x.element_size() == 4 and weight.element_size() == 1:
         ins //= 2
     _expert_gemm_kernel[(triton.cdiv(out_features, outs), num_rows * top_k)](
         x, routing.experts, routing.weights, weight, out, num_rows, first_expert, len(weight), in_features,
-        out_features, EVEN=in_features % ins == 0, ROWS=MAX_ROWS, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
-        OUTS=outs, INS=ins, GATED=gated, num_warps=4, num_stages=4, **pdl_options(x.device), **scaling,
+        out_features, EVEN=in_features % ins == 0, ROWS=MAX_EXPERT_ROWS, TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k), OUTS=outs, INS=ins, GATED=gated, num_warps=4, num_stages=4,
+        **pdl_options(x.device), **scaling,
     )  # fmt: skip

@@ -11,15 +11,15 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix
-from nanovllm.kernels.linear.choose import should_quantize_rows
 from nanovllm.kernels.linear.fp8_linear import fp8_linear_ref
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref
-from nanovllm.kernels.moe.expert_gemm import MAX_ROWS, expert_gemm
+from nanovllm.kernels.moe.expert_gemm import expert_gemm
 from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, tile_limits
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import SortedSlots, sort_slots
+from nanovllm.kernels.policy import FASTEST, MAX_EXPERT_ROWS, ExpertsKernel, KernelPolicy
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 ExpertsMatrices = torch.Tensor | Fp8Matrix
@@ -59,17 +59,28 @@ def _values(weight: ExpertsMatrices) -> torch.Tensor:
 
 
 def _grouped_product(
-    x: torch.Tensor, routing: Routing, order: SortedSlots, weight: ExpertsMatrices, out: torch.Tensor, gated: bool
+    x: torch.Tensor,
+    routing: Routing,
+    order: SortedSlots,
+    weight: ExpertsMatrices,
+    out: torch.Tensor,
+    gated: bool,
+    policy: KernelPolicy,
 ) -> None:
     """Compute `grouped_gemm`, of rows in e4m3 if the weights are and the device multiplies these."""
-    if isinstance(weight, Fp8Matrix) and should_quantize_rows(len(routing.experts), x.dtype, x.device):
-        grouped_gemm(quantize_rows(x, Rounding(weight.block_ins))[0], routing, order, weight, out, gated)
+    if isinstance(weight, Fp8Matrix) and policy.rounds_rows(len(routing.experts), x.dtype, x.device):
+        grouped_gemm(quantize_rows(x, Rounding(weight.block_ins))[0], routing, order, weight, out, gated, policy)
     else:
-        grouped_gemm(x, routing, order, weight, out, gated)
+        grouped_gemm(x, routing, order, weight, out, gated, policy)
 
 
 def fused_experts(
-    x: torch.Tensor, routing: Routing, gate_up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertsMatrices,
+    down: ExpertsMatrices,
+    first_expert: int = 0,
+    policy: KernelPolicy = FASTEST,
 ) -> torch.Tensor:
     """Return the weighted sum of what each token's experts make of it.
 
@@ -79,6 +90,7 @@ def fused_experts(
         gate_up: [num_experts, 2 * size, in_features]; of each expert the gate's rows, then as many of up.
         down: [num_experts, in_features, size].
         first_expert: the number of the first of them.
+        policy: chooses the kernels.
 
     Returns:
         [num_tokens, in_features], or the parts of a sum, [top_k, num_tokens, in_features], which the next norm adds up.
@@ -87,7 +99,8 @@ def fused_experts(
         return fused_experts_ref(x, routing, gate_up, down, first_expert)
     (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
     activated = torch.empty(num_tokens, top_k, size, dtype=x.dtype, device=x.device)
-    if num_tokens == 1:
+    kernel = policy.experts(num_tokens)
+    if kernel is ExpertsKernel.EXPERT_GEMV:
         out = torch.empty_like(x)
         gate_up_gemv(x, routing, gate_up, activated, first_expert)
         down_gemv(activated, routing, down, out, first_expert)
@@ -95,16 +108,16 @@ def fused_experts(
     # Of experts that are not here, no part is written.
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)
-    if num_tokens <= MAX_ROWS:
+    if kernel is ExpertsKernel.EXPERT_GEMM:
         expert_gemm(x, routing, gate_up, activated, first_expert, gated=True)
         expert_gemm(activated, routing, down, parts, first_expert, gated=False)
     else:
         order = sort_slots(routing, first_expert, num_experts)
-        _grouped_product(x, routing, order, gate_up, activated.flatten(0, 1), gated=True)
-        _grouped_product(activated.flatten(0, 1), routing, order, down, parts.flatten(0, 1), gated=False)
+        _grouped_product(x, routing, order, gate_up, activated.flatten(0, 1), True, policy)
+        _grouped_product(activated.flatten(0, 1), routing, order, down, parts.flatten(0, 1), False, policy)
     return parts.transpose(0, 1)
 
 
 def kernel_rows(num_experts: int, top_k: int) -> tuple[int, ...]:
     """Return the numbers of rows at which the choice of kernels or of their tiles changes."""
-    return 1, 2, MAX_ROWS + 1, *(rows for rows in tile_limits(num_experts, top_k) if rows > MAX_ROWS + 1)
+    return 1, 2, MAX_EXPERT_ROWS + 1, *(rows for rows in tile_limits(num_experts, top_k) if rows > MAX_EXPERT_ROWS + 1)

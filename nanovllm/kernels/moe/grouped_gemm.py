@@ -13,12 +13,12 @@ import torch
 
 from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix
-from nanovllm.kernels.linear.choose import FP8_INS
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.linear.scaled_gemm import multiply_scaled
 from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert, swiglu
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import SortedSlots
+from nanovllm.kernels.policy import FASTEST, FP8_INS, KernelPolicy
 
 
 class Tile(NamedTuple):
@@ -75,8 +75,8 @@ def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
     return tuple(most * num_experts // top_k + 1 for most in (_FEW, _SOME, _MANY, _MOST))
 
 
-def choose_tile(x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool, has_blocks: bool) -> Tile:
-    """Return the tile for rows of x's dtype and device, of which each has some of all experts, and these weights.
+def choose_tile(x: torch.Tensor, weight: torch.Tensor, rows: float, gated: bool, has_blocks: bool) -> Tile:
+    """Return the tile for rows of x's dtype and device, `rows` of each expert on the average, and these weights.
 
     gated: see `grouped_gemm`; has_blocks: whether scales are those of blocks.
     """
@@ -90,7 +90,6 @@ def choose_tile(x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: 
         tiles = _CONVERTING_TILES if weight.element_size() == 1 else _FLOAT32_TILES
     else:
         tiles = _HOPPER_TILES if on_hopper else _TILES
-    rows = routing.experts.numel() / routing.num_experts
     return next(tile for most, tile in tiles.items() if rows <= most)
 
 
@@ -180,6 +179,7 @@ def grouped_gemm(
     weight: torch.Tensor | Fp8Matrix,
     out: torch.Tensor,
     gated: bool,
+    policy: KernelPolicy = FASTEST,
 ) -> None:
     """Multiply rows with the weights of their experts.
 
@@ -192,6 +192,7 @@ def grouped_gemm(
         out: [num_tokens * top_k, out_features]; filled where the expert is here. If gated, sorted; if not, by slot,
             and weighted.
         gated: return SiLU(gate) * up.
+        policy: chooses the tile.
     """
     num_rows, top_k = routing.experts.shape
     scaling = {}
@@ -201,7 +202,8 @@ def grouped_gemm(
         scaling["x_scale_ptr"], x = x.scales, x.values
     (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    tile = choose_tile(x, weight, routing, gated, has_blocks=bool(scaling.get("SCALE_INS")))
+    rows_per_expert = policy.rows_per_expert(routing.experts.numel(), routing.num_experts)
+    tile = choose_tile(x, weight, rows_per_expert, gated, has_blocks=bool(scaling.get("SCALE_INS")))
     outs, ins = tile.outs // 2 if gated else tile.outs, tile.step_bytes // x.element_size()
     if "x_scale_ptr" in scaling:
         # All outputs of a tile are in one block.

@@ -1,0 +1,322 @@
+"""Lines of `nanovllm run`: requests, and the answers or errors that are written for them.
+
+A request is `{"prompt": ...}` or `{"messages": ...}` with sampling parameters beside it, or one of OpenAI's batch API,
+which `openai_format` translates. A result has the number of the line that it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nanovllm.logprobs import Logprob
+from nanovllm.openai_format import (
+    ENDPOINTS,
+    LEAST_LOGPROB,
+    SAMPLING_FIELDS,
+    ShownTokens,
+    chat_choice,
+    prompt_positions,
+    request_params,
+    template_values,
+    text_choice,
+    usage,
+)
+from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
+from nanovllm.text.chat_template import ChatTemplateOptions, conversations, render_text, template_options
+from nanovllm.text.input_processor import InputProcessor
+from nanovllm.utils.checks import check_bool, check_int
+
+_IDS = ("id", "custom_id")
+_OPENAI = {"custom_id", "method", "url", "body"}
+_TEMPLATE = ChatTemplateOptions.__annotations__.keys()
+_OWN = {"prompt", "messages", *_IDS, *SAMPLING_FIELDS, *_TEMPLATE}
+_OPENAI_ONLY = {"url", "body", "method"}
+_ENCODING = ("add_special_tokens", "truncate_prompt_tokens", "cache_salt")
+# What `render_text` and `apply_chat_template` decide themselves.
+_RESERVED = {"tokenizer", "conversation", "tokenize"}
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+@dataclass(slots=True)
+class BatchRequest:
+    """What a line asks for.
+
+    Attributes:
+        prompt: a text, token ids, or both with a salt; None for a conversation.
+        params: how the answer is sampled.
+        messages: a conversation; None for a prompt.
+        template: options of `render_text`.
+        answer: how the answer to a conversation is taken apart.
+        asked: the sampling parameters before `answer` constrained them.
+        url: OpenAI's endpoint; None for a line in our own form.
+        body: the other fields of a request in OpenAI's form.
+    """
+
+    prompt: str | list[int] | TokensPrompt | None
+    params: SamplingParams
+    messages: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    answer: AnswerOptions | None = None
+    asked: SamplingParams | None = None
+    url: str | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, processor: InputProcessor) -> None:
+        """Encode the prompt, if the request says how: else it is encoded with those of other lines.
+
+        Raises:
+            ValueError: the messages do not fit the model's chat template, or a value is out of range.
+        """
+        adds, most, salt = (self.body.get(name) for name in _ENCODING)
+        if adds is most is salt is None:
+            return
+        prompt: Any = self.prompt if self.messages is None else self.rendered(processor.tokenizer)
+        if most == -1:
+            most = max(1, processor.limits.max_model_len - (self.params.max_tokens or 1))
+        elif most is not None:
+            check_int("truncate_prompt_tokens", most, 1, processor.limits.max_model_len)
+        (encoded,) = processor.encode([prompt], self.messages is None if adds is None else bool(adds), most)
+        self.prompt, self.messages = encoded if salt is None else {**encoded, "cache_salt": salt}, None
+
+    def rendered(self, tokenizer: Any) -> str:
+        """Return the text that the chat template makes of the conversation.
+
+        Raises:
+            ValueError: the messages do not fit the model's chat template.
+        """
+        found, is_list = conversations(self.messages)
+        if is_list:
+            raise ValueError("a line has one conversation: messages must be a list of dicts")
+        return render_text(tokenizer, found[0], **self.template)
+
+
+def load_line(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line.
+
+    Raises:
+        ValueError: the line is none.
+    """
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object: {text[:80]!r}")
+    return record
+
+
+def line_ids(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields by which a line's author finds its answer."""
+    return {name: record[name] for name in _IDS if name in record}
+
+
+class RequestParser:
+    """Makes requests of lines; those with equal sampling parameters share them.
+
+    Args:
+        recommended: sampling parameters of the model's `generation_config.json`.
+        chosen: sampling parameters of lines that do not say.
+        form: how the model writes answers.
+        separates: whether thoughts are split off the answers of lines that do not say.
+    """
+
+    def __init__(
+        self, recommended: Mapping[str, Any], chosen: Mapping[str, Any], form: AnswerFormat, separates: bool = False
+    ) -> None:
+        self._recommended, self._chosen = recommended, chosen
+        self._form, self._separates = form, separates
+        # By the values that lines give, as far as these are no lists.
+        self._params: dict[Any, SamplingParams] = {}
+
+    def parse(self, record: Mapping[str, Any]) -> BatchRequest:
+        """Return what a line's object asks for.
+
+        Raises:
+            ValueError: an unknown field, or a bad value.
+        """
+        if not record.keys().isdisjoint(_OPENAI_ONLY):
+            return self._parse_openai(record)
+        # null stands for what is not given, as in tables that lack it.
+        record = {name: value for name, value in record.items() if value is not None}
+        _refuse_unknown(record, _OWN)
+        if ("prompt" in record) == ("messages" in record):
+            raise ValueError("a line has either a prompt or messages")
+        params = self._sampling_params({name: value for name, value in record.items() if name in SAMPLING_FIELDS})
+        template: Any = {name: record[name] for name in _TEMPLATE if name in record}
+        if "prompt" in record:
+            if template:
+                raise ValueError(f"{' and '.join(template)} need messages")
+            return BatchRequest(_check_prompt(record["prompt"]), params)
+        request = BatchRequest(None, params, record["messages"], _template(template))
+        if template.get("tools"):
+            request.answer, request.asked = AnswerOptions.of(self._form, template["tools"]), params
+            request.params = self._form.kept_tags(params)
+        return request
+
+    def _sampling_params(self, values: dict[str, Any]) -> SamplingParams:
+        # Types too: True is 1.
+        key = *values.items(), *map(type, values.values())
+        given = {"max_tokens": None, **self._recommended, **self._chosen, **values}
+        try:
+            found = self._params.get(key)
+        except TypeError:
+            return _sampling_params(given)
+        if found is None:
+            found = self._params[key] = _sampling_params(given)
+        return found
+
+    def _parse_openai(self, record: Mapping[str, Any]) -> BatchRequest:
+        _refuse_unknown(record, _OPENAI)
+        url, body = record.get("url"), record.get("body")
+        if not isinstance(url, str) or url not in ENDPOINTS or record.get("method", "POST") != "POST":
+            raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
+        if not isinstance(body, dict):
+            raise ValueError("body must be an object")
+        # null stands for what is not given.
+        given = {name: value for name, value in body.items() if value is not None}
+        endpoint = ENDPOINTS[url]
+        _refuse_unknown(given, {endpoint.content, *endpoint.fields, *SAMPLING_FIELDS})
+        if endpoint.content not in given:
+            raise ValueError(f"body needs {endpoint.content}")
+        params = request_params(given, endpoint, recommended=self._recommended, chosen=self._chosen)
+        content = given.pop(endpoint.content)
+        if endpoint.is_chat:
+            return self._parse_chat(BatchRequest(None, params, content, asked=params, url=url, body=given))
+        # The API takes a list of prompts; a list of one is a prompt.
+        is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
+        return BatchRequest(_check_prompt(content[0] if is_single else content), params, url=url, body=given)
+
+    def _parse_chat(self, request: BatchRequest) -> BatchRequest:
+        """Complete a chat by what its body says of tools, thoughts and the chat template."""
+        body = request.body
+        separates = body.get("separate_reasoning", self._separates)
+        check_bool("separate_reasoning", separates)
+        tools, choice, parallel = (body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
+        answer = AnswerOptions.of(self._form, tools, choice, parallel, separates)
+        options: Any = {name: body[name] for name in _TEMPLATE if name in body}
+        options |= {"chat_template_kwargs": template_values(body), "tools": answer.template_tools()}
+        request.template, request.answer = _template(options), answer
+        request.params = answer.constrain(request.params)
+        return request
+
+
+def _refuse_unknown(record: Mapping[str, Any], known: set[str]) -> None:
+    if not record.keys() <= known:
+        unknown = sorted(set(record) - known)
+        raise ValueError(f"unknown field {', '.join(map(repr, unknown))[:200]}")
+
+
+def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    structured = values.get("structured_outputs")
+    if isinstance(structured, dict):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
+    return SamplingParams(**values)
+
+
+def _check_prompt(prompt: Any) -> str | list[int]:
+    # What a list holds is checked when the request is queued.
+    if not isinstance(prompt, (str, list)):
+        raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
+    return prompt
+
+
+def _template(options: Any) -> dict[str, Any]:
+    """Return the options of `render_text` for those of a chat template."""
+    variables = options.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or variables.keys() & _RESERVED:
+        raise ValueError(f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED))}")
+    return template_options(options)
+
+
+def result_line(
+    line: int, ids: Mapping[str, Any], output: RequestOutput, request: BatchRequest, model: str
+) -> dict[str, Any]:
+    """Return the answer to a line. All but OpenAI's `created` and the ids of calls is the same in every run.
+
+    Args:
+        line: its number, from 1.
+        ids: what its author called it.
+        output: of its request.
+        request: what was asked for; the answer has the same form.
+        model: the model's name.
+    """
+    if request.url is None:
+        if request.answer is not None:
+            request.answer.complete(output, request.asked)
+        answer: dict[str, Any] = {"outputs": [_plain_output(item, request) for item in output.outputs]}
+        answer["num_prompt_tokens"] = len(output.prompt_token_ids)
+        if output.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
+        return {"line": line, **ids, **answer}
+    is_chat = ENDPOINTS[request.url].is_chat
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        **(_chat(output, request) if is_chat else _completion(output, request)),
+        "usage": usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)),
+    }
+    response = {"status_code": 200, "request_id": f"req-{line}", "body": body}
+    return {"line": line, "id": f"batch_req_{line}", **ids, "response": response, "error": None}
+
+
+def _chat(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+    """Return the answers to messages."""
+    assert request.answer is not None and request.asked is not None
+    shown = ShownTokens.of(request.body)
+    make_splitter = request.answer.make_splitter(output.prompt_token_ids, request.asked)
+    body: dict[str, Any] = {"choices": [chat_choice(choice, make_splitter(), shown) for choice in output.outputs]}
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_positions(output, shown.names)
+    return body | ({"prompt_token_ids": output.prompt_token_ids} if shown.ids else {})
+
+
+def _completion(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+    """Return the completions of a prompt."""
+    shown, choices = ShownTokens.of(request.body), []
+    for choice in output.outputs:
+        item = text_choice(choice, shown.names)
+        if output.prompt_logprobs is not None:
+            item["prompt_logprobs"] = prompt_positions(output, shown.names)
+        if shown.ids:
+            item["token_ids"], item["prompt_token_ids"] = choice.token_ids, output.prompt_token_ids
+        choices.append(item)
+    return {"choices": choices}
+
+
+def error_line(line: int, ids: Mapping[str, Any], code: str, message: str) -> dict[str, Any]:
+    """Return the error of a line; both forms of lines have the same."""
+    return {"line": line, **ids, "response": None, "error": {"code": code, "message": message}}
+
+
+def encode_line(result: Mapping[str, Any]) -> bytes:
+    """Return a result as a line. Characters beyond ASCII are escaped: some of them end lines for some readers."""
+    return _encode(result).encode() + b"\n"
+
+
+def _plain_output(output: CompletionOutput, request: BatchRequest) -> dict[str, Any]:
+    values = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+    if request.answer is not None:
+        values["tool_calls"] = [asdict(call) for call in output.tool_calls]
+    if output.logprobs is not None:
+        values["cumulative_logprob"] = max(output.cumulative_logprob or 0.0, LEAST_LOGPROB)
+        values["logprobs"] = _plain_logprobs(output.logprobs)
+    return values
+
+
+def _plain_logprobs(positions: Iterable[dict[int, Logprob] | None]) -> list[dict[int, dict[str, Any]] | None]:
+    return [
+        None if logprobs is None else {token_id: _plain_logprob(item) for token_id, item in logprobs.items()}
+        for logprobs in positions
+    ]
+
+
+def _plain_logprob(item: Logprob) -> dict[str, Any]:
+    return {**asdict(item), "logprob": max(item.logprob, LEAST_LOGPROB)}

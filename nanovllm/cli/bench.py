@@ -1,0 +1,400 @@
+"""Throughput against what the machine physically can: `nanovllm bench [--workload all] [--shape 8B]`.
+
+On a GPU, random weights of a published Qwen3 shape; without one, the bundled checkpoint and less work. Each workload
+runs twice with fresh prompts, after one round that does not count, and the better round counts; `square`, which takes
+minutes and is not part of `all`, once. The floor is the time that the machine, at the read bandwidth and matmul rate
+measured in the same run, cannot beat: for each decode step the longer of reading the weights and doing the products'
+arithmetic, plus reading the live keys and values; then the arithmetic of the prefill. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import get_args
+
+import torch
+
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.cli import IMPORT_STARTED
+from nanovllm.config import Config, KVCacheDtype, Quantization
+from nanovllm.llm import LLM
+from nanovllm.model_config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.flags import CommandParser, user_errors
+
+IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
+ROUNDS = 2
+ON_GPU = torch.cuda.is_available()
+
+# hidden_size, intermediate_size (of a mixture: an expert's), layers, heads, KV heads, tied embeddings
+SHAPES = {
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+    "14B": (5120, 17408, 40, 40, 8, False),
+    "32B": (5120, 25600, 64, 64, 8, False),
+    "30B-A3B": (2048, 768, 48, 32, 4, False),
+}
+# experts, and how many of them compute a token
+EXPERTS = {"30B-A3B": (128, 8)}
+WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
+LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
+"""A workload of minutes, and how many sequences an engine is to run at once for it."""
+
+
+@dataclass
+class Workload:
+    """Prompts, and how many tokens each is to get; the first `shared_prefix` tokens of all prompts are the same."""
+
+    name: str
+    prompts: list[list[int]]
+    output_lens: list[int]
+    shared_prefix: int = 0
+
+
+def make_workload(name: str, seed: str, llm: LLM) -> Workload:
+    """Draw a workload; without a GPU requests and lengths are smaller."""
+    rng, vocab_size, scale = Random(f"{name} {seed}"), llm.model_config.vocab_size, 1 if ON_GPU else 1 / 16
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(count)]
+
+    def size(count: int) -> int:
+        return max(1, round(count * scale))
+
+    if name == "bench":
+        lens = bench_lens(size(256), size(100), size(1024))
+    elif name in ("single", "eight"):
+        lens = [(size(128), size(512))] * (1 if name == "single" else 8)
+    elif name == "prefill":
+        lens = [(size(2048), 8)] * size(256)
+    elif name == LONG_WORKLOAD:
+        lens = [(size(1000), size(1000))] * size(3000)
+    elif name == "shared":
+        lens = [(size(64), size(64))] * size(512)
+    else:
+        lens = [(rng.randint(size(64), size(256)), rng.randint(size(64), size(256))) for _ in range(size(2048))]
+    prefix = tokens(size(1024)) if name == "shared" else []
+    return Workload(name, [prefix + tokens(n) for n, _ in lens], [n for _, n in lens], len(prefix))
+
+
+def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
+    """The lengths of nano-vLLM's benchmark, the same in every round: its seed, and its order of draws."""
+    rng, prompt_lens = Random(0), []
+    for _ in range(count):
+        prompt_lens.append(rng.randint(low, high))
+        for _ in range(prompt_lens[-1]):
+            rng.randint(0, 10000)
+    return [(n, rng.randint(low, high)) for n in prompt_lens]
+
+
+def shape_folder(shape: str) -> str:
+    """Write the config.json of a published shape to a temporary folder, which stays."""
+    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
+    folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{shape}-"))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "head_dim": 128,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    if shape in EXPERTS:
+        num_experts, top_k = EXPERTS[shape]
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": intermediate,
+            "num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True,
+        }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@dataclass
+class Ceilings:
+    """What the machine gives: bytes/s reading, FLOP/s of a large product in the model's dtype."""
+
+    read_bandwidth: float
+    matmul_rate: float
+
+
+@dataclass
+class ModelWeights:
+    """Numbers of a model's weights.
+
+    Attributes:
+        dense: of all layers, without experts.
+        head: of the LM head.
+        expert: of one expert of each layer that has them.
+        num_experts, top_k: of each such layer.
+    """
+
+    dense: int
+    head: int
+    expert: int
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelWeights:
+        """Count them."""
+        hidden, experts = model.hidden_size, model.experts
+        attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim
+        num_mixtures = sum(layer.has_experts for layer in model.layers)
+        mlps = 3 * hidden * model.intermediate_size * (model.num_layers - num_mixtures)
+        dense, head = model.num_layers * attention + mlps, model.vocab_size * hidden
+        if experts is None:
+            return cls(dense, head, 0, 1, 1)
+        dense += num_mixtures * hidden * experts.num_experts
+        expert = num_mixtures * 3 * hidden * experts.intermediate_size
+        return cls(dense, head, expert, experts.num_experts, experts.top_k)
+
+    @property
+    def of_row(self) -> int:
+        """Return the weights of the layers that one row multiplies."""
+        return self.dense + self.top_k * self.expert
+
+    def read_by(self, num_rows: int) -> float:
+        """Return the weights that are read for so many rows, whose experts are chosen at random."""
+        num_chosen = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
+        return self.dense + self.head + num_chosen * self.expert
+
+
+def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
+    """The time that the work takes at the ceilings: see the module."""
+    model, itemsize = llm.model_config, 2 if ON_GPU else 4
+    weights = ModelWeights.of(model)
+    layer_itemsize = 1 if model.quantization is not None else itemsize
+    heads_size = model.num_heads * model.head_dim
+    kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_itemsize
+
+    lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
+    computed = sum(end - start for end, start in lens)
+    # Each token's scores and weighted values over all tokens up to itself.
+    attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
+    flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens) + 4 * model.num_layers * heads_size * attended
+    seconds = flops / ceilings.matmul_rate
+
+    # The first token of a request comes from its prefill; each decode step gives one to all that are live.
+    waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]
+    live: list[tuple[int, int]] = []
+    while waiting or live:
+        while waiting and len(live) < llm.config.max_num_running:
+            live.append(waiting.pop())
+        kv_tokens = sum(context - work.shared_prefix for context, _ in live) + work.shared_prefix
+        layer_bytes = (weights.read_by(len(live)) - weights.head) * layer_itemsize
+        weight_seconds = (layer_bytes + weights.head * itemsize) / ceilings.read_bandwidth
+        seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
+        seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
+        live = [(context + 1, left - 1) for context, left in live if left > 1]
+    # Ranks on the CPU share one machine.
+    return seconds / (llm.config.tensor_parallel_size if ON_GPU else 1)
+
+
+def measure_ceilings() -> Ceilings:
+    """Measure the read bandwidth (a sum over a large tensor) and the matmul rate, the best of several tries.
+
+    Beside an engine, which leaves some of the GPU's memory.
+    """
+    device, synchronize = ("cuda", torch.cuda.synchronize) if ON_GPU else ("cpu", lambda: None)
+    num_bytes = min(2**32, torch.cuda.mem_get_info()[0] // 2) if ON_GPU else 2**30
+    data = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
+    side, dtype = (8192, torch.bfloat16) if ON_GPU else (1024, torch.float32)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+
+    def best(function: Callable[[], object]) -> float:
+        def five_times() -> None:
+            for _ in range(5):
+                function()
+            synchronize()
+
+        return min(timeit.repeat(five_times, number=1, repeat=10)) / 5
+
+    return Ceilings(data.numel() * 4 / best(data.sum), 2 * side**3 / best(lambda: a @ b))
+
+
+@dataclass
+class Result:
+    """One workload's better round."""
+
+    workload: str
+    gpus: int
+    input_tokens: int
+    output_tokens: int
+    seconds: float
+    input_tokens_per_second: float
+    output_tokens_per_second: float
+    floor_seconds: float
+    floor_share: float
+
+
+def run(llm: LLM, work: Workload) -> float:
+    """Return the seconds that a workload takes; a wrong token count ends the program."""
+    params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in work.output_lens]
+    started = time.perf_counter()
+    outputs = llm.generate(work.prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    if [len(output["token_ids"]) for output in outputs] != work.output_lens:
+        sys.exit(f"{work.name}: wrong token counts")
+    return seconds
+
+
+def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
+    """Run a workload once, and compare its time with its floor."""
+    seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
+    inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
+    return Result(
+        workload=work.name,
+        gpus=gpus,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        seconds=seconds,
+        input_tokens_per_second=inputs / seconds,
+        output_tokens_per_second=outputs / seconds,
+        floor_seconds=floor,
+        floor_share=floor / seconds,
+    )
+
+
+def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
+    """Print and return the better of a workload's rounds. One is run before, since steps capture graphs as needed.
+
+    A round of `LONG_WORKLOAD` takes minutes, beside which graphs are nothing: there is only one.
+    """
+    num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
+    if num_rounds > 1:
+        run(llm, make_workload(name, "warm-up", llm))
+    rounds = [measure_round(llm, make_workload(name, str(number), llm), ceilings) for number in range(num_rounds)]
+    r = max(rounds, key=lambda result: result.floor_share)
+    counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
+    rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
+    print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
+    return r
+
+
+def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
+    """Construct the engine and get a first token, and say how long that took."""
+    started = time.perf_counter()
+    with user_errors(options.parser):
+        llm = LLM(
+            options.model or shape_folder(options.shape),
+            load_format="auto" if options.model else "dummy",
+            tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=options.enforce_eager,
+            attention_backend=options.attention_backend,
+            quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
+            max_num_seqs=LONG_NUM_SEQS if options.workload == LONG_WORKLOAD else Config.max_num_seqs,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            seed=0,
+        )
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    print(f"imports {IMPORT_SECONDS:.2f} s, from LLM(...) to the first token {time.perf_counter() - started:.2f} s")
+    return llm
+
+
+def profile(llm: LLM, work: Workload, file: str) -> None:
+    """Write a trace of one round, which Perfetto and chrome://tracing open."""
+    with torch.profiler.profile() as trace:
+        run(llm, work)
+    trace.export_chrome_trace(file)
+    print(trace.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60))
+
+
+def plot(results: list[Result], title: str, file: str) -> None:
+    """Draw each workload's throughput as a share of what its floor allows."""
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
+    names = [f"{r.workload}, {r.gpus} GPUs" if r.gpus > 1 else r.workload for r in results]
+    axes.barh(names, [100.0] * len(results), color="#e4e4e4", label="floor")
+    bars = axes.barh(names, [100 * r.floor_share for r in results], color="#3b6fb6", label="measured")
+    labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="share of the floor's throughput, % (tokens/s beside the bars)", title=title, xlim=(0, 130))
+    figure.savefig(file, dpi=150)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line, with what depends on the machine filled in."""
+    parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
+    parser.add_argument("--shape", default="0.6B", choices=SHAPES, help="a published Qwen3 shape, random weights")
+    parser.add_argument("--model", help="folder or Hub id instead of a shape")
+    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the linear layers' weights")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
+    parser.set_defaults(parser=parser)
+    options = parser.parse_args(arguments)
+    if not ON_GPU:
+        options.model = options.model or BUNDLED_MODEL
+    return options
+
+
+def measure_apart(size: int, arguments: Sequence[str]) -> list[Result]:
+    """Run this program again, in a process of its own, for one tensor-parallel size; no results if that fails."""
+    changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
+    command = [sys.executable, "-m", "nanovllm.cli.bench", *arguments, *changes]
+    # The package need not be installed: `python bench.py` finds it beside the script.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    lines: list[str] = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout or ():
+            lines.append(line)
+            if not line.startswith("{"):
+                print(line, end="", flush=True)
+    if child.returncode:
+        print(f"tensor_parallel_size={size} failed with code {child.returncode}", file=sys.stderr)
+        return []
+    return [Result(**result) for result in json.loads(lines[-1])["results"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the machine, run the workloads, print the table and the JSON.
+
+    Args:
+        arguments: the command line; the process's if None.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_arguments(arguments)
+    names = WORKLOADS if options.workload == "all" else (options.workload,)
+    first, *others = options.tensor_parallel_size
+    model_name = options.model or f"Qwen3-{options.shape} (random weights)"
+    # Before anything begins CUDA, as in a program of its own: an engine's start depends on that.
+    with make_llm(options, first) as llm:
+        ceilings = measure_ceilings()
+        torch.cuda.empty_cache()
+        name = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
+        print(f"{model_name} on {name}, torch {torch.__version__}")
+        print(f"read {ceilings.read_bandwidth / 1e12:.3f} TB/s, matmul {ceilings.matmul_rate / 1e12:.2f} TFLOP/s")
+        print("workload  GPUs    input   output  seconds  in tok/s out tok/s  floor s")
+        results = [measure(llm, workload, ceilings) for workload in names]
+        if options.profile:
+            profile(llm, make_workload(names[0], "profile", llm), options.profile)
+    for size in others:
+        results += measure_apart(size, arguments)
+    if options.plot:
+        plot(results, f"{model_name}, {name}", options.plot)
+    summary = {"model": model_name, "device": name, "torch": torch.__version__, **asdict(ceilings)}
+    print(json.dumps(summary | {"import_seconds": IMPORT_SECONDS, "results": [asdict(r) for r in results]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""`nanovllm generate` and `chat`: an answer, or a conversation, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import __version__
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import Config
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import render_chat
+from nanovllm.text.tokenizer import has_chat_template
+from nanovllm.utils.flags import flag_values, user_errors
+from nanovllm.utils.units import format_count
+
+HELP = """\
+/clear         forget the conversation
+/help          show this
+/quit, /exit   end, as Ctrl-D does
+Ctrl-C         stop an answer"""
+_CHAT_TOY = """\
+This is a {size} toy to try things out: it counts, adds, sorts, lists primes, and remembers your name.
+A real model: nanovllm chat --model Qwen/Qwen3-0.6B"""
+_GENERATE_TOY = """\
+nanovllm generate: this is the bundled toy, which {ability}.
+A real model: nanovllm generate --model Qwen/Qwen3-0.6B"""
+_CHAT_ABILITY = "counts, adds, sorts and lists primes"
+_RAW_ABILITY = "has learned chats alone, and makes no sense of other text"
+_MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
+"""A path or a Hub id, which as a prompt would make no sense."""
+
+
+def check_flags(options: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
+    """Return the engine's settings, and the sampling parameters that flags set.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    values = flag_values(options, SamplingParams)
+    SamplingParams(**values)
+    return Config(**flag_values(options, Config)), values
+
+
+def check_single_output(values: Mapping[str, Any]) -> None:
+    """Raise if flags ask for several outputs, where one is printed as it comes."""
+    if values.get("n", 1) != 1:
+        raise ValueError("one answer is printed: n must be 1")
+
+
+def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters of flags; where they do not say, those that the model recommends.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    params = SamplingParams(**{"max_tokens": None, **llm.recommended_values(), **values})
+    return llm.limits.check_params(params)
+
+
+def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the command and return its exit code."""
+    with user_errors(parser):
+        config, values = check_flags(options)
+        check_single_output(values)
+        # The shell's last line break is no part of the prompt.
+        prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if config.model == BUNDLED_MODEL and _MODEL_NAME.fullmatch(options.prompt):
+            raise ValueError(f"{prompt!r} is a model, and the prompt is missing: nanovllm generate MODEL PROMPT")
+        if config.model == BUNDLED_MODEL and sys.stderr.isatty():
+            print(_GENERATE_TOY.format(ability=_RAW_ABILITY if options.raw else _CHAT_ABILITY), file=sys.stderr)
+        llm = LLM(**vars(config))
+    with llm:
+        with user_errors(parser):
+            params = sampling_params(llm, values)
+            if options.raw or not has_chat_template(llm.tokenizer):
+                stream = llm.stream([prompt], params)
+            else:
+                stream = llm.stream_chat([{"role": "user", "content": prompt}], params)
+        with closing(stream):
+            for output in stream:
+                for new in output.outputs:
+                    print(new.text, end="", flush=True)
+        print(flush=True)
+    return 0
+
+
+class Conversation:
+    """A conversation, and the model that takes part in it.
+
+    Args:
+        llm: answers.
+        params: how answers are sampled.
+        system: the system message; None for none.
+
+    Attributes:
+        messages: so far.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all but the system message."""
+        self.messages: list[dict[str, Any]] = [*self._system]
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message as it comes. Ctrl-C stops it; what is printed then counts as said.
+
+        Raises:
+            ValueError: the conversation is too long, or does not fit the chat template; the message is forgotten.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = render_chat(self._llm.tokenizer, messages, add_generation_prompt=True)
+        parts: list[str] = []
+        with closing(self._llm.stream([prompt], self._params)) as stream, suppress(KeyboardInterrupt):
+            for output in stream:
+                for new in output.outputs:
+                    parts.append(new.text)
+                    print(new.text, end="", flush=True)
+        print(flush=True)
+        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+
+
+def talk(conversation: Conversation) -> None:
+    """Answer lines of the standard input until it ends."""
+    while True:
+        try:
+            if not _turn(conversation):
+                return
+        except KeyboardInterrupt:
+            # As in Python's own prompt.
+            print()
+
+
+def _turn(conversation: Conversation) -> bool:
+    """Read a line and do what it says; returns whether the conversation goes on."""
+    try:
+        text = input("> " if sys.stdin.isatty() else "").strip()
+        if text == "/clear":
+            conversation.clear()
+        elif text == "/help":
+            print(HELP)
+        elif text in ("/quit", "/exit"):
+            return False
+        elif re.fullmatch(r"/\w+", text):
+            print(f"{text} is no command; /help lists them", file=sys.stderr)
+        elif text:
+            conversation.answer(text)
+        return True
+    except EOFError:
+        return False
+    except ValueError as error:
+        print(f"{error} (/clear forgets the conversation)", file=sys.stderr)
+        return True
+
+
+def banner(llm: LLM) -> str:
+    """Return what a conversation begins with: the model, its size, where it runs, and how to get on."""
+    name, size = Path(llm.config.model).name, format_count(llm.num_parameters)
+    device = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
+    lines = [f"nanovllm {__version__}: {name}, {size} parameters, {llm.dtype} on {device}".replace("torch.", "")]
+    if llm.config.model == BUNDLED_MODEL:
+        lines.append(_CHAT_TOY.format(size=size))
+    return "\n".join([*lines, "/help lists the commands, /quit ends."])
+
+
+def chat(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the command and return its exit code."""
+    with suppress(ImportError):
+        # Gives `input` a line to edit; some systems lack it.
+        import readline  # noqa: F401, PLC0415
+    with user_errors(parser):
+        config, values = check_flags(options)
+        check_single_output(values)
+        llm = LLM(**vars(config))
+    with llm:
+        with user_errors(parser):
+            params = sampling_params(llm, values)
+        if sys.stdin.isatty():
+            print(banner(llm))
+        talk(Conversation(llm, params, options.system))
+    return 0

@@ -1,0 +1,258 @@
+"""`nanovllm run`: answers the lines of a file, in the order in which they finish.
+
+The engine always has waiting requests beside the running ones, so the batch stays full until the input ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+from nanovllm.cli.batch_input import WHOLE, InputFile, Shard, UnansweredLines, UnreadableInputError
+from nanovllm.cli.batch_lines import (
+    BatchRequest,
+    RequestParser,
+    encode_line,
+    error_line,
+    line_ids,
+    load_line,
+    result_line,
+)
+from nanovllm.cli.batch_output import AnsweredRequests, ResultFile, answer_header, run_digest
+from nanovllm.cli.chat import check_flags
+from nanovllm.engine.request import Request
+from nanovllm.llm import LLM
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.answers import AnswerFormat
+from nanovllm.text.jobs import CHUNK_SIZE, FinishedPrompt, JobRun, PreparedPrompt
+from nanovllm.text.read_ahead import ReadAhead
+from nanovllm.text.run_requests import Progress
+from nanovllm.utils.flags import user_errors
+
+
+class Line(NamedTuple):
+    """A line of the input.
+
+    Attributes:
+        number: of the line, from 1.
+        digest: of the line.
+        ids: what its author called it.
+        request: what it asks for; None if it cannot be read.
+    """
+
+    number: int
+    digest: int
+    ids: dict[str, Any]
+    request: BatchRequest | None
+
+
+class BatchRun:
+    """Answers lines.
+
+    The engine has at most so many lines as jobs have prompts there; two chunks of lines wait, prepared, and one is
+    being read.
+
+    Args:
+        llm: answers.
+        lines: what is to be answered.
+        parser: makes requests of them.
+        run: digest of the run.
+        write: takes lines of the output.
+        num_lines: how many there are; None if it is not known.
+        chunk_size: lines that are prepared in one call.
+
+    Attributes:
+        num_answered, num_failed: lines so far.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        lines: UnansweredLines,
+        parser: RequestParser,
+        run: str,
+        write: Callable[[list[bytes]], object],
+        *,
+        num_lines: int | None = None,
+        chunk_size: int = CHUNK_SIZE,
+    ) -> None:
+        self._llm = llm
+        self._lines = lines
+        self._parser = parser
+        self._checker = llm.input_processor.params_checker()
+        self._run = run
+        self._write = write
+        self._num_lines = num_lines
+        self._chunk_size = chunk_size
+        self.num_answered = self.num_failed = 0
+
+    def run(self) -> None:
+        """Answer all lines.
+
+        Raises:
+            OSError: a file cannot be read or written.
+            RuntimeError: the engine is closed, since the device is lost.
+        """
+        client = self._llm.engine_client
+        run = JobRun(client, self._answer, most_pending=self._llm.most_pending, returns_errors=True)
+        with (
+            client.driving(),
+            ReadAhead(self._lines, self._prepare, self._chunk_size) as lines,
+            # No progress bar where nobody looks.
+            Progress(client.engine, self._num_lines, "line", disable=None) as progress,
+        ):
+            run.run(lines, progress)
+
+    def _prepare(self, lines: list[tuple[int, int, bytes]]) -> list[PreparedPrompt]:
+        """Return the requests of lines."""
+        prepared, prompts, chats = list[PreparedPrompt](), list[Line](), list[Line]()
+        for number, digest, text in lines:
+            ids: dict[str, Any] = {}
+            try:
+                record = load_line(text)
+                ids = line_ids(record)
+                request = self._parser.parse(record)
+                request.encode(self._llm.input_processor)
+            except ValueError as error:
+                prepared.append(PreparedPrompt(number, Line(number, digest, ids, None), error))
+            else:
+                line = Line(number, digest, ids, request)
+                (prompts if request.messages is None else chats).append(line)
+        return [*prepared, *self._process(prompts), *self._process(chats, self._rendered)]
+
+    def _process(
+        self, lines: list[Line], template: Callable[[BatchRequest], str] | None = None
+    ) -> Iterator[PreparedPrompt]:
+        asked = [line.request for line in lines if line.request is not None]
+        requests = self._llm.input_processor.process_each(
+            [request.prompt for request in asked] if template is None else asked,
+            [request.params for request in asked],
+            [0] * len(asked),
+            template=template,
+            seeds=self._seeds(lines),
+            checker=self._checker,
+        )
+        for line, request in zip(lines, requests, strict=True):
+            yield PreparedPrompt(line.number, line, request)
+
+    def _rendered(self, request: BatchRequest) -> str:
+        return request.rendered(self._llm.tokenizer)
+
+    def _seeds(self, lines: list[Line]) -> list[int] | None:
+        seed = self._llm.config.seed
+        # The request's number would be another one when a run goes on.
+        return None if seed is None else [Random(f"{seed} {line.number}").getrandbits(64) for line in lines]
+
+    def _answer(self, done: list[FinishedPrompt]) -> None:
+        """Write what has finished."""
+        if any(output.error is not None for _, output in done):
+            # Lines that failed with the device have no result, so that a later run answers them.
+            self._llm.engine_client.engine.require_open()
+        self._write([self._result(item.prompt, item.request, output) for item, output in done])
+
+    def _result(self, line: Line, request: Request | ValueError, output: RequestOutput) -> bytes:
+        if output.error is not None or line.request is None:
+            code = "invalid_request" if isinstance(request, ValueError) else "server_error"
+            return self._failure(line, code, output.error or "")
+        result = result_line(line.number, line.ids, output, line.request, self._llm.config.model)
+        try:
+            encoded = encode_line(answer_header(line.number, self._run, line.digest) | result)
+        except ValueError as error:
+            # JSON has no NaN, which is the log-probability of a token where constraints allow none.
+            return self._failure(line, "server_error", f"the answer cannot be written: {error}")
+        self.num_answered += 1
+        return encoded
+
+    def _failure(self, line: Line, code: str, message: str) -> bytes:
+        self.num_failed += 1
+        return encode_line(error_line(line.number, line.ids, code, message))
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the command and return its exit code: 1 if a line failed."""
+    with user_errors(parser):
+        config, defaults = check_flags(options)
+        # An unknown name is told before the model is loaded.
+        AnswerFormat(None, options.tool_call_parser, options.reasoning_parser or "auto")
+        shard = _shard(options)
+        source = InputFile(options.input)
+        if options.contiguous:
+            shard = shard.contiguous(sum(1 for _ in source.lines_again()))
+        results = ResultFile(options.output)
+    # The source stays open: closing it would wait for the thread that reads it.
+    with results:
+        with user_errors(parser):
+            parsers = {"tool_call_parser": options.tool_call_parser, "reasoning_parser": options.reasoning_parser}
+            named = {name: value for name, value in parsers.items() if value not in (None, "auto")}
+            digest = run_digest(config, defaults | named)
+            _load_results(results, source, options, digest, shard)
+            llm = LLM(**vars(config))
+        with llm:
+            with user_errors(parser):
+                recommended = llm.recommended_values()
+                llm.limits.check_params(SamplingParams(**{**recommended, **defaults}))
+                form = AnswerFormat(llm.tokenizer, options.tool_call_parser, options.reasoning_parser or "auto")
+                requests = RequestParser(recommended, defaults, form, options.reasoning_parser is not None)
+            if options.overwrite:
+                results.clear()
+            # For the bar; a large file takes seconds.
+            num_lines = source.count_unanswered(results.answered, shard) if sys.stderr.isatty() else None
+            lines = UnansweredLines(source.lines, results.answered, shard)
+            # What is loaded stays: to look through it for garbage takes as long as thousands of lines.
+            gc.collect()
+            gc.freeze()
+            batch = BatchRun(llm, lines, requests, digest, results.write, num_lines=num_lines)
+            try:
+                _answer(batch, lines, source, results)
+            except UnreadableInputError as error:
+                parser.error(str(error))
+            finally:
+                # Native libraries report what is frozen at the end as lost.
+                gc.unfreeze()
+    print(_summary(batch, results.answered, options.output), file=sys.stderr)
+    return 1 if batch.num_failed else 0
+
+
+def _shard(options: argparse.Namespace) -> Shard:
+    if options.contiguous and options.shard is None:
+        raise ValueError("--contiguous says how an input is cut into shards: give --shard too")
+    return WHOLE if options.shard is None else Shard.parse(options.shard)
+
+
+def _load_results(
+    results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str, shard: Shard
+) -> None:
+    if results.is_file(source.fileno()):
+        raise ValueError(f"{options.output} is the input: give another output")
+    if options.overwrite:
+        return
+    results.load(digest)
+    # Other runs answer the lines of other shards.
+    if len(results.answered) and options.shard is not None:
+        source.require_unchanged(results.answered, shard)
+
+
+def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:
+    try:
+        batch.run()
+        if not source.is_stream:
+            # A stream may have ended early, with the process that wrote it.
+            results.answered.forget_after(lines.num_lines)
+    finally:
+        results.finish()
+
+
+def _summary(batch: BatchRun, answered: AnsweredRequests, output: str) -> str:
+    parts = [f"{batch.num_answered} lines answered, {batch.num_failed} failed"]
+    if answered.num_unchanged:
+        parts.append(f"{answered.num_unchanged} skipped, which {output} has")
+    if answered.num_changed:
+        parts.append(f"{answered.num_changed} had changed since {output} was written")
+    if answered.num_gone:
+        parts.append(f"{answered.num_gone} answers removed, whose lines are gone")
+    return ", ".join(parts)

@@ -1,1 +1,0 @@
-"""What the commands `nanovllm run`, `generate` and `chat` do."""

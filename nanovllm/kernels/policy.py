@@ -1,0 +1,339 @@
+"""The choice of kernels by the number of rows, in plain Python: it runs no kernel and imports none.
+
+Weights, attention and collectives ask one `KernelPolicy` for all that depends on the rows of a step. Linear layers take
+the first row of this table that holds; "16-bit" is bfloat16 and float16, and every kernel but cuBLAS needs Triton. What
+each row gains: kernels/README.md.
+
+| rows of x | kernel | holds where |
+|---|---|---|
+| 1 | gemv | any dtype |
+| 2-16 | resident_gemm | 16-bit, few inputs, all programs resident at once: `uses_resident` |
+| 2-16 | skinny_gemm | 16-bit |
+| 17-256 | splitk_gemm | Hopper, 16-bit, no bias, small weights, all programs resident at once: `uses_splitk` |
+| any | persistent_gemm | Hopper, 16-bit, no bias, gated, tiles fill the device: `uses_persistent` |
+| any | cuBLAS | otherwise |
+
+With e4m3 weights (`KernelPolicy.fp8_linear`):
+
+| rows of x | kernel | holds where |
+|---|---|---|
+| 1 | gemv | any dtype |
+| 2-16 | skinny_gemm | 16-bit |
+| 65 and more | rows in e4m3, `torch._scaled_mm` | sm_89 and newer, bfloat16; blocks of scales: Hopper, CUDA 12.9 |
+| 17 and more | rows in e4m3, scaled_gemm | sm_89 and newer, 16-bit |
+| any | cuBLAS over weights that are dequantised before | otherwise |
+
+Where the next norm adds up parts of sums, scaled_gemm takes up to 128 rows (`fp8_parts`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.kernels._triton import converts_e4m3, device_limits, is_hopper, triton, uses_triton
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.e4m3 import Fp8Matrix
+
+MAX_SKINNY_ROWS = 16
+"""With more rows cuBLAS is faster: with 32, layers of Qwen3-1.7B to 32B take 6 to 17% longer in `skinny_gemm`."""
+
+RESIDENT_CHUNK = 1024
+"""Inputs per chunk of `resident_gemm`, divided among a program's warps."""
+MAX_RESIDENT_OUTS = 32
+"""Maximum outputs per program of `resident_gemm`."""
+
+MAX_SPLITK_ROWS = 256
+"""With more rows cuBLAS is faster: with 384 rows a step of 0.6B with `splitk_gemm` takes up to 7% longer."""
+SPLITK_PARTS = 4
+"""Programs per output tile of `splitk_gemm` in a layer with few outputs."""
+SPLITK_ROWS = 64
+"""Rows per output tile of `splitk_gemm`."""
+
+PERSISTENT_ROWS = 128
+"""Rows per output tile of `persistent_gemm`; each warpgroup takes half."""
+PERSISTENT_COLUMNS = 128
+"""Half of a tile's columns in `persistent_gemm`; each half's weight rows are contiguous. In
+`persistent_qkv_rope_store` a half is a head, so it supports heads of this size."""
+PERSISTENT_INS = 64
+"""Inputs per step of `persistent_gemm`."""
+
+
+MAX_OWN_FP8_ROWS = 64
+"""Up to here `torch._scaled_mm` takes as long in e4m3 as cuBLAS in bf16 (H200, layers of 8B)."""
+MAX_SPLIT_FP8_ROWS = 128
+"""Up to here `scaled_gemm` is faster than `torch._scaled_mm` if it may leave its sums in parts to the next norm."""
+FP8_INS = 128
+"""Inputs per step of `scaled_gemm`, which are in one block of scales."""
+MAX_GATED_ROWS = 64
+"""Sums of gate and up for more do not fit into the registers of `scaled_gemm`."""
+MAX_EXPERT_ROWS = 16
+"""Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""
+FEW_SEQS = 64
+"""Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
+2.60 ms a step instead of 2.74 (0.6B, H200)."""
+_PROGRAMS_FOR_BANDWIDTH = 80
+"""Programs of `hopper_decode` that saturate an H200's read bandwidth."""
+_FREE_TOKENS = 190
+"""Tokens that one program reads in the time that merging splits takes."""
+_MAX_WIDENED = 2
+"""Tokens of contexts that are widened for each prompt token, at most."""
+_ONE_SHOT_BYTES = 2**19
+"""Bytes that a rank receives up to which an all-reduce is one-shot."""
+
+
+class LinearKernel(Enum):
+    """What computes a linear layer.
+
+    SCALED_MM is `torch._scaled_mm`, and CUBLAS torch's own product, also on the CPU; each other kernel is the function
+    of that name in the file of that name.
+    """
+
+    GEMV = auto()
+    RESIDENT_GEMM = auto()
+    SKINNY_GEMM = auto()
+    SPLITK_GEMM = auto()
+    PERSISTENT_GEMM = auto()
+    SCALED_GEMM = auto()
+    SCALED_MM = auto()
+    CUBLAS = auto()
+
+
+def resident_outs(out_features: int, num_programs: int) -> int:
+    """Return the outputs per program of `resident_gemm`: the least multiple of 8 >= 16 with all programs resident."""
+    return max(16, 8 * -(-out_features // (8 * max(num_programs, 1))))
+
+
+class SplitKTile(NamedTuple):
+    """Outputs per program of `splitk_gemm`, inputs per step, and pipeline stages."""
+
+    outs: int
+    step: int
+    stages: int
+
+
+def splitk_tiles(num_rows: int, gated: bool, parts: int) -> list[SplitKTile]:
+    """Return the tile shapes to try, narrow ones first: they are faster if all programs are resident at once.
+
+    Two programs fit on a multiprocessor, so that the next kernel's programs, such as attention's, fit beside them and
+    start early. A plain product with one row of tiles leaves multiprocessors free, so its steps take more inputs.
+    """
+    if gated:
+        return [SplitKTile(32, 64, 6), SplitKTile(64, 64, 4)]
+    if parts > 1:
+        return [SplitKTile(32, 128, 4), SplitKTile(64, 128, 3)]
+    return [SplitKTile(64, 128, 4) if num_rows <= SPLITK_ROWS else SplitKTile(64, 64, 6)]
+
+
+def find_splitk_tile(num_rows: int, weight: torch.Tensor, gated: bool, parts: int) -> SplitKTile | None:
+    """Return the first tile shape that divides the work evenly into programs that are all resident at once."""
+    out_features, in_features = len(weight) // 2 if gated else len(weight), weight.shape[1]
+    num_processors, shared_bytes = device_limits(weight.device)
+    for tile in splitk_tiles(num_rows, gated, parts):
+        programs = -(-num_rows // SPLITK_ROWS) * (out_features // tile.outs) * parts
+        program_bytes = tile.stages * (SPLITK_ROWS + tile.outs * (2 if gated else 1)) * tile.step * 2
+        even = in_features % (parts * tile.step) == 0 and out_features % tile.outs == 0
+        if even and programs <= num_processors * (shared_bytes // program_bytes):
+            return tile
+    return None
+
+
+def _most_splitk_ins(num_rows: int, gated: bool) -> int:
+    """Return the maximum inputs per program: above, reading the weights dominates, and cuBLAS reads as fast or faster.
+
+    Measured with 17 to 32, 33 to 64, and more rows, of 1024 (Qwen3-0.6B) to 4096 inputs (8B).
+    """
+    if num_rows <= 32:
+        return 2048
+    return 4096 if num_rows <= SPLITK_ROWS and not gated else 2560
+
+
+def supports_scaled_mm(weight: Fp8Matrix) -> bool:
+    """Return whether `torch._scaled_mm` takes a weight; scales of blocks it reads 16 bytes at a time."""
+    out_features, in_features = weight.values.shape
+    if weight.scales.shape[1] == 1:
+        return out_features % 16 == 0 and in_features % 16 == 0
+    is_even = out_features % 16 == 0 and in_features % (4 * FP8_INS) == 0
+    return is_even and weight.block_outs == FP8_INS and _scales_blocks(weight.values.device)
+
+
+@cache
+def _scales_blocks(device: torch.device) -> bool:
+    version = (torch.version.cuda or "0.0").split(".")
+    return is_hopper(device) and (int(version[0]), int(version[1])) >= (12, 9)
+
+
+class ExpertsKernel(Enum):
+    """What multiplies rows by the weights of their experts: each the function of that name."""
+
+    EXPERT_GEMV = auto()
+    EXPERT_GEMM = auto()
+    GROUPED_GEMM = auto()
+
+
+class KernelPolicy:
+    """Chooses the fastest kernel for each number of rows.
+
+    A subclass that does not look at the number of rows makes a sequence's bits independent of the others in its batch.
+
+    Attributes:
+        dense_rows, fp8_rows, attention_rows: numbers of rows at which the choice for 16-bit and e4m3 weights and for
+            decode attention changes; one step of each is compiled at the start.
+        dense_tokens, fp8_tokens: the same for prompt tokens, beside rows that decode.
+        uses_cascade: whether sequences that share a prefix may attend to it together.
+    """
+
+    dense_rows: tuple[int, ...] = (1, 2, MAX_SKINNY_ROWS + 1, 33, SPLITK_ROWS + 1, 129, 193)
+    dense_tokens: tuple[int, ...] = (SPLITK_ROWS + 1,)
+    fp8_rows: tuple[int, ...] = (
+        1, 2, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_OWN_FP8_ROWS + 1, MAX_SPLIT_FP8_ROWS + 1,
+        MAX_SPLITK_ROWS + 1,
+    )  # fmt: skip
+    fp8_tokens: tuple[int, ...] = (MAX_OWN_FP8_ROWS + 1,)
+    # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
+    attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
+    uses_cascade = True
+
+    def linear(self, num_rows: int, weight: torch.Tensor, *, biased: bool, normed: bool, gated: bool) -> LinearKernel:
+        """Return the kernel for `num_rows` rows and a weight, [out_features, in_features]; see the table above."""
+        device = weight.device
+        if not uses_triton(device):
+            return LinearKernel.CUBLAS
+        if num_rows == 1:
+            return LinearKernel.GEMV
+        if num_rows <= MAX_SKINNY_ROWS and weight.element_size() == 2:
+            is_resident = self.uses_resident(num_rows, weight, normed, gated)
+            return LinearKernel.RESIDENT_GEMM if is_resident else LinearKernel.SKINNY_GEMM
+        if is_hopper(device) and not biased:
+            if self.uses_splitk(num_rows, weight, gated):
+                return LinearKernel.SPLITK_GEMM
+            if gated and self.uses_persistent(num_rows, weight):
+                return LinearKernel.PERSISTENT_GEMM
+        return LinearKernel.CUBLAS
+
+    def uses_resident(self, num_rows: int, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
+        """Return whether `resident_gemm` is supported and fastest: few rows, few inputs, all programs resident at once.
+
+        The limit is one chunk of inputs with a norm or gate, and three without: with norm and 2048 inputs at 8 rows,
+        Qwen3-1.7B's QKV takes 8.0 us, and 7.7 as norm and `skinny_gemm`.
+        """
+        out_features, in_features = len(weight) // 2 if gated else len(weight), weight.shape[1]
+        num_programs, shared_bytes = device_limits(weight.device)
+        chunks, outs = -(-in_features // RESIDENT_CHUNK), resident_outs(out_features, num_programs)
+        # `resident_gemm` copies weights in units of 16 bytes.
+        if num_rows > MAX_SKINNY_ROWS or in_features % 8 or outs > MAX_RESIDENT_OUTS:
+            return False
+        # Shared memory holds all weights and inputs of a program.
+        tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
+        fits = chunks * RESIDENT_CHUNK * tile_rows * weight.element_size() <= shared_bytes
+        return bool(fits and chunks <= (1 if normed or gated else 3))
+
+    def uses_splitk(self, num_rows: int, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> bool:
+        """Return whether `splitk_gemm` is supported and fastest: small weights, all programs resident at once."""
+        small = num_rows <= MAX_SPLITK_ROWS and weight.shape[1] <= parts * _most_splitk_ins(num_rows, gated)
+        return weight.element_size() == 2 and small and find_splitk_tile(num_rows, weight, gated, parts) is not None
+
+    def uses_persistent(self, num_rows: int, weight: torch.Tensor) -> bool:
+        """Return whether `persistent_gemm` supports these shapes, and tiles fill nine tenths of all waves of programs.
+
+        Otherwise cuBLAS is faster: gate and up of Qwen3-0.6B with 1500 rows take 39.7 us here and 34.8 with cuBLAS.
+        """
+        out_features, in_features = weight.shape
+        is_even = in_features % PERSISTENT_INS == 0 and out_features % (2 * PERSISTENT_COLUMNS) == 0
+        num_programs = device_limits(weight.device)[0]
+        tiles = -(-num_rows // PERSISTENT_ROWS) * (out_features // (2 * PERSISTENT_COLUMNS))
+        return weight.element_size() == 2 and is_even and tiles >= 0.9 * num_programs * -(-tiles // num_programs)
+
+    def projects_qkv(self, num_rows: int, weight: torch.Tensor, head_dim: int) -> bool:
+        """Return whether `persistent_qkv_rope_store` supports these shapes, and is faster than two kernels."""
+        is_supported = is_hopper(weight.device) and head_dim == PERSISTENT_COLUMNS
+        return is_supported and self.uses_persistent(num_rows, weight)
+
+    def branch_end(self, num_rows: int, weight: torch.Tensor) -> LinearKernel | None:
+        """Return the kernel of a branch's last product: CUBLAS adds the residual, SPLITK_GEMM leaves parts of the sum.
+
+        None leaves the addition to the next norm, and the product to `linear`.
+        """
+        if not uses_triton(weight.device) or weight.element_size() != 2 or num_rows <= MAX_SKINNY_ROWS:
+            return None
+        if is_hopper(weight.device) and self.uses_splitk(num_rows, weight, parts=SPLITK_PARTS):
+            return LinearKernel.SPLITK_GEMM
+        return LinearKernel.CUBLAS
+
+    def fp8_linear(self, num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> LinearKernel:
+        """Return the kernel for rows of a dtype and e4m3 weights; see the table above."""
+        device = weight.values.device
+        if self.rounds_rows(num_rows, dtype, device):
+            is_large = num_rows > MAX_OWN_FP8_ROWS and dtype == torch.bfloat16
+            return LinearKernel.SCALED_MM if is_large and supports_scaled_mm(weight) else LinearKernel.SCALED_GEMM
+        if not uses_triton(device):
+            return LinearKernel.CUBLAS
+        if num_rows == 1:
+            return LinearKernel.GEMV
+        is_skinny = num_rows <= MAX_SKINNY_ROWS and dtype.itemsize == 2
+        return LinearKernel.SKINNY_GEMM if is_skinny else LinearKernel.CUBLAS
+
+    def rounds_rows(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether rows are rounded to e4m3 beside weights of e4m3, and multiplied in 8 bits."""
+        return num_rows > MAX_SKINNY_ROWS and dtype.itemsize == 2 and uses_triton(device) and converts_e4m3(device)
+
+    def rounds_gate_up(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether gate and up are activated where the product that follows rounds them to e4m3."""
+        return num_rows > MAX_GATED_ROWS and self.rounds_rows(num_rows, dtype, device)
+
+    def fp8_parts(self, num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> int:
+        """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm; 1 is none.
+
+        Then it is chosen for up to MAX_SPLIT_FP8_ROWS rows instead of `torch._scaled_mm`.
+        """
+        is_own = self.fp8_linear(num_rows, dtype, weight) is LinearKernel.SCALED_GEMM
+        num_steps = -(-weight.values.shape[1] // FP8_INS)
+        few = num_rows <= (MAX_SPLITK_ROWS if is_own else MAX_SPLIT_FP8_ROWS)
+        return SPLITK_PARTS if few and num_steps % SPLITK_PARTS == 0 else 1
+
+    def experts(self, num_tokens: int) -> ExpertsKernel:
+        """Return the kernel for the experts of some tokens, on devices with Triton."""
+        if num_tokens == 1:
+            return ExpertsKernel.EXPERT_GEMV
+        return ExpertsKernel.EXPERT_GEMM if num_tokens <= MAX_EXPERT_ROWS else ExpertsKernel.GROUPED_GEMM
+
+    def rows_per_expert(self, num_routed: int, num_experts: int) -> float:
+        """Return the rows of an expert for which `grouped_gemm` takes its tile; num_routed: rows of all experts."""
+        return num_routed / num_experts
+
+    def single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
+        """Return whether `hopper_decode` is faster with a single split for each context; seq_lens: [num_seqs].
+
+        One program then reads a whole context for one KV head. That is faster unless the longest context takes longer
+        than reading all contexts at full bandwidth and merging their splits. Figures: kernels/README.md.
+        """
+        # A single short context would gain 1% until it has grown, which is not worth a second CUDA graph.
+        if len(seq_lens) == 1:
+            return False
+        evenly = int(seq_lens.sum()) * num_kv_heads // _PROGRAMS_FOR_BANDWIDTH
+        return int(seq_lens.max(initial=0)) <= evenly + _FREE_TOKENS
+
+    def context_shares(self, num_seqs: int, at_once: int) -> int:
+        """Return the `shares` of `split_contexts` for decode rows; at_once: programs of a KV head that run at once."""
+        # Rounding can give each sequence one extra split; few sequences' splits must all be resident at once.
+        return at_once - num_seqs if 2 * num_seqs <= at_once else at_once
+
+    def has_few_seqs(self, num_seqs: int) -> bool:
+        """Return whether `decode_attention` takes smaller tiles and fewer programs."""
+        return num_seqs <= FEW_SEQS
+
+    def widens_contexts(self, num_context_tokens: int, num_tokens: int) -> bool:
+        """Return whether chunks of `num_tokens` tokens attend faster to contexts in e4m3 that are widened before."""
+        return num_context_tokens <= _MAX_WIDENED * num_tokens
+
+    def all_reduces_at_once(self, num_rows: int, num_bytes: int, num_ranks: int) -> bool:
+        """Return whether each rank sends all its rows to all others (one-shot), or sums of a share (two-shot)."""
+        return num_rows < num_ranks or num_bytes * (num_ranks - 1) <= _ONE_SHOT_BYTES
+
+
+FASTEST = KernelPolicy()

@@ -1,0 +1,260 @@
+"""The skeleton of every API's answer: whole as JSON, or chunk by chunk as server-sent events."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+from anyio import to_thread
+from starlette.responses import Response
+
+from nanovllm.async_llm import RequestStream
+from nanovllm.openai_format import AnswerMessage, ChatChoice, ChatCompletion, UsageCounts, usage
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.errors import JsonResponse
+from nanovllm.serve.event_stream import DONE, EventStream, event
+from nanovllm.serve.protocol import StreamOptions
+from nanovllm.serve.service import Service
+
+Event = tuple[str, dict[str, Any]]
+"""The type of an event, and its other fields."""
+STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+"""Fields of a chat whose chunks a `Translation` takes."""
+_LARGE_ANSWER = 10_000
+"""Log-probabilities in an answer that takes so long to build, about 20 ms, that others must not wait for it."""
+
+
+class Usage:
+    """Counts the tokens of an answer, from the new parts of outputs.
+
+    Args:
+        num_prompt_tokens: of all its prompts.
+        options: of a stream.
+
+    Attributes:
+        is_shown: whether the stream ends with the counts.
+    """
+
+    def __init__(self, num_prompt_tokens: int, options: StreamOptions | None) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = self._num_cached_tokens = 0
+        self.is_shown = options is not None and bool(options.include_usage)
+        self._is_continuous = self.is_shown and options is not None and bool(options.continuous_usage_stats)
+
+    def add(self, output: RequestOutput, *, is_shown: bool = True) -> None:
+        """Count an output; `is_shown`: whether the answer has its tokens."""
+        self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs) if is_shown else 0
+        if output.finished:
+            self._num_cached_tokens += output.num_cached_tokens
+
+    def body(self) -> UsageCounts:
+        """Return the counts."""
+        counts = usage(self._num_prompt_tokens, self._num_tokens)
+        return {**counts, "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens}}
+
+    def so_far(self) -> UsageCounts | None:
+        """Return the counts in a chunk before the last one; None unless every chunk shall have them."""
+        return self.body() if self._is_continuous else None
+
+
+class Answer(ABC):
+    """An answer to one request; subclasses give it the form of an API.
+
+    Args:
+        service: computes it.
+        streams: its prompts' requests.
+        options: of a stream.
+    """
+
+    shows_output = True
+    """Whether the answer has the tokens that are generated."""
+
+    def __init__(self, service: Service, streams: list[RequestStream], options: StreamOptions | None) -> None:
+        self.service, self.streams = service, streams
+        self.requests = [stream.request for stream in streams]
+        self.usage = Usage(sum(len(request.token_ids) for request in self.requests), options)
+
+    @abstractmethod
+    def _whole(self, outputs: list[RequestOutput]) -> Any:
+        """Return the body of the answer with all outputs, which `usage` has counted."""
+
+    @abstractmethod
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
+        """Return the new parts of a prompt's output, each as the choices of one chunk."""
+
+    @abstractmethod
+    def _chunk(self, choices: list[Any]) -> dict[str, Any]:
+        """Return a chunk."""
+
+    def _first_chunks(self) -> Iterator[Any]:
+        """Yield the chunks that come before all outputs."""
+        yield from ()
+
+    async def chunks(self) -> AsyncIterator[Any]:
+        """Yield the answer in chunks."""
+        for chunk in self._first_chunks():
+            yield chunk
+        async for index, output in self.service.read(self.streams):
+            self.usage.add(output, is_shown=self.shows_output)
+            for choices in self._new_chunks(index, output):
+                yield self._chunk(choices)
+        if self.usage.is_shown:
+            yield {**self._chunk([]), "usage": self.usage.body()}
+
+    async def respond(self, stream: bool | None, translation: Translation | None = None) -> Response:
+        """Return the HTTP response.
+
+        Args:
+            stream: whether the answer is sent in chunks.
+            translation: brings the answer into another API's form.
+        """
+        if stream:
+            events = _events(self.chunks()) if translation is None else translation.events(self.chunks())
+            return EventStream(events, self.streams, self.service.settings, self.service.metrics.count_error)
+        outputs = await self.service.outputs(self.streams)
+        for output in outputs:
+            self.usage.add(output, is_shown=self.shows_output)
+
+        def build() -> Any:
+            answer = self._whole(outputs)
+            return answer if translation is None else translation.whole(answer)
+
+        return await json_answer(build, outputs, self.requests[0].params)
+
+
+async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield event(chunk)
+    yield DONE
+
+
+async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], params: SamplingParams) -> JsonResponse:
+    """Return the answer whose body is built of outputs; a large one is built in a thread.
+
+    Args:
+        build: returns the body.
+        outputs: their log-probabilities are counted.
+        params: of the outputs.
+    """
+    choices = [choice for output in outputs for choice in output.outputs]
+    count = sum(len(choice.logprobs or ()) for choice in choices) * (1 + (params.logprobs or 0))
+    count += sum(len(output.prompt_logprobs or ()) for output in outputs) * (1 + (params.prompt_logprobs or 0))
+    if count < _LARGE_ANSWER:
+        return JsonResponse(build())
+    return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
+
+
+class Translation(ABC):
+    """Translates a chat's answer, whole or in chunks, into another API's, whose events have a name each.
+
+    The answer becomes a list of items, texts and calls of functions; the last one is open until the next one begins.
+    The chat must have one choice, and usage in each of its chunks.
+
+    Attributes:
+        items: the answer so far.
+        usage: the counts so far.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.usage: UsageCounts = usage(0, 0)
+        self._pieces: list[str] = []
+        self._is_in_text = False
+
+    @abstractmethod
+    def _text_item(self) -> dict[str, Any]:
+        """Return an empty text."""
+
+    @abstractmethod
+    def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
+        """Return a call without arguments."""
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Event]:
+        """Yield the events before all items."""
+
+    @abstractmethod
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events of an item that has just been added."""
+
+    @abstractmethod
+    def _piece_event(self, item: dict[str, Any], piece: str) -> Event:
+        """Return the event of a further piece of the last item's text or arguments."""
+
+    @abstractmethod
+    def _end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
+        """Complete the last item, by its whole text or arguments, and yield the events of that."""
+
+    @abstractmethod
+    def _end(self, choice: ChatChoice) -> Iterator[Event]:
+        """Yield the events after all items; `choice` has the finish reason."""
+
+    @abstractmethod
+    def _body(self, choice: ChatChoice) -> dict[str, Any]:
+        """Return the whole answer; `choice` has the finish reason."""
+
+    def whole(self, chat: ChatCompletion) -> dict[str, Any]:
+        """Return the translation of a chat's whole answer."""
+        (choice,) = chat["choices"]
+        self.usage = chat["usage"] or self.usage
+        for events in (self._add(choice["message"]), self._finish(choice)):
+            # Each step of them completes `items` further.
+            deque(events, maxlen=0)
+        return self._body(choice)
+
+    async def events(self, chunks: AsyncIterator[ChatCompletion]) -> AsyncIterator[bytes]:
+        """Yield the events of a chat's chunks."""
+        is_first = True
+        async for chunk in chunks:
+            self.usage = chunk["usage"] or self.usage
+            for kind, fields in self._chunk_events(chunk, is_first):
+                yield event(self._event(kind, fields), kind)
+            is_first = False
+
+    def _chunk_events(self, chunk: ChatCompletion, is_first: bool) -> Iterator[Event]:
+        if is_first:
+            yield from self._begin()
+        for choice in chunk["choices"]:
+            yield from self._add(choice["delta"])
+            if choice["finish_reason"] is not None:
+                yield from self._finish(choice)
+                yield from self._end(choice)
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return an event's data."""
+        return {"type": kind, **fields}
+
+    def _finish(self, choice: ChatChoice) -> Iterator[Event]:
+        """Complete the last item, if there is one."""
+        yield from self._end_last("completed" if choice["finish_reason"] in ("stop", "tool_calls") else "incomplete")
+
+    def _append(self, item: dict[str, Any], *, is_text: bool) -> Iterator[Event]:
+        """Complete the last item and add another one."""
+        yield from self._end_last("completed")
+        self.items.append(item)
+        self._pieces, self._is_in_text = [], is_text
+        yield from self._begin_item(item)
+
+    def _end_last(self, status: str) -> Iterator[Event]:
+        if self.items:
+            yield from self._end_item(self.items[-1], "".join(self._pieces), status)
+
+    def _add(self, message: AnswerMessage) -> Iterator[Event]:
+        """Add a chat's message, or a delta of one, and yield the events of it."""
+        if content := message.get("content"):
+            if not self._is_in_text:
+                yield from self._append(self._text_item(), is_text=True)
+            yield self._add_piece(content)
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if "name" in function:
+                yield from self._append(self._call_item(call["id"], function["name"]), is_text=False)
+            if function["arguments"]:
+                yield self._add_piece(function["arguments"])
+
+    def _add_piece(self, piece: str) -> Event:
+        self._pieces.append(piece)
+        return self._piece_event(self.items[-1], piece)

@@ -1,0 +1,143 @@
+"""Endpoints for a training loop, by vLLM's and prime-rl's names; for a server with `control`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Query
+from starlette.requests import Request
+
+from nanovllm.engine.engine_state import PauseMode, SleepTag
+from nanovllm.runner.messages import LoadFailedError
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.protocol import Body
+from nanovllm.serve.routing import ERRORS, ServiceDep, make_router
+from nanovllm.serve.service import Service
+
+_logger = logging.getLogger(__name__)
+
+
+class WeightsBody(Body):
+    """A request to load weights."""
+
+    weight_dir: str
+
+
+async def _refuse_pages(request: Request) -> None:
+    """Refuse web pages: their scripts can send a request without a body to any server of this machine."""
+    if "origin" in request.headers:
+        raise ApiError(403, "a web page cannot control the engine")
+
+
+router = make_router(dependencies=[Depends(_refuse_pages)], responses=ERRORS)
+
+
+@asynccontextmanager
+async def _between_steps(what: str) -> AsyncIterator[None]:
+    """Log an operation, and answer with status 409 if the engine is in no state for it."""
+    _logger.info("%s", what)
+    try:
+        yield
+    except LoadFailedError as error:
+        raise ApiError(500, str(error)) from error
+    except RuntimeError as error:
+        raise ApiError(409, str(error)) from error
+
+
+@router.get("/liveness")
+async def liveness(service: ServiceDep) -> dict[str, str]:
+    """Say whether the engine lives, asleep or not."""
+    service.llm.require_running()
+    return {"status": "alive"}
+
+
+@router.get("/get_world_size")
+async def get_world_size(service: ServiceDep) -> dict[str, int]:
+    """Return the number of ranks that share the model."""
+    return {"world_size": service.config.tensor_parallel_size}
+
+
+@router.post("/pause")
+async def pause(service: ServiceDep, mode: PauseMode = "keep", clear_cache: bool = False) -> dict[str, str]:
+    """Pause before the next step; see `LLM.pause`. With `clear_cache`, forget the prefix cache."""
+    async with _between_steps(f"pause: {mode}"):
+        await service.llm.pause(mode)
+        if clear_cache:
+            await service.llm.reset_prefix_cache()
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(service: ServiceDep) -> dict[str, str]:
+    """Go on after a pause."""
+    async with _between_steps("resume"):
+        await service.llm.resume()
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(service: ServiceDep) -> dict[str, bool]:
+    """Say whether the engine is paused."""
+    return {"is_paused": service.llm.is_paused}
+
+
+@router.post("/sleep")
+async def sleep(service: ServiceDep, level: int = 1) -> dict[str, str]:
+    """Give memory back; see `LLM.sleep`."""
+    async with _between_steps(f"sleep: level {level}"):
+        await service.llm.sleep(level)
+    return {"status": "asleep"}
+
+
+@router.post("/wake_up")
+async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Query()] = None) -> dict[str, str]:
+    """Take memory again; see `LLM.wake_up`."""
+    async with _between_steps(f"wake up: {tags or 'all'}"):
+        await service.llm.wake_up(tags)
+    return {"status": "asleep" if service.llm.is_sleeping else "awake"}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(service: ServiceDep) -> dict[str, bool]:
+    """Say whether the engine sleeps."""
+    return {"is_sleeping": service.llm.is_sleeping}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(service: ServiceDep) -> dict[str, bool]:
+    """Forget the prefix cache; see `LLM.reset_prefix_cache`."""
+    async with _between_steps("reset of the prefix cache"):
+        return {"success": await service.llm.reset_prefix_cache()}
+
+
+@router.post("/update_weights")
+async def update_weights(body: WeightsBody, service: ServiceDep) -> dict[str, Any]:
+    """Load the weights of a folder, and forget the prefix cache. Requests go on afterwards, unless they are paused."""
+    folder, llm = _folder(service, body.weight_dir), service.llm
+    async with _between_steps(f"update of the weights: {folder}"):
+        was_paused = llm.is_paused
+        await llm.pause("keep")
+        try:
+            loaded = await llm.load_and_report(folder)
+            await llm.reset_prefix_cache()
+        finally:
+            if not was_paused:
+                await llm.resume()
+    if loaded.nan_names:
+        _logger.warning("%d tensors of %s have NaN, such as %r", len(loaded.nan_names), folder, loaded.nan_names[0])
+    return {"status": "ok", "num_tensors": loaded.count, "nan_tensors": loaded.nan_names}
+
+
+def _folder(service: Service, given: str) -> Path:
+    """Return a folder, if weights may be loaded from there."""
+    root = service.settings.weights_root
+    if root is None:
+        raise ApiError(400, "this server loads no weights: it has no --weights-root", "weight_dir")
+    folder = (Path(root).resolve() / given).resolve()
+    if not folder.is_relative_to(Path(root).resolve()) or not folder.is_dir():
+        raise ApiError(400, f"weight_dir {given!r:.200} is no folder under the server's --weights-root", "weight_dir")
+    return folder

@@ -1,0 +1,478 @@
+"""Limits of connections, heads, bodies, requests, time and memory, which keep the server up under any client.
+
+uvicorn's settings bound neither the time that a head takes to arrive nor the time in which a client reads nothing, and
+its protocol serves any number of requests that come ahead of their answers; `Connection` adds that to the protocol.
+`Guard` checks the key, the number of requests and the size of a body before the application sees a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hmac
+import logging
+import os
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httptools
+from anyio import to_thread
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nanovllm.serve.errors import ApiError, error_response
+from nanovllm.serve.logs import log_refusal
+from nanovllm.serve.server_counts import Counted, ServerCounts
+from nanovllm.serve.settings import ServeSettings
+
+_logger = logging.getLogger(__name__)
+
+_MAX_HEAD_BYTES = 128 * 2**10
+_MAX_URL_BYTES = 2**16 - 1
+"""The most that the parser of URLs takes."""
+_CHUNK_BYTES = 32
+"""Bytes that a chunk of a body may have around its data; extensions and trailers count as bytes of a head."""
+_LINGER_SECONDS = 1.0
+"""Time in which a refused client may go on sending: closing a connection with unread data would lose the answer."""
+_MAX_LINGERING = 64
+_MIN_WAIT_SECONDS = 1.0
+"""Time that a connection can wait for a head without losing its place to a new one."""
+_MAX_DESCRIPTORS = 2**17
+_OTHER_DESCRIPTORS = 8
+"""Descriptors kept free for other files, besides `_MAX_LINGERING` for refused connections."""
+
+
+class ConnectionPool:
+    """State that all connections of a process share.
+
+    Args:
+        settings: the server's.
+        count_error: takes "slow_client" for a connection that is cut because its client reads nothing, and the kinds of
+            refusals.
+        max_connections: the most at once; the one that has waited for a request longest makes room for a new one.
+        counts: of the server.
+
+    Attributes:
+        waiting: the connections without a request, longest first, and since when, in seconds of the event loop.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        count_error: Callable[[str], None],
+        max_connections: int,
+        counts: ServerCounts | None = None,
+    ) -> None:
+        self.counts = counts or ServerCounts()
+        self.settings = settings
+        self.count_error = count_error
+        self.max_connections = max_connections
+        self.waiting: dict[Connection, float] = {}
+
+    def make_room(self, newest: Connection) -> None:
+        """Close a connection if there are too many."""
+        excess = self.counts.total(Counted.CONNECTIONS) - self.max_connections
+        if excess <= 0:
+            return
+        # Of this process; the newest waits, too.
+        oldest, since = next(iter(self.waiting.items()))
+        # Clients without a key could otherwise hold every place, each for as long as a head may take.
+        loser = oldest if since < newest.loop.time() - _MIN_WAIT_SECONDS else newest
+        message = f"the server has {self.max_connections} connections already (max_connections)"
+        loser.refuse(ApiError(503, message), lingers=excess <= _MAX_LINGERING)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection with one request at a time, and limits of time and size; see `ServeSettings`.
+
+    Args:
+        pool: shared by all connections.
+        arguments: uvicorn's.
+    """
+
+    def __init__(self, pool: ConnectionPool, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._pool = pool
+        self._settings = pool.settings
+        # Received since the head began, without the data of the body.
+        self._num_bytes = 0
+        # Whether what comes is dropped. Not reading it would hide that the client has gone.
+        self._ignores_input = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._request_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for a request."""
+        super().connection_made(transport)
+        self._pool.counts.add(Counted.CONNECTIONS, 1)
+        self._await_head()
+        self._pool.make_room(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._pool.counts.add(Counted.CONNECTIONS, -1)
+        self._pool.waiting.pop(self, None)
+        for timer in (self._head_timer, self._write_timer, self._request_timer):
+            _cancel(timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what was sent, and refuse what is no HTTP or too large."""
+        if self._ignores_input:
+            return
+        self._unset_keepalive_if_required()
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()
+        self._num_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            self._check_head(self._num_bytes)
+        except httptools.HttpParserUpgrade:
+            # The answer is HTTP's: there is no other protocol here.
+            pass
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self.refuse(cause if isinstance(cause, ApiError) else ApiError(400, "what was sent is not HTTP/1.1"))
+        except ApiError as error:
+            self.refuse(error)
+
+    def on_message_begin(self) -> None:
+        """Begin a request, unless the one before it has no answer yet."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # This ends the parser's work, and the request before it gets its answer.
+            raise ApiError(400, "a request came before the answer to the one before it")
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the URL."""
+        super().on_url(url)
+        if len(self.url) > _MAX_URL_BYTES:
+            raise ApiError(414, f"the request's URL is over {_MAX_URL_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        """Hand a request on."""
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            # A proxy could look at another one than this server.
+            raise ApiError(400, "the request has more than one Host header")
+        # With what stands between a name and a value, and at the end of the line.
+        self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        _cancel(self._head_timer)
+        _cancel(self._request_timer)
+        self._head_timer = None
+        self._pool.waiting.pop(self, None)
+        settings = self._settings
+        seconds = settings.max_read_seconds + settings.max_request_seconds + settings.max_write_seconds
+        self._request_timer = self.loop.call_later(seconds, self._end_late_request)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._num_bytes -= len(body)
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        """Leave the bytes around a chunk's data uncounted."""
+        self._num_bytes -= _CHUNK_BYTES
+
+    def on_message_complete(self) -> None:
+        """End a body."""
+        self._num_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, once the answer is sent."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._watch_writing()
+        else:
+            _cancel(self._request_timer)
+        if not self.transport.is_closing():
+            self._pool.waiting[self] = self.loop.time()
+
+    def pause_writing(self) -> None:
+        """Watch that the client reads."""
+        self._watch_writing()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read nearly all."""
+        _cancel(self._write_timer)
+        super().resume_writing()
+
+    def refuse(self, error: ApiError, *, lingers: bool = True) -> None:
+        """Answer what is no request with an error, and close the connection.
+
+        An answer that is under way goes on, and is the last one.
+
+        Args:
+            error: the answer.
+            lingers: whether the client gets time to read it.
+        """
+        self._ignores_input = True
+        self._pool.waiting.pop(self, None)
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or not cycle.more_body:
+                cycle.keep_alive = False
+                return
+            # Its body will not be complete.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        _logger.warning("refused a connection of %s: %d %s", self.client, error.status, error)
+        self._pool.count_error(error.kind)
+        _cancel(self._head_timer)
+        if not lingers or self.transport.is_closing():
+            self.transport.abort()
+            return
+        self.transport.write(_answer(error))
+        self.transport.write_eof()
+        self._head_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._settings.max_read_seconds, self.transport.abort)
+        self._pool.waiting.setdefault(self, self.loop.time())
+
+    def _check_head(self, num_bytes: int) -> None:
+        if num_bytes > _MAX_HEAD_BYTES:
+            raise ApiError(431, f"the request's head is over {_MAX_HEAD_BYTES} bytes")
+
+    def _watch_writing(self) -> None:
+        _cancel(self._write_timer)
+        unsent = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self._settings.max_write_seconds, self._end_unless_written, unsent)
+
+    def _end_unless_written(self, num_unsent: int) -> None:
+        # Writing goes on only when nearly all is sent, which takes a large answer long.
+        if self.transport.get_write_buffer_size() >= num_unsent:
+            self._end_slow_client()
+        elif self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def _end_late_request(self) -> None:
+        # The answer has ended by itself before, but a client that reads little at a time may not have got it.
+        if not self.cycle.response_complete or self.transport.get_write_buffer_size():
+            self._end_slow_client()
+
+    def _end_slow_client(self) -> None:
+        self._pool.count_error("slow_client")
+        _logger.warning("cut the connection of %s, which does not read its answer", self.client)
+        self.transport.abort()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _answer(error: ApiError) -> bytes:
+    """Return a whole answer as it is sent."""
+    body = error.response().body
+    phrase = HTTPStatus(error.status).phrase
+    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return (head + "Connection: close\r\n\r\n").encode() + bytes(body)
+
+
+def raise_descriptor_limit(max_connections: int) -> int:
+    """Raise the process's limit of open files as far as it may, and return how many connections it leaves room for.
+
+    Args:
+        max_connections: the most to return.
+
+    Raises:
+        ValueError: there is room for none.
+    """
+    if sys.platform == "win32":
+        return max_connections
+    import resource  # noqa: PLC0415
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    num_open = len(os.listdir("/dev/fd"))
+    free = (sys.maxsize if soft == resource.RLIM_INFINITY else soft) - num_open - _MAX_LINGERING - _OTHER_DESCRIPTORS
+    # Each may be reading a file of the page.
+    if free < 2:
+        raise ValueError(f"{soft} open files are too few for a server, which has {num_open} already: see `ulimit -n`")
+    return min(max_connections, free // 2)
+
+
+_OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
+"""Paths that need no key: they show nothing of requests or of the model."""
+_DISCARD_FACTOR = 8
+"""The most that is read from a refused client, in multiples of the largest body."""
+_MAX_VALUES = 2**18
+"""Quotes and brackets in a body. Each costs all clients about 0.5 us: no other one is answered during parsing."""
+_DISCARD_SECONDS = 1.0
+_BEGIN_AT_ONCE = 8
+"""Requests that one turn of the event loop begins, so that hundreds that arrive together do not hold it."""
+
+
+class Guard:
+    """An ASGI middleware that refuses requests before their body is read or parsed.
+
+    Args:
+        app: gets the other requests.
+        settings: the server's.
+        count_error: takes the kind of each error that is answered.
+        counts: of the server.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None], counts: ServerCounts
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._keys = [key.encode() for key in settings.api_key or []]
+        self._count_error = count_error
+        self._counts = counts
+        self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            if self._takes_body(scope):
+                await self._pass_counted(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        except ApiError as error:
+            self._count_error(error.kind)
+            log_refusal(scope, error)
+            await self._refuse(error, scope, receive, send)
+        except ClientDisconnect:
+            # Its request is not complete, and there is no one to answer.
+            self._count_error("client_disconnect")
+
+    def _takes_body(self, scope: Scope) -> bool:
+        """Whether a request is one for the engine, which costs something and may have a body.
+
+        Raises:
+            ApiError: the key is wrong, or there is a body where none belongs.
+        """
+        path, headers = scope["path"].removeprefix(scope["root_path"]), dict(scope["headers"])
+        is_open = path in _OPEN_PATHS or path.startswith("/page/")
+        if self._keys and not is_open:
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            # Anthropic's clients send the latter.
+            key = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            # In constant time, so that a key cannot be found byte by byte.
+            if sum(hmac.compare_digest(key, own) for own in self._keys) == 0:
+                raise ApiError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] == "POST" and not is_open:
+            return True
+        if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
+            raise ApiError(413, "this request takes no body")
+        return False
+
+    async def _pass_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a request's body and pass it on, unless there are too many."""
+        if self._counts.total(Counted.REQUESTS) >= self._settings.max_requests:
+            message = f"the server has {self._settings.max_requests} requests already (max_requests)"
+            raise ApiError(429, message, headers={"Retry-After": "1"})
+        self._counts.add(Counted.REQUESTS, 1)
+        try:
+            async with self._begin_gate:
+                await asyncio.sleep(0)
+            await self._app(scope, _replay(await self._read_body(receive), receive), send)
+        finally:
+            self._counts.add(Counted.REQUESTS, -1)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error, and close the connection, whose body is not read."""
+        response = error_response(error, scope)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        # A client that is still sending when the connection is closed does not see the answer.
+        await self._discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read what comes of a body, for a second and up to a limit."""
+        size, more = 0, True
+        with anyio.move_on_after(_DISCARD_SECONDS):
+            while more and size <= self._settings.max_body_bytes * _DISCARD_FACTOR:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        most = self._settings.max_body_bytes
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            with anyio.fail_after(self._settings.max_read_seconds):
+                while more and size <= most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    more = message.get("more_body", False)
+        except TimeoutError as error:
+            seconds = self._settings.max_read_seconds
+            raise ApiError(408, f"the body did not arrive within {seconds} s (max_read_seconds)") from error
+        if size > most:
+            raise ApiError(413, f"the body is over max_body_bytes={most}")
+        body = b"".join(parts)
+        # Quotes that do not stand in a string, and brackets, which may.
+        if body.count(b'"') - body.count(b'\\"') + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
+            raise ApiError(413, f"the body has more than {_MAX_VALUES} quotes and brackets")
+        return body
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read, and then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+_TRIM_SECONDS = 5.0
+_MAX_TRIM_PAUSE = 64
+"""The most periods of `_TRIM_SECONDS` between two attempts."""
+_MIN_GROWTH_BYTES = 64 * 2**20
+_STATM = Path("/proc/self/statm")
+
+
+async def give_back_memory() -> None:
+    """Give freed memory back to the system while the process is larger than it was, until this is cancelled.
+
+    Encoding a text of some megabytes takes hundreds of megabytes for a moment, nearly all of which glibc would keep for
+    good if anything above it is still in use.
+    """
+    trim = None if os.name == "nt" else getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None or not _STATM.exists():
+        return
+    least = _resident_bytes()
+    pause = left = 1
+    while True:
+        await asyncio.sleep(_TRIM_SECONDS)
+        resident = _resident_bytes()
+        least = min(least, resident)
+        if resident <= least + _MIN_GROWTH_BYTES:
+            pause = left = 1
+            continue
+        left -= 1
+        if not left:
+            # It takes some 0.1 s, without the interpreter's lock.
+            await to_thread.run_sync(trim, 0)
+            # Memory that is in use now may be freed later, which nothing tells.
+            pause = left = min(2 * pause, _MAX_TRIM_PAUSE)
+
+
+def _resident_bytes() -> int:
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,1 +1,0 @@
-"""The server's endpoints by subject; each router finds the engine by `ServiceDep`."""

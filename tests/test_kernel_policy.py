@@ -1,0 +1,77 @@
+"""All that is chosen by the number of rows is asked of one object, which a second class can replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.distributed.communicator import Communicator
+from nanovllm.distributed.shard import Shard
+from nanovllm.kernels.moe.fused_experts import fused_experts
+from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.quantization.dense import DenseWeight
+from nanovllm.quantization.fp8 import Fp8Weight
+from nanovllm.quantization.loading import LoadableModule
+from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization_config import QuantizationConfig
+from tests.test_kernels import by_triton
+from tests.test_model_shard import MODEL
+
+SHARD = MatrixShard({None: Shard.whole(8)}, Shard.whole(8))
+
+
+class AskedError(Exception):
+    """Says that a policy was asked."""
+
+
+class Refusing(KernelPolicy):
+    """Raises what it was asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise AskedError(name)
+
+
+@pytest.mark.parametrize("weight", [DenseWeight(SHARD), Fp8Weight(SHARD, QuantizationConfig("channel"))])
+def test_weights_ask_their_policy(weight: Weight) -> None:
+    weight.policy = Refusing()
+    x = torch.randn(3, 8)
+    for ask in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x), lambda: weight.kernel_rows):
+        with pytest.raises(AskedError):
+            ask()
+
+
+def test_experts_ask_the_policy() -> None:
+    x, chosen = torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int32)
+    weights = torch.randn(2, 16, 8), torch.randn(2, 8, 8)
+    with pytest.raises(AskedError, match="experts"):
+        by_triton(fused_experts)(x, Routing(chosen, chosen.float(), 2), *weights, policy=Refusing())
+
+
+def test_a_policy_reaches_every_weight_of_a_model() -> None:
+    with torch.device("meta"):
+        model = DecoderForCausalLM(MODEL, Communicator())
+    policy = KernelPolicy()
+    model.set_kernel_policy(policy)
+    modules = [module for module in model.modules() if isinstance(module, LoadableModule)]
+    assert len(modules) > 8 and all(module.policy is policy for module in modules)
+
+
+def test_one_class_makes_the_choice_the_same_for_every_batch() -> None:
+    class Constant(KernelPolicy):
+        def linear(self, num_rows: int, weight: torch.Tensor, **_: Any) -> LinearKernel:
+            return LinearKernel.CUBLAS
+
+        def branch_end(self, num_rows: int, weight: torch.Tensor) -> LinearKernel | None:
+            return None
+
+    weight, x = DenseWeight(SHARD), torch.randn(300, 8)
+    weight.values.data.normal_()
+    weight.policy = Constant()
+    torch.testing.assert_close(weight.multiply(x[:1])[0], weight.multiply(x)[0][:1])
+    assert FASTEST.experts(1) is not FASTEST.experts(2)

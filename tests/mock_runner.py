@@ -11,17 +11,30 @@ import signal
 import zlib
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nanovllm import SamplingParams
+from nanovllm.attention.kv_cache_spec import State
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StepOutput, TokenLogprobs
+from nanovllm.runner.kv_cache import cache_kind
+from nanovllm.runner.messages import (
+    BlockTransfer,
+    CacheKind,
+    FullCache,
+    HostMemory,
+    Rows,
+    ScheduledBatch,
+    StepOutput,
+    TokenLogprobs,
+    WindowCache,
+)
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -32,13 +45,27 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(array("i", context).tobytes()) % VOCAB_SIZE
 
 
+def state_after(state: int, tokens: Sequence[int], part: int) -> int:
+    """The mock model's recurrent layer: a running hash."""
+    for token in tokens:
+        state = zlib.crc32(array("q", [state, token, part]).tobytes())
+    return state
+
+
 def complete(
-    prompt: list[int], max_tokens: int, eos: frozenset[int], max_model_len: int, *windows: int | None
+    prompt: list[int],
+    max_tokens: int,
+    eos: frozenset[int],
+    max_model_len: int,
+    *windows: int | None,
+    states: Sequence[int] = (),
 ) -> list[int]:
-    """What the mock model says, without any engine; `windows` are of groups of layers."""
+    """What the mock model says, without any engine; of groups of layers, their windows, and the blocks of a state."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and (len(tokens) < max_model_len or len(tokens) == len(prompt)):
-        tokens.append(next_token([token for window in windows or (None,) for token in tokens[-(window or 0) :]]))
+        seen = [token for window in windows or (None,) for token in tokens[-(window or 0) :]]
+        hashes = [state_after(0, tokens, part) for num_blocks in states for part in range(num_blocks)]
+        tokens.append(next_token([*seen, *(state % VOCAB_SIZE for state in hashes)]))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
@@ -52,18 +79,28 @@ class MockHandle:
     logprobs: TokenLogprobs | None = None
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
     masked: list[int] = field(default_factory=list)
+    offsets: np.ndarray | None = None
 
     def result(self) -> StepOutput:
         if self.error is not None:
             raise self.error
         return StepOutput(
-            np.array(self.token_ids, dtype=np.int64), self.logprob_rows, self.logprobs, self.prompt_outputs
+            np.array(self.token_ids, dtype=np.int64),
+            self.logprob_rows,
+            self.logprobs,
+            self.prompt_outputs,
+            offsets=self.offsets,
         )
 
 
-def slot_array(*slots: int) -> np.ndarray:
-    """Slots as `ScheduledBatch` has them."""
-    return np.array(slots, dtype=np.int32)
+def window_kinds(*windows: int | None) -> list[CacheKind]:
+    """Kinds of caches by the tokens that layers see at most; None if they see all."""
+    return [FullCache() if window is None else WindowCache(window) for window in windows]
+
+
+def slot_rows(*slots: int) -> Rows:
+    """A row of one token for each slot."""
+    return Rows.of_one_token(np.array(slots, dtype=np.int32))
 
 
 def mock_logprobs(token_ids: Sequence[int], num_logprobs: int) -> TokenLogprobs:
@@ -120,8 +157,14 @@ class MockRunner:
         windows: list[int | None] | None = None,
         num_host_slots: int = 0,
         copy_seed: int = 0,
+        *,
+        num_drafts: int = 0,
+        states: Sequence[State] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
+        self.num_drafts = num_drafts
+        # Decides which drafts are right.
+        self.draft_rng = random.Random(copy_seed)
         # Slots in the host's memory that can be saved to, and how many there will be.
         self.num_ready_slots, self.most_ready_slots = 0, num_host_slots
         self.host_memory: HostMemory | None = None
@@ -134,9 +177,13 @@ class MockRunner:
         self.copies = LateCopies(random.Random(copy_seed))
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
-        self.kv_windows: list[int | None] = windows or [None]
-        self.cache = [[EMPTY] * block_size for _ in range(num_blocks)]
-        self.host: dict[int, list[int]] = {}
+        self.windows: list[int | None] = windows or [None]
+        # Blocks that hold two numbers of state each.
+        self.states: list[CacheKind] = [cache_kind(state, block_bytes=16) for state in states]
+        self.cache_kinds = [*window_kinds(*self.windows), *self.states]
+        # The tokens of a page, or of a state: its group, its part, tokens computed and their hash.
+        self.cache: list[list[int] | tuple[int, ...]] = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.host: dict[int, list[int] | tuple[int, ...]] = {}
         # By slot and group.
         self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
@@ -170,6 +217,62 @@ class MockRunner:
             signal.raise_signal(signal.SIGINT)
         self.batches.append(batch)
         self._check_new_blocks(batch)
+        transfers = self._update_slots(batch)
+        # All keys of a step are stored before any is read.
+        for slot in batch.rows.slots:
+            self._store(slot, self.num_computed[slot], self.last_token[slot])
+        for chunk in batch.chunks:
+            assert len(chunk.token_ids)
+            for position, token in enumerate(chunk.token_ids, chunk.start):
+                if chunk.store:
+                    self._store(chunk.slot, position, token)
+                else:
+                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.windows))}
+                    assert loaded == {token}, "what is not stored must be there"
+        sampled: list[list[int]] = []
+        rows = zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True)
+        for slot, num_new in rows:
+            assert 1 <= num_new <= (1 if self.states else 1 + self.num_drafts)
+            self._advance(slot, self.num_computed[slot], [self.last_token[slot]])
+            sampled.append(self._run_row(slot, num_new))
+        for chunk in batch.chunks:
+            # Its first token sees what was stored before.
+            self._context(chunk.slot, chunk.start + 1)
+            self._advance(chunk.slot, chunk.start, chunk.token_ids)
+            self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
+            if chunk.samples:
+                self.prefilling.discard(chunk.slot)
+                sampled.append([self._sample(chunk.slot)])
+        assert len(sampled) == len(batch.sampled_seq_ids)
+        if self.fail_result:
+            self.fail_result = False
+            # A step that failed may have left anything in the blocks that it was to write.
+            for slot in batch.rows.slots:
+                self._store(slot, self.num_computed[slot] - 1, EMPTY)
+            for slot in [*batch.rows.slots, *(chunk.slot for chunk in batch.chunks)]:
+                for table in self.tables[slot][len(self.windows) :]:
+                    for block in table:
+                        self.cache[block] = [EMPTY] * self.block_size
+            for transfer in transfers:
+                self.cache[transfer.destination] = [EMPTY] * self.block_size
+            for chunk in batch.chunks:
+                for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
+                    self._store(chunk.slot, position, EMPTY)
+            return MockHandle([], RuntimeError("step failed"))
+        slots = batch.rows.slots.tolist() + [chunk.slot for chunk in batch.chunks if chunk.samples]
+        slots = [slot for slot, tokens in zip(slots, sampled, strict=True) for _ in tokens]
+        tokens = [token for row in sampled for token in row]
+        handle = MockHandle(tokens, prompt_outputs=self._prompt_outputs(batch))
+        if (batch.rows.num_new > 1).any():
+            handle.offsets = np.cumsum([0, *map(len, sampled)])
+        handle.logprob_rows = [index for index, slot in enumerate(slots) if slot in self.num_logprobs]
+        if handle.logprob_rows:
+            most = max(self.num_logprobs[slots[index]] for index in handle.logprob_rows)
+            handle.logprobs = mock_logprobs([tokens[index] for index in handle.logprob_rows], most)
+        return handle
+
+    def _update_slots(self, batch: ScheduledBatch) -> list[BlockTransfer]:
+        """Apply new requests, blocks and copies, which are returned."""
         for request in batch.new_requests:
             self.prefilling.add(request.slot)
             self.tables[request.slot] = [list(table) for table in request.block_tables]
@@ -185,51 +288,26 @@ class MockRunner:
             else:
                 assert new.index == len(table)
                 table.append(new.block_id)
-        # All keys of a step are stored before any is read.
-        for slot in batch.decode_slots:
-            self._store(slot, self.num_computed[slot], self.last_token[slot])
-        for chunk in batch.chunks:
-            assert len(chunk.token_ids)
-            for position, token in enumerate(chunk.token_ids, chunk.start):
-                if chunk.store:
-                    self._store(chunk.slot, position, token)
-                else:
-                    loaded = {self._load(chunk.slot, position, group) for group in range(len(self.kv_windows))}
-                    assert loaded == {token}, "what is not stored must be there"
-        sampled = []
-        for slot in batch.decode_slots:
+        return transfers
+
+    def _run_row(self, slot: int, num_new: int) -> list[int]:
+        """Compute a row's newest token, and drafts up to the first wrong one, whose keys are stored all the same."""
+        tokens: list[int] = []
+        while True:
             self.num_computed[slot] += 1
-            sampled.append(self._sample(slot))
-        for chunk in batch.chunks:
-            # Its first token sees what was stored before.
-            self._context(chunk.slot, chunk.start + 1)
-            self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
-            if chunk.samples:
-                self.prefilling.discard(chunk.slot)
-                sampled.append(self._sample(chunk.slot))
-        assert len(sampled) == len(batch.sampled_seq_ids)
-        if self.fail_result:
-            self.fail_result = False
-            # A step that failed may have left anything in the blocks that it was to write.
-            for slot in batch.decode_slots:
-                self._store(slot, self.num_computed[slot] - 1, EMPTY)
-            for transfer in transfers:
-                self.cache[transfer.destination] = [EMPTY] * self.block_size
-            for chunk in batch.chunks:
-                for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
-                    self._store(chunk.slot, position, EMPTY)
-            return MockHandle([], RuntimeError("step failed"))
-        slots = batch.decode_slots.tolist() + [chunk.slot for chunk in batch.chunks if chunk.samples]
-        rows = [row for row, slot in enumerate(slots) if slot in self.num_logprobs]
-        if not rows:
-            return MockHandle(sampled, prompt_outputs=self._prompt_outputs(batch))
-        most = max(self.num_logprobs[slots[row]] for row in rows)
-        logprobs = mock_logprobs([sampled[row] for row in rows], most)
-        return MockHandle(sampled, None, rows, logprobs, self._prompt_outputs(batch))
+            tokens.append(self._sample(slot))
+            if len(tokens) == num_new:
+                return tokens
+            position, is_right = self.num_computed[slot], self.draft_rng.random() < 0.7
+            if not is_right:
+                for ahead in range(num_new - len(tokens)):
+                    self._store(slot, position + ahead, self.draft_rng.randrange(VOCAB_SIZE))
+                return tokens
+            self._store(slot, position, tokens[-1])
 
     def _check_new_blocks(self, batch: ScheduledBatch) -> None:
         """Assert that blocks are given to running requests alone, and to none that comes with its block tables."""
-        running = {*batch.decode_slots.tolist(), *(chunk.slot for chunk in batch.chunks), *self.prefilling}
+        running = {*batch.rows.slots.tolist(), *(chunk.slot for chunk in batch.chunks), *self.prefilling}
         running -= {request.slot for request in batch.new_requests}
         assert {new.slot for new in batch.new_blocks} <= running, "a block for a request that does not run"
 
@@ -251,7 +329,7 @@ class MockRunner:
         """Queue loads and saves, which end later, and return the copies, which are made."""
         self._end_copies(self.copies.at_begin(batch))
         transfers = [move for move in batch.transfers if move.kind == "copy"]
-        contents = [list(self.cache[move.source]) for move in transfers]
+        contents = [copy(self.cache[move.source]) for move in transfers]
         for transfer, content in zip(transfers, contents, strict=True):
             assert transfer.destination not in self.copies.saving() | self.copies.loading()
             self.cache[transfer.destination] = content
@@ -279,31 +357,50 @@ class MockRunner:
         self.closed += 1
 
     def _store(self, slot: int, position: int, token: int) -> None:
-        for group, table in enumerate(self.tables[slot]):
+        for group, table in enumerate(self.tables[slot][: len(self.windows)]):
             block = table[position // self.block_size]
             if self.copies.queue:
                 assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
             # Layers of one group cannot read what those of another have stored.
-            self.cache[block][position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
+            if isinstance(page := self.cache[block], tuple):
+                page = self.cache[block] = [EMPTY] * self.block_size
+            page[position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
 
     def _load(self, slot: int, position: int, group: int = 0) -> int:
         block = self.tables[slot][group][position // self.block_size]
         if self.copies.queue:
             assert block not in self.copies.loading(), "the block is not there yet"
-        stored = self.cache[block][position % self.block_size]
+        page = self.cache[block]
+        assert isinstance(page, list), "the block has a state"
+        stored = page[position % self.block_size]
         assert stored // VOCAB_SIZE == group, "the block is empty, or another group's"
         return stored % VOCAB_SIZE
 
     def _context(self, slot: int, end: int) -> list[int]:
         """What each group's layers see before `end`; in no group may it be another's tokens."""
-        first = [max(0, end - (window or end)) for window in self.kv_windows]
+        first = [max(0, end - (window or end)) for window in self.windows]
         seen = [[self._load(slot, p, group) for p in range(first[group], end)] for group in range(len(first))]
         longest = max(seen, key=len)
         assert all(longest[len(longest) - len(tokens) :] == tokens for tokens in seen)
         return [token for tokens in seen for token in tokens]
 
+    def _advance(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
+        """Read the states of a slot, unless it begins, and overwrite them."""
+        for group, table in enumerate(self.tables[slot][len(self.windows) :]):
+            for part, block in enumerate(table):
+                state = 0
+                if start:
+                    *kind, state = self.cache[block]
+                    assert kind == [group, part, start], f"{kind} of {block}, not {[group, part, start]}"
+                self.cache[block] = group, part, start + len(token_ids), state_after(state, token_ids, part)
+
+    def _states(self, slot: int) -> list[int]:
+        tables = self.tables[slot][len(self.windows) :]
+        return [self.cache[block][-1] % VOCAB_SIZE for table in tables for block in table]
+
     def _sample(self, slot: int) -> int:
-        self.last_token[slot] = next_token(self._context(slot, self.num_computed[slot]))
+        context = self._context(slot, self.num_computed[slot])
+        self.last_token[slot] = next_token([*context, *self._states(slot)])
         return self.last_token[slot]
 
 
@@ -321,6 +418,8 @@ def make_engine(
     windows: list[int | None] | None = None,
     num_host_slots: int = 0,
     copy_seed: int = 0,
+    num_drafts: int = 0,
+    states: Sequence[State] = (),
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -333,7 +432,15 @@ def make_engine(
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
     runner = MockRunner(
-        num_blocks, block_size, config.max_num_running, pipeline_depth, windows, num_host_slots, copy_seed
+        num_blocks,
+        block_size,
+        config.max_num_running,
+        pipeline_depth,
+        windows,
+        num_host_slots,
+        copy_seed,
+        num_drafts=num_drafts,
+        states=states,
     )
     engine = LLMEngine(
         config,
@@ -377,10 +484,11 @@ def check_engine(engine: LLMEngine) -> None:
             # It is not looked at again yet, and would not fit.
             matched = manager._match_prefix(seq)
             num_computed = min(len(matched[0]) * manager.block_size, seq.num_tokens - 1)
-            spans = manager.held.spans(num_computed, seq.num_tokens)
-            num_needed = sum(
-                end - first - sum(block is not None and block.ref_count > 0 for block in blocks[first:])
-                for blocks, (first, end) in zip(matched, spans, strict=True)
+            needed = manager._needed(num_computed, seq.num_tokens)
+            num_needed = sum(map(len, needed)) - sum(
+                block is not None and block.ref_count > 0
+                for blocks, own in zip(matched, needed, strict=False)
+                for block in blocks[own.start :]
             )
             assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]

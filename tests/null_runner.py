@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StepOutput
 
 
 class NullHandle:
@@ -24,7 +24,8 @@ class NullRunner:
 
     pipeline_depth = 1
     num_kvcache_blocks = 4096
-    kv_windows: ClassVar[list[int | None]] = [None]
+    num_drafts = 0
+    cache_kinds: ClassVar[list[CacheKind]] = [FullCache()]
     host_memory = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -13,8 +13,8 @@ from nanovllm.attention.backend import HostPlan
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
-from nanovllm.runner.messages import NewBlock, NewRequest, PromptChunk, ScheduledBatch
-from tests.mock_runner import slot_array
+from nanovllm.runner.messages import Chunk, NewBlock, NewRequest, ScheduledBatch
+from tests.mock_runner import slot_rows
 
 BLOCK_SIZE = 16
 PADDING_SLOT = 4
@@ -55,7 +55,7 @@ def sender() -> Sender:
     sender = Sender()
     batch = ScheduledBatch(
         new_requests=[NewRequest(slot, [[10 + slot, 20 + slot]], 17, 0.5, 1) for slot in range(3)],
-        chunks=[PromptChunk(slot, 0, array("i", range(17)), True, True) for slot in range(3)],
+        chunks=[Chunk(slot, 0, array("i", range(17)), True, True) for slot in range(3)],
     )
     sender.step(batch)
     sender.sent.clear()
@@ -65,19 +65,19 @@ def sender() -> Sender:
 def test_decode_slots_are_sent_when_they_change_and_not_again(sender: Sender) -> None:
     batches = [[0, 2], [0, 2], [0, 2], [2, 0], [0, 2], [2], [2]]
     for position, slots in enumerate(batches):
-        inputs = sender.step(ScheduledBatch(decode_slots=slot_array(*slots)))
+        inputs = sender.step(ScheduledBatch(rows=slot_rows(*slots)))
         assert inputs.sample_slots.tolist() == slots
         assert inputs.positions[slots.index(2)] == 17 + position
     assert sender.sent == [2, 0, 0, 2, 2, 1, 0]
     # The same slots, with padding that was not there before.
-    sender.step(ScheduledBatch(decode_slots=slot_array(0, 2)), StepShape(3))
-    sender.step(ScheduledBatch(decode_slots=slot_array(0, 2)), StepShape(3))
+    sender.step(ScheduledBatch(rows=slot_rows(0, 2)), StepShape(3))
+    sender.step(ScheduledBatch(rows=slot_rows(0, 2)), StepShape(3))
     assert sender.sent[-2:] == [3, 0]
 
 
 def test_a_new_block_is_one_number(sender: Sender) -> None:
-    sender.step(ScheduledBatch(decode_slots=slot_array(1)))
-    inputs = sender.step(ScheduledBatch(new_blocks=[NewBlock(1, 2, 5)], decode_slots=slot_array(1)))
+    sender.step(ScheduledBatch(rows=slot_rows(1)))
+    inputs = sender.step(ScheduledBatch(new_blocks=[NewBlock(1, 2, 5)], rows=slot_rows(1)))
     # Its place and its value.
     assert sender.sent == [1, 2]
     assert inputs.metadata[0].block_tables.tolist() == [[11, 21, 5, 0, 0, 0]]
@@ -86,7 +86,7 @@ def test_a_new_block_is_one_number(sender: Sender) -> None:
 def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
     state = sender.builder.slots.tensors
     before = deepcopy(state)
-    batch = ScheduledBatch(decode_slots=slot_array(2), chunks=[PromptChunk(3, 0, array("i", [50, 51]), True, False)],
+    batch = ScheduledBatch(rows=slot_rows(2), chunks=[Chunk(3, 0, array("i", [50, 51]), True, False)],
                            new_requests=[NewRequest(3, [[13]], 9, 0.0, 0)])  # fmt: skip
     inputs = sender.step(batch, StepShape(num_decodes=3, num_prompt_tokens=5, num_chunks=3), token=99)
     assert inputs.metadata[0].slot_mapping.tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
@@ -103,8 +103,8 @@ def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
 def test_a_token_that_is_stored_already_has_no_place_on_the_device(sender: Sender) -> None:
     batch = ScheduledBatch(
         new_requests=[NewRequest(3, [[10, 11]], 32, 0.0, 0)],
-        decode_slots=slot_array(0),
-        chunks=[PromptChunk(3, 31, array("i", [60]), store=False, samples=True)],
+        rows=slot_rows(0),
+        chunks=[Chunk(3, 31, array("i", [60]), store=False, samples=True)],
     )
     inputs = sender.step(batch)
     assert inputs.metadata[0].slot_mapping.tolist() == [20 * 16 + 1, -1]
@@ -116,9 +116,9 @@ def test_a_token_that_is_stored_already_has_no_place_on_the_device(sender: Sende
 def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> None:
     temperatures, seeds = [0.7, 1e39], [2**64 - 1, 5 + 2**32]
     requests = [NewRequest(slot, [[13 + slot]], 3, temperatures[slot], seeds[slot]) for slot in range(2)]
-    chunks = [PromptChunk(slot, 0, array("i", [1, 2, 3]), True, True) for slot in range(2)]
-    mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, decode_slots=slot_array(2))).sampling
-    decodes = sender.step(ScheduledBatch(decode_slots=slot_array(1, 2, 0))).sampling
+    chunks = [Chunk(slot, 0, array("i", [1, 2, 3]), True, True) for slot in range(2)]
+    mixed = sender.step(ScheduledBatch(new_requests=requests, chunks=chunks, rows=slot_rows(2))).sampling
+    decodes = sender.step(ScheduledBatch(rows=slot_rows(1, 2, 0))).sampling
     hottest = torch.tensor(1e30).item()
     assert mixed.temperatures.tolist() == [0.5, torch.tensor(0.7).item(), hottest]
     assert mixed.seeds.tolist() == [[1, 0], [-1, -1], [5, 1]] and mixed.output_index.tolist() == [1, 0, 0]
@@ -128,15 +128,15 @@ def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> Non
 
 def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = Sender(num_groups=2)
-    chunks = [PromptChunk(slot, 0, array("i", range(17)), True, True) for slot in range(2)]
+    chunks = [Chunk(slot, 0, array("i", range(17)), True, True) for slot in range(2)]
     tables = [[[10 + slot, 20 + slot], [0, 40 + slot]] for slot in range(2)]
     requests = [NewRequest(slot, tables[slot], 17, 0.5, 1) for slot in range(2)]
     sender.step(ScheduledBatch(new_requests=requests, chunks=chunks))
     new = [NewBlock(0, 2, 50, group=1), NewBlock(1, 2, 51)]
-    chunk = PromptChunk(2, 15, array("i", [5, 6]), True, False)
+    chunk = Chunk(2, 15, array("i", [5, 6]), True, False)
     batch = ScheduledBatch(
         new_requests=[NewRequest(2, [[12, 22], [32, 42]], 17, 0.5, 1)],
-        new_blocks=new, decode_slots=slot_array(1, 0), chunks=[chunk],
+        new_blocks=new, rows=slot_rows(1, 0), chunks=[chunk],
     )  # fmt: skip
     planned: list[np.ndarray] = []
     plan = SdpaBackend.plan_host
@@ -153,5 +153,5 @@ def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.Monke
     assert second.block_tables[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
     # Common prefixes are those of the first group.
     assert planned[0][:2, :2].tolist() == [[10, 20], [11, 21]]
-    first, second = sender.step(ScheduledBatch(decode_slots=slot_array(0))).metadata
+    first, second = sender.step(ScheduledBatch(rows=slot_rows(0))).metadata
     assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

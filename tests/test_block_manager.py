@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.engine.block import Block
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_usage import block_usage
-from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.prefix_cache import Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence
+from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence, window_kinds
 
 
 def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
@@ -207,7 +206,7 @@ def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
 
 
 def test_no_group_finds_what_another_has_kept_since_before_a_reset() -> None:
-    manager = BlockManager(20, 2, windows=[None, 8])
+    manager = BlockManager(20, 2, kinds=window_kinds(None, 8))
     hold(manager, [1, 2, 3, 4, 5])
     assert not manager.reset()
     second, third = (hold(manager, [1, 2, 3, 4, 5]) for _ in range(2))

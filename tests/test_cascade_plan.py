@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import CascadePlanner, find_groups, plan_cascade_groups
-from tests.mock_runner import slot_array
+from tests.mock_runner import slot_rows
 
 BLOCK_SIZE = 16
 
@@ -87,14 +87,14 @@ def test_a_plan_is_made_again_when_rows_change(monkeypatch: pytest.MonkeyPatch) 
     tables[5, 0] = 9
     slots = np.full(6, 2 * BLOCK_SIZE + 3, dtype=np.int32), tables
     planner = CascadePlanner(6, BLOCK_SIZE, 4, 2, torch.device("cpu"))
-    assert planner.plan(slot_array(*[5]), *slots) is None and not len(planner.packed)
-    lens = planner.plan(slot_array(*[0, 3, 5]), *slots)
+    assert planner.plan(slot_rows(*[5]).slots, *slots) is None and not len(planner.packed)
+    lens = planner.plan(slot_rows(*[0, 3, 5]).slots, *slots)
     assert lens is not None and lens.tolist() == [32, 32, 0]
     packed = planner.packed
     planner.buffer.copy_(torch.from_numpy(packed))
     assert planner.groups.rows[0].tolist() == [32, 32, 0, 0, 0, 0]
     assert planner.groups.items[0].tolist() == [0, 2, 0, 32] and not planner.groups.items[1:].any()
     # The same object, which is not sent again.
-    assert planner.plan(slot_array(*[0, 3, 5]), *slots) is not None and planner.packed is packed
+    assert planner.plan(slot_rows(*[0, 3, 5]).slots, *slots) is not None and planner.packed is packed
     # Alone, a row has nothing to share.
-    assert planner.plan(slot_array(*[0]), *slots) is None and not len(planner.packed)
+    assert planner.plan(slot_rows(*[0]).slots, *slots) is None and not len(planner.packed)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from nanovllm.workers.channel import Receiver, Sender
-from tests.mock_runner import slot_array
+from tests.mock_runner import slot_rows
 
 
 def never() -> None:
@@ -58,8 +58,8 @@ def test_a_batch_comes_out_as_it_went_in() -> None:
     sender = Sender(1)
     batch = ScheduledBatch(
         new_requests=[NewRequest(3, [[1, 2]], 30, 0.5, 2**64 - 1)],
-        decode_slots=slot_array(0, 7),
-        chunks=[PromptChunk(3, 0, array("i", range(100000, 100030)), True, True)],
+        rows=slot_rows(0, 7),
+        chunks=[Chunk(3, 0, array("i", range(100000, 100030)), True, True)],
     )
     sender.send(batch, never)
     assert repr(Receiver(sender.receivers[0]).receive()) == repr(batch)

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.attention import cascade as shared_prefix
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
 from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
@@ -22,9 +22,9 @@ from nanovllm.kernels.attention.decode_attention import plan_decode
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
-from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import slot_array
+from tests.mock_runner import slot_rows
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
@@ -240,7 +240,7 @@ class Asked(KernelPolicy):
 def planned_backend(monkeypatch: pytest.MonkeyPatch, num_slots: int, policy: KernelPolicy) -> TritonBackend:
     """A backend that plans as on a Hopper GPU, on the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
-    specs = [KVCacheSpec(2, 16, 16, None, torch.float32)]
+    specs = [Paged(2, 16, 16, None, torch.float32)]
     backend = TritonBackend(CPU, torch.float32, 16, 4, specs, num_slots=num_slots, shares_prefixes=True, policy=policy)
     backend._hopper_decode = SimpleNamespace()
     return backend
@@ -250,12 +250,12 @@ def test_the_host_asks_with_the_contexts_of_the_step(monkeypatch: pytest.MonkeyP
     asked = (policy := Asked()).lens
     builder = BatchBuilder(3, 2, 16, 64, planned_backend(monkeypatch, 3, policy), CPU, num_groups=1)
     new_requests = [NewRequest(slot, [[slot, 3 + slot]], 10 + slot, 0.0, 0) for slot in range(2)]
-    chunks = [PromptChunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
+    chunks = [Chunk(slot, 0, array("i", range(10 + slot)), False, True) for slot in range(2)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
     shape, plan = builder.plan(batch)
     assert shape == StepShape(0, 21, 2, DecodeVariant(False, True)) and asked == [[]]
     assert builder.gather(builder.send(batch, shape, plan)).metadata[0].variant == shape.variant
-    step = ScheduledBatch(decode_slots=slot_array(1, 0), sampled_seq_ids=[1, 0])
+    step = ScheduledBatch(rows=slot_rows(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
         shape, plan = builder.plan(step)
         assert shape.variant == DecodeVariant(False, False) and asked[-1] == [12 + i, 11 + i]
@@ -270,11 +270,11 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
     new_requests = [
         NewRequest(slot, [[*blocks, 5 + slot]], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
     ]
-    chunks = [PromptChunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
+    chunks = [Chunk(slot, 0, array("i", range(40)), False, True) for slot in range(3)]
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1, 2])
     builder.send(batch, *builder.plan(batch))
     for slots, lens in (([0, 2, 1], [9, 41, 9]), ([0, 2, 1], [10, 42, 10]), ([2, 1], [43, 43])):
-        step = ScheduledBatch(decode_slots=slot_array(*slots), sampled_seq_ids=slots)
+        step = ScheduledBatch(rows=slot_rows(*slots), sampled_seq_ids=slots)
         shape, plan = builder.plan(step)
         builder.send(step, shape, plan)
         assert shape.variant == DecodeVariant(len(slots) == 3, False) and asked[-1] == lens

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.engine.block import ROOT_IDENTITY, Block
-from nanovllm.engine.block_table import BlockTable
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockTable
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
@@ -298,7 +297,7 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
     blocks, parent = list[Block](), ROOT_IDENTITY
     for start in range(0, len(token_ids) - 3, 4):
         block = Block(start)
-        block.key, block.identity = (parent, array("i", token_ids[start : start + 4]).tobytes()), 1000 + start
+        block.key, block.identity = (parent, array("i", token_ids[start : start + 4]).tobytes(), b""), 1000 + start
         parent = block.identity
         blocks.append(block)
     return blocks

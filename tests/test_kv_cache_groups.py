@@ -10,11 +10,11 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.kv_cache_groups import make_groups
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.runner.model_runner import ModelRunner
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import greedy, make_engine
+from tests.mock_runner import greedy, make_engine, window_kinds
 from tests.test_greedy import PARAMS, Reference, check, make_llm, prompts, set_depth
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -35,7 +35,7 @@ def mixed(make_checkpoint: MakeCheckpoint) -> tuple[Path, Reference]:
 
 def sizes(pattern: list[int | None], max_blocks: int = 64) -> list[tuple[int | None, int]]:
     """Each group's window and number of layers; what they have must be all layers, once."""
-    specs = [KVCacheSpec(2, 16, 16, window, torch.float32) for window in pattern]
+    specs = [Paged(2, 16, 16, window, torch.float32) for window in pattern]
     groups = make_groups(specs, 16, max_blocks)
     assert sorted(i for group in groups for i in group.layers) == list(range(len(pattern)))
     if len(groups) > 1:
@@ -121,7 +121,7 @@ def test_one_memory_holds_more_sequences(mixed: tuple[Path, Reference]) -> None:
         while not llm.is_finished():
             for request_id, output in llm.step().finished:
                 assert output["token_ids"] == reference.complete(tuple(ids.pop(request_id)))
-            most = max(most, len(llm.llm_engine.scheduler.decoding))
+            most = max(most, len(llm.llm_engine.scheduler.steady))
         return most
 
     sizes = {"max_num_batched_tokens": 64, "num_kvcache_blocks": 20}
@@ -135,7 +135,7 @@ def test_one_memory_holds_more_sequences(mixed: tuple[Path, Reference]) -> None:
 def test_a_rank_whose_layers_differ_in_their_pages_keeps_all_from_groups(mixed: tuple[Path, Reference]) -> None:
     with make_llm(mixed[0]) as llm:
         runner = cast("ModelRunner", llm.llm_engine._runner)
-        assert runner.kv_windows == [None, 20, 20]
+        assert runner.cache_kinds == window_kinds(None, 20, 20)
         keys = {layer.pages.k_cache.data_ptr() for layer in runner.model.attention_layers}
         assert len(keys) == 3, "the i-th layers of all groups have one tensor"
         assert runner.kv_cache.block_bytes == 3 * 2 * 16 * 2 * 16 * 4
@@ -161,7 +161,7 @@ def test_groups_with_windows_hold_a_bounded_number_of_blocks(depth: int) -> None
     most = [0, 0, 0]
     while not engine.is_finished():
         engine.step()
-        for seq in engine.scheduler.decoding.seqs:
+        for seq in engine.scheduler.steady.seqs:
             held = [len(table.held) for table in seq.block_tables]
             # Nothing waits for the next block's border before it is released.
             assert held[1] <= 3 and held[2] <= 2

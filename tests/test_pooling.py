@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.runner.messages import PromptChunk
+from nanovllm.runner.messages import Chunk
 from nanovllm.runner.prompt_outputs import prompt_outputs
 
 
@@ -16,7 +16,7 @@ from nanovllm.runner.prompt_outputs import prompt_outputs
 def test_the_sum_of_many_hidden_states_is_float32(dtype: torch.dtype) -> None:
     # From 2048 on float16 has no odd numbers, and from 256 on bfloat16 has none.
     hidden = torch.ones(3001, 2, dtype=dtype)
-    chunk = PromptChunk(0, 0, array("i", [0]) * 3001, False, True, pooling="mean")
+    chunk = Chunk(0, 0, array("i", [0]) * 3001, False, True, pooling="mean")
     nothing: Any = None
     (total,) = prompt_outputs(nothing, nothing, [chunk], hidden)
     assert isinstance(total, torch.Tensor) and total.dtype == torch.float32

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
 from nanovllm.kernels.qkv_rope_store import KVPages
-from nanovllm.runner.messages import PromptChunk
+from nanovllm.runner.messages import Chunk
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from tests.test_kernels import DEVICE, paged, randn
 
@@ -34,7 +34,7 @@ def rows_of(tiles: np.ndarray, cu_seqlens_q: np.ndarray) -> list[range]:
 @pytest.mark.parametrize("samples", [[True] * 6, [False] * 6, [True, False, True, True, False, True]])
 def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding: int, samples: list[bool]) -> None:
     chunks = [
-        PromptChunk(slot, 7 * slot, array("i", [slot] * n), True, sampled)
+        Chunk(slot, 7 * slot, array("i", [slot] * n), True, sampled)
         for slot, (n, sampled) in enumerate(zip(LENS, samples, strict=True))
     ]
     num_tokens, num_chunks = sum(LENS) + 50 * padding, len(chunks) + padding
@@ -57,9 +57,9 @@ def test_every_field_by_hand(padded: bool) -> None:
     state = np.array(table, dtype=np.int32)[:, None]
     long = list(range(500, 500 + QUERY_TILE + 2))
     chunks = [
-        PromptChunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False),
-        PromptChunk(1, 47, array("i", [81]), store=False, samples=True),
-        PromptChunk(4, 0, array("i", long), store=True, samples=True),
+        Chunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False),
+        Chunk(1, 47, array("i", [81]), store=False, samples=True),
+        Chunk(4, 0, array("i", long), store=True, samples=True),
     ]
     total = 5 + len(long)
 
@@ -103,7 +103,7 @@ def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None
     ends = [start + n for start, n in zip(starts, lens, strict=True)]
     cache, tables, seq_lens = paged(ends, 128, 2, 64, dtype)
     chunks = [
-        PromptChunk(slot, start, array("i", [0] * n), True, sampled)
+        Chunk(slot, start, array("i", [0] * n), True, sampled)
         for slot, (start, n, sampled) in enumerate(zip(starts, lens, samples, strict=True))
     ]
     host_tables = np.zeros((len(lens) + 1, 1, tables.shape[1]), dtype=np.int32)

@@ -67,7 +67,7 @@ def test_several_outputs_fail_together(llm: LLM, monkeypatch: pytest.MonkeyPatch
 
     def failing(batch: Any, *args: Any) -> Any:
         # The second output's first step, when the first output is under way.
-        if len(batch.decode_slots) == 1 and batch.chunks:
+        if len(batch.rows) == 1 and batch.chunks:
             raise MemoryError("no room")
         return forward(batch, *args)
 

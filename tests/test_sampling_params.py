@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request import RequestLimits
 from nanovllm.outputs import RequestOutput
 from tests.reference import check_logprobs, processed, prompt, reference_logits
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import decode_rows
+from nanovllm.attention.kv_cache_spec import State
+from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_messages import take_in_logprobs
+from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
@@ -30,7 +31,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 @pytest.fixture(autouse=True)
 def _all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take in the tokens of a few rows as those of many."""
-    monkeypatch.setattr(decode_rows, "_FEW_ROWS", 0)
+    monkeypatch.setattr(sequence, "_FEW_ROWS", 0)
 
 
 def run(engine: LLMEngine | LLM) -> dict[int, Any]:
@@ -55,6 +56,10 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
+def state_spec(size: int, checkpoint: int) -> State:
+    return State({"hash": ((size,), torch.int64)}, checkpoint)
+
+
 # Built once: strategies made inside a composite are made anew for each example, which takes most of the test's time.
 SIZES = st.fixed_dictionaries(
     {
@@ -66,6 +71,12 @@ SIZES = st.fixed_dictionaries(
         "max_model_len": st.integers(4, 24),
         "eos": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=8),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "num_drafts": st.sampled_from([0, 0, 1, 3]),
+        "copy_seed": st.integers(0, 99),
+        # Groups with states of so many numbers, two of which fill a block, and block ends at which they are kept.
+        "states": st.sampled_from(
+            [[], [], [state_spec(1, 1)], [state_spec(3, 2)], [state_spec(2, 3), state_spec(4, 1)]]
+        ),
         "windows": st.sampled_from(
             [[None], [None], [None], [1], [2], [5], [7], [None, 3], [None, None, 6], [None, 2, 5], [4, 4], [3, 7]]
         ),
@@ -85,11 +96,12 @@ EVENT = st.one_of(ADD, ADD, ADD, STEP, STEP, ABORT, FAIL)
 EVENTS = st.lists(EVENT, min_size=8, max_size=25)
 
 
-def num_needed(num_tokens: int, *, windows: list[int | None], block_size: int, **_: Any) -> int:
+def num_needed(num_tokens: int, *, windows: list[int | None], block_size: int, states: list[State], **_: Any) -> int:
     """The blocks that a sequence of so many stored tokens cannot do without, in all groups."""
     filled = -(-num_tokens // block_size)
+    num_states = sum(-(-state.num_bytes // 16) for state in states)
     # A window begins with the last token of a block, if there is no worse place.
-    return sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
+    return num_states + sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
 
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -124,7 +136,10 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             except ValueError:
                 assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
-            wanted[request_id] = complete(prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"])
+            num_blocks = [state.num_blocks for state in runner.states]
+            wanted[request_id] = complete(
+                prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"], states=num_blocks
+            )
         elif kind == "step":
             for _ in range(arguments[0]):
                 step()
@@ -145,7 +160,7 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
     assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
     assert engine.block_manager.num_used_blocks == 0
     for batch in runner.batches:
-        assert len(batch.decode_slots) + batch.num_prompt_tokens <= sizes["max_num_batched_tokens"]
+        assert batch.rows.num_new.sum() + batch.num_chunk_tokens <= sizes["max_num_batched_tokens"]
     for output in outputs.values():
         stopped = output["token_ids"][-1] in sizes["eos"]
         assert output["finish_reason"] == ("stop" if stopped else "length")
@@ -167,8 +182,8 @@ def test_a_sequence_far_longer_than_the_window_holds_a_bounded_number_of_blocks(
         outputs.update(engine.step().finished)
         check_engine(engine)
         for seq in engine.scheduler.running:
-            assert len(seq.block_tables[0].held) <= (5 if seq.is_prefill or seq.num_tokens < 156 else 3)
-        num_decoding = max(num_decoding, len(engine.scheduler.decoding))
+            assert len(seq.block_tables[0].held) <= (5 if seq.is_behind or seq.num_tokens < 156 else 3)
+        num_decoding = max(num_decoding, len(engine.scheduler.steady))
     assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
     assert num_decoding == 3 and not engine.stats()["num_preemptions"]
 
@@ -218,7 +233,7 @@ def test_outputs_share_a_prompt_while_the_first_holds_what_the_second_needs(dept
 def test_outputs_do_not_share_a_prompt_once_its_last_block_is_one_outputs_own() -> None:
     engine, _ = make_engine(pipeline_depth=0, windows=[7], block_size=4, max_num_seqs=1, max_num_batched_tokens=4)
     engine.add_request(list(range(19)), SamplingParams(0.5, 9, ignore_eos=True, n=2))
-    while not engine.scheduler.decoding.seqs:
+    while not engine.scheduler.steady.seqs:
         engine.step()
     first, second = engine.scheduler.sequences
     assert first.block_tables[0].num_released == 2 and engine.block_manager._can_fork(first, second)
@@ -232,7 +247,7 @@ def test_outputs_share_a_prompt_if_the_first_holds_enough_in_every_group() -> No
         pipeline_depth=0, windows=[None, 7, 3], block_size=4, max_num_seqs=1, max_num_batched_tokens=4
     )
     engine.add_request(list(range(14)), SamplingParams(0.5, 9, ignore_eos=True, n=2))
-    while not engine.scheduler.decoding.seqs:
+    while not engine.scheduler.steady.seqs:
         engine.step()
     first, second = engine.scheduler.sequences
     assert [table.num_released for table in first.block_tables] == [0, 1, 2]
@@ -248,7 +263,7 @@ def test_identical_prompts_of_one_step_are_computed_once(depth: int) -> None:
     prompt = list(range(40))
     ids = [engine.add_request(prompt, greedy(3)) for _ in range(3)]
     outputs = run(engine)
-    assert runner.batches[0].num_prompt_tokens == 40 + 8 + 8
+    assert runner.batches[0].num_chunk_tokens == 40 + 8 + 8
     assert [outputs[i]["num_cached_tokens"] for i in ids] == [0, 32, 32]
     assert len({tuple(outputs[i]["token_ids"]) for i in ids}) == 1
 
@@ -295,10 +310,83 @@ def test_a_long_prompt_stalls_nobody(depth: int) -> None:
     engine.step()
     engine.add_request(list(range(50)) * 2, greedy(2))
     outputs = run(engine)
-    mixed = [batch for batch in runner.batches if len(batch.decode_slots) and batch.chunks]
+    mixed = [batch for batch in runner.batches if len(batch.rows) and batch.chunks]
     assert len(mixed) >= 6
-    assert all(len(batch.decode_slots) + batch.num_prompt_tokens <= 16 for batch in runner.batches)
+    assert all(len(batch.rows) + batch.num_chunk_tokens <= 16 for batch in runner.batches)
     assert len(outputs[short]["token_ids"]) == 12
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> None:
+    """Stops in the middle of a row, limits, block borders, and generated blocks that are found again."""
+    prompt = [3, 1, 4]
+    free = complete(prompt, 40, frozenset(), 128)
+    eos = frozenset([free[17]])
+    engine, runner = make_engine(pipeline_depth=depth, num_drafts=num_drafts, block_size=4, num_blocks=64, eos=eos)
+    ids = [
+        engine.add_request(prompt, params)
+        for params in (
+            SamplingParams(0, 40, ignore_eos=True, logprobs=0),
+            SamplingParams(0, 40, logprobs=0),
+            *(SamplingParams(0, n, ignore_eos=True) for n in (1, 2, 9)),
+        )
+    ]
+    outputs = run(engine)
+    wanted = [free, complete(prompt, 40, eos, 128), free[:1], free[:2], free[:9]]
+    assert [outputs[request_id]["token_ids"] for request_id in ids] == wanted
+    assert [outputs[request_id]["finish_reason"] for request_id in ids] == ["length", "stop", *["length"] * 3]
+    for request_id, want in zip(ids[:2], wanted, strict=False):
+        assert outputs[request_id].outputs[0].logprobs == mock_dicts(want, 0)
+    num_new = [int(n) for batch in runner.batches for n in batch.rows.num_new]
+    assert max(num_new) == 1 + num_drafts and engine.stats()["num_output_tokens"] == sum(map(len, wanted))
+    # A step returns fewer tokens than it computes, and more than rows.
+    assert len(free) > sum(len(batch.rows) > 0 for batch in runner.batches)
+    again = engine.add_request([*prompt, *free], SamplingParams(0, 1))
+    assert run(engine)[again]["num_cached_tokens"] == 40
+
+
+@DEPTHS
+def test_a_prefix_with_a_state_begins_at_a_checkpoint(depth: int) -> None:
+    # Three numbers take two blocks; every second block end is kept, and a prompt's last.
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[state_spec(3, 2)]
+    )
+
+    def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
+        request_id = engine.add_request(prompt, greedy(max_tokens))
+        output = run(engine)[request_id]
+        assert output["token_ids"] == complete(prompt, max_tokens, frozenset(), 128, None, states=[2])
+        return int(output["num_cached_tokens"])
+
+    prompt = list(range(30))
+    assert num_cached(prompt) == 0
+    # Chunks end where a state is kept, and each but the last leaves it: the next one writes to a copy.
+    chunks = [chunk for batch in runner.batches for chunk in batch.chunks]
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in chunks] == [(0, 8), (8, 8), (16, 8), (24, 4), (28, 2)]
+    assert [len(batch.transfers) for batch in runner.batches] == [0, 2, 2, 2, 2]
+    # Keys match up to 20, 28 and 28 tokens; of a whole hit one block is computed again.
+    assert [num_cached(prompt[:23]), num_cached([*prompt, 1]), num_cached(prompt[:28])] == [16, 28, 24]
+    # In decoding as well.
+    tokens = [*prompt, *complete(prompt, 20, frozenset(), 128, None, states=[2])]
+    assert num_cached(prompt, 20) == 28 and num_cached([*tokens[:49], 0]) == 48
+    # Without its key block, no state is found.
+    engine.reset_prefix_cache()
+    assert num_cached(prompt) == 0
+
+
+@DEPTHS
+def test_states_are_forgotten_where_no_block_is_free_for_a_copy(depth: int) -> None:
+    # The sequence needs four blocks for keys and one for its state.
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=5, max_num_batched_tokens=8, states=[state_spec(1, 1)]
+    )
+    prompt = list(range(9))
+    request_id = engine.add_request(prompt, greedy(8))
+    want = complete(prompt, 8, frozenset(), 128, None, states=[1])
+    assert run(engine)[request_id]["token_ids"] == want
+    assert not engine.stats()["num_preemptions"] and sum(len(batch.transfers) for batch in runner.batches) < 3
+    assert engine.limits.max_stored_tokens == 16
 
 
 @DEPTHS
@@ -327,7 +415,7 @@ def test_budget_smaller_than_max_num_seqs(depth: int) -> None:
     ids = [engine.add_request([i, i + 1], greedy(5)) for i in range(8)]
     outputs = run(engine)
     assert sorted(outputs) == ids
-    assert max(len(batch.decode_slots) + batch.num_prompt_tokens for batch in runner.batches) == 3
+    assert max(len(batch.rows) + batch.num_chunk_tokens for batch in runner.batches) == 3
 
 
 @DEPTHS
@@ -497,7 +585,7 @@ def test_a_higher_priority_takes_a_slot_only_for_what_the_step_can_begin() -> No
         engine.add_request([i] * 2, greedy(40), 1)
     for _ in range(8):
         engine.step()
-    assert len(engine.scheduler.decoding) == 4
+    assert len(engine.scheduler.steady) == 4
     high = engine.add_request([9] * 3, greedy(2))
     engine.step()
     assert engine.scheduler.running[0].seq_id == high and engine.stats()["num_preemptions"] == 1
@@ -614,7 +702,7 @@ def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
     manager, prompt = engine.block_manager, list(range(9))
     engine.add_request(prompt[:4], greedy(1))
     run(engine)
-    cached = manager._cache.blocks[0, array("i", prompt[:4]).tobytes()]
+    cached = manager._cache.blocks[0, array("i", prompt[:4]).tobytes(), b""]
     engine.add_request(prompt, SamplingParams(0.5, 4, ignore_eos=True, n=2, prompt_logprobs=0))
     engine.step()
     first, second = engine.scheduler.sequences
@@ -648,7 +736,7 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     first, second = engine.scheduler.running[0], engine.scheduler.waiting.first()
     assert second is not None and manager.blocks[first.block_tables[0].held[0]].key is not None
     assert manager.allocate(second) and second.block_tables[0].held == first.block_tables[0].held[:1]
-    engine.scheduler.decoding.discard(first)
+    engine.scheduler.steady.discard(first)
     manager.free(first)
     # Nobody else uses the block now, but others may find it.
     second.num_computed_tokens = 2
@@ -662,5 +750,5 @@ def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
     seq.num_admissions = 2
     old, new = np.zeros(1), np.ones(1)
     batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])
-    take_in_logprobs(batch, StepOutput(np.empty(0, dtype=np.int64), prompt_outputs=[old, new, old]), {3: seq})
+    _take_logprobs([], batch, StepOutput(np.empty(0, dtype=np.int64), prompt_outputs=[old, new, old]), {3: seq})
     assert seq.prompt_outputs == [new]

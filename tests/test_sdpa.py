@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.attention import sdpa
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
@@ -77,7 +77,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         device = torch.device(DEVICE)
-        specs = [KVCacheSpec(2, 16, 16, one.window, torch.float32) for one in LAYERS]
+        specs = [Paged(2, 16, 16, one.window, torch.float32) for one in LAYERS]
         backend = TritonBackend(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
         slots = np.arange(num_decodes, dtype=np.int32)
         variant, array = backend.plan_host(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
@@ -124,7 +124,7 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
     query_lens = [1, 1, 1, num_queries]
     # With 192 and 128 elements (DeepSeek) a padded key and value are no power of two together.
     layers = [(2, 24, 24, None), (1, 80, 48, 20), (1, 80, 48, None), (1, 192, 128, None), (1, 512, 512, 60)]
-    specs = [KVCacheSpec(*layer, dtype) for layer in layers]
+    specs = [Paged(*layer, dtype) for layer in layers]
     backend: AttentionBackend = SdpaBackend(16)
     if kind == "triton":
         if DEVICE == "cpu":

@@ -20,8 +20,7 @@ pytest.importorskip("uvicorn")
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
-from nanovllm.engine.request import Request
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.step_histograms import StepHistograms
 from nanovllm.logprobs import Logprob, Logprobs, pack_records
 from nanovllm.outputs import CompletionOutput, RequestOutput

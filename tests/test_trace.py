@@ -71,7 +71,7 @@ def test_steps_and_the_life_of_requests(depth: int, tmp_path: Path) -> None:
     steps = rows["device"]
     # What runs past the ends of outputs is a step as well.
     assert [event["name"] for event in steps] == [f"step {batch.number}" for batch in runner.batches]
-    assert [event["args"]["decodes"] for event in steps] == [len(batch.decode_slots) for batch in runner.batches]
+    assert [event["args"]["decodes"] for event in steps] == [len(batch.rows) for batch in runner.batches]
     assert sum(event["args"]["preempted"] for event in steps) == engine.stats()["num_preemptions"] > 0
     assert all(end(event) <= following["ts"] + 0.01 for event, following in pairwise(steps))
     for event in steps:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE
@@ -23,7 +23,7 @@ def make_backend(
     dtype: torch.dtype,
     block_size: int,
     num_heads: int,
-    specs: Sequence[KVCacheSpec],
+    specs: Sequence[Paged],
     *,
     num_slots: int,
     shares_prefixes: bool = False,

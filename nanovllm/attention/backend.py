@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.head_outputs import HeadOutputs
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
@@ -57,7 +57,7 @@ class AttentionBackend(ABC):
     kernel_rows: tuple[int, ...] = ()
     plan_buffer: torch.Tensor = torch.empty(0, dtype=torch.int32)
 
-    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+    def check(self, spec: Paged, options: AttentionOptions) -> None:
         """Raise a ValueError if layers that cache and attend like this are not supported."""
         return
 

@@ -9,7 +9,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from typing_extensions import override
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.linear.quantize_rows import Rounding
@@ -20,7 +20,7 @@ class FlashAttnBackend(AttentionBackend):
     """Attention by flash-attn; only decode steps are captured in CUDA graphs."""
 
     @override
-    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+    def check(self, spec: Paged, options: AttentionOptions) -> None:
         if options.sinks is not None or spec.key_size != spec.value_size:
             raise ValueError("attention_backend='flash_attn' has neither sinks nor values of another size than keys")
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nanovllm.attention.kv_cache_spec import KVCacheSpec, common_window
+from nanovllm.attention.kv_cache_spec import Paged, common_window
 
 _GROUP_COST = 0.03
 """What a block table more is worth, as a share of the cache that padding takes."""
@@ -31,17 +31,17 @@ class KVCacheGroup:
     layers: tuple[int, ...]
 
 
-def have_equal_pages(specs: Sequence[KVCacheSpec]) -> bool:
+def have_equal_pages(specs: Sequence[Paged]) -> bool:
     """Whether layers differ in nothing but their windows, so that their blocks can hold one another's tokens."""
     return len({replace(spec, window=None) for spec in specs}) == 1
 
 
-def single_group(specs: Sequence[KVCacheSpec]) -> list[KVCacheGroup]:
+def single_group(specs: Sequence[Paged]) -> list[KVCacheGroup]:
     """Return all layers as one group."""
     return [KVCacheGroup(common_window(specs), tuple(range(len(specs))))]
 
 
-def make_groups(specs: Sequence[KVCacheSpec], block_size: int, max_blocks: int) -> list[KVCacheGroup]:
+def make_groups(specs: Sequence[Paged], block_size: int, max_blocks: int) -> list[KVCacheGroup]:
     """Return the groups of layers with equal pages, those that see all tokens first.
 
     It is one group where several would not make the longest sequence hold less.

@@ -1,16 +1,17 @@
-"""What an attention layer keeps in the KV cache."""
+"""What layers keep in the cache: keys and values of tokens in pages, or a state of fixed size a sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 
 @dataclass(frozen=True)
-class KVCacheSpec:
-    """What one layer caches of each token on this rank.
+class Paged:
+    """The keys and values that one layer caches of each token on this rank.
 
     Attributes:
         num_kv_heads: heads of keys and values.
@@ -26,7 +27,29 @@ class KVCacheSpec:
     dtype: torch.dtype
 
 
-def common_window(specs: Iterable[KVCacheSpec]) -> int | None:
+@dataclass(frozen=True)
+class State:
+    """The state that one layer keeps of each sequence on this rank.
+
+    Attributes:
+        tensors: their shapes and dtypes, by name.
+        checkpoint: a state is kept at every block end whose number is a multiple of this.
+    """
+
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    checkpoint: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
+
+CacheSpec = Paged | State
+"""What a layer declares; see `nanovllm.runner.messages.CacheKind` for what the engine is told of it."""
+
+
+def common_window(specs: Iterable[Paged]) -> int | None:
     """Return how many tokens some layer sees at most; None if one sees all."""
     windows = [spec.window for spec in specs]
     known = [window for window in windows if window is not None]

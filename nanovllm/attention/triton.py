@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from nanovllm.attention.backend import AttentionBackend, CaptureVariant, HostPlan
 from nanovllm.attention.cascade import CascadePlanner
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
@@ -55,7 +55,7 @@ class LayerKind(NamedTuple):
     window: int | None
 
     @classmethod
-    def of_spec(cls, spec: KVCacheSpec) -> LayerKind:
+    def of_spec(cls, spec: Paged) -> LayerKind:
         """Return the kind of layers that cache this."""
         return cls(spec.num_kv_heads, spec.key_size, spec.value_size, spec.window)
 
@@ -102,7 +102,7 @@ class TritonBackend(AttentionBackend):
         dtype: torch.dtype,
         block_size: int,
         num_heads: int,
-        specs: Sequence[KVCacheSpec],
+        specs: Sequence[Paged],
         *,
         num_slots: int,
         shares_prefixes: bool = False,
@@ -155,7 +155,7 @@ class TritonBackend(AttentionBackend):
         return HostPlan(DecodeVariant(shared_lens is not None, single_split), self.cascade.packed)
 
     @override
-    def check(self, spec: KVCacheSpec, options: AttentionOptions) -> None:
+    def check(self, spec: Paged, options: AttentionOptions) -> None:
         if max(spec.key_size, spec.value_size) > MAX_HEAD_SIZE:
             raise ValueError(
                 f"keys of {spec.key_size} elements and values of {spec.value_size} are supported by "

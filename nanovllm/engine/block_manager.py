@@ -1,14 +1,15 @@
-"""Manages the paged KV cache on the host: which block holds what, which sequences use it, what can be evicted.
+"""Manages the blocks of the cache on the host: what each holds, which sequences use it, which can be evicted.
 
-Promises: a block is free, or in the tables of as many sequences as its reference count says; only blocks of the
-prefix cache are in more than one table, and nobody writes to those; a freed block keeps its content, and can be found
-again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its
-head, but for preempted sequences (see `free`). All of it is O(1) a block. Outputs of one request also share the last
-block of its prompt, until they write to it.
+Promises: a block is free, or in the tables of as many sequences as its reference count says; only blocks of the prefix
+cache are in more than one table, and no sequence writes to those; a freed block keeps its content, and can be found
+again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its head,
+but for preempted sequences (see `free`). All of it is O(1) a block. Outputs of one request also share the last block of
+its prompt, until they write to it.
 
-Layers are in groups, each with its own blocks and block tables (`BlockTable`) out of one pool. Where the layers of a
-group have a sliding window, a sequence holds the blocks of the window and of what it computes next: what lies before is
-released as it goes on, and need not be there when a prefix is found again, which must be usable in all groups.
+Layers are in groups, each with its own blocks and block tables (`BlockTable`) out of one pool. A policy for each group
+(`cache_policy`) says which blocks a sequence holds there: those of all its tokens, those of a sliding window, or those
+of one state. A prefix must be usable in all groups. A state that others may start from is a cached block, like any
+other: a sequence that goes on from it has a copy.
 
 Knows nothing of the device: block ids are all that it deals in.
 """
@@ -16,19 +17,17 @@ Knows nothing of the device: block ids are all that it deals in.
 from __future__ import annotations
 
 import typing
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, zip_longest
 
-from nanovllm.engine.block import Block
-from nanovllm.engine.block_table import BlockTable
-from nanovllm.engine.evicted_prefixes import BlockKey, Identity
-from nanovllm.engine.held_blocks import HeldBlocks
+from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
 from nanovllm.engine.host_cache import BlockLoads, HostCache
-from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.runner.messages import BlockTransfer, NewBlock
+from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, NewBlock
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,15 @@ class _Fit:
     """What a waiting sequence would be given now.
 
     Attributes:
-        found: cached blocks of each group that it would share; empty if there are none.
-        spans: first and end index of the blocks that it would hold, of each group.
+        found: cached blocks that it would share, of each group that grows; empty if there are none.
+        needed: blocks that it would hold, of each group, by their index in its table.
         num_matched: leading blocks that are not computed.
         num_computed: leading tokens that are not computed.
         num_missing: blocks that it needs beyond the free ones; at most 0 if it fits.
     """
 
     found: list[list[Block]]
-    spans: list[tuple[int, int]]
+    needed: list[range]
     num_matched: int
     num_computed: int
     num_missing: int
@@ -56,13 +55,13 @@ class BlockManager:
     Args:
         num_blocks, block_size: blocks, and tokens of one.
         enable_prefix_caching: whether blocks can be found again.
-        windows: of each group of layers, tokens that one sees at most, the query's own included; None if one sees all.
+        kinds: of each group of layers, states last.
         max_chunk: most tokens of a sequence in one step.
-        host: keeps evicted blocks, of a single group without a window; None if nothing does.
+        host: keeps evicted blocks, of a single group that keeps all tokens; None if nothing does.
         num_clean_blocks: free blocks, the next to be evicted, that `host` is to have before they are.
 
     Attributes:
-        held: which of its blocks a sequence holds.
+        policies: of each group.
         loads: what the step being planned must load.
     """
 
@@ -72,7 +71,7 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         *,
-        windows: typing.Sequence[int | None] = (None,),
+        kinds: typing.Sequence[CacheKind] = (FullCache(),),
         max_chunk: int = 1,
         host: HostCache | None = None,
         num_clean_blocks: int = 0,
@@ -88,10 +87,24 @@ class BlockManager:
         self.host = host
         self._num_clean_blocks = num_clean_blocks
         self.loads = BlockLoads()
+        # Copies of states that the step being planned makes, and the states that it will have computed.
+        self._copies: list[BlockTransfer] = []
+        self._coming_states: set[BlockKey] = set()
         # Blocks registered by the steps whose results are not back yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
-        self.held = HeldBlocks(num_blocks, block_size, windows, max_chunk)
-        self._cache = PrefixCache(block_size, self.held.num_groups, bool(self.held.windowed))
+        self.policies = [make_policy(kind, num_blocks, block_size, max_chunk) for kind in kinds]
+        self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
+        self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
+        # Groups that have a block for every block of tokens; the first one's blocks tell whose states are kept.
+        self._num_growing = len(kinds) - len(self._states)
+        assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
+        self._has_gaps = any(policy.has_gaps for policy in self.policies)
+        self._cache = PrefixCache(block_size, len(kinds), self._has_gaps)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have states, which tokens that were computed cannot be taken out of."""
+        return bool(self._states)
 
     @property
     def num_free_blocks(self) -> int:
@@ -110,7 +123,7 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, those of its prefix from the cache where they are there.
 
-        With a window, only those that its first step needs; see `extend`.
+        With a window, only those that its first step needs; see `extend_windows`.
 
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
@@ -124,10 +137,10 @@ class BlockManager:
             return False
         fit = self._fit(seq)
         if fit.num_missing > 0:
-            # With a window, one block more may make a whole prefix usable.
-            seq.fits_from = self._num_gained + (fit.num_missing if not self.held.windowed else 1)
+            # With gaps, one block more may make a whole prefix usable.
+            seq.fits_from = self._num_gained + (1 if self._has_gaps else fit.num_missing)
             return False
-        self._make_tables(seq, fit.found, fit.spans)
+        self._make_tables(seq, fit)
         seq.num_registered_blocks = fit.num_matched
         seq.num_computed_tokens = fit.num_computed
         seq.num_shared_tokens = 0
@@ -144,45 +157,97 @@ class BlockManager:
         matched = self._match_prefix(seq)
         num_matched = len(matched[0])
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
-        spans = self.held.spans(num_computed, seq.num_tokens)
-        num_missing = sum([end - num_matched for _, end in spans]) - len(self._free)
+        needed = self._needed(num_computed, seq.num_tokens)
+        num_missing = sum([blocks.stop - num_matched for blocks in needed[: self._num_growing]]) - len(self._free)
+        num_missing += sum(policy.num_blocks for policy in self._states.values())
         found: list[list[Block]] = []
         if num_matched:
-            found = [list(filter(None, blocks[first:])) for blocks, (first, _) in zip(matched, spans, strict=True)]
+            found = [list(filter(None, some[blocks.start :])) for some, blocks in zip(matched, needed, strict=False)]
             num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
-        return _Fit(found, spans, num_matched, num_computed, num_missing)
+        return _Fit(found, needed, num_matched, num_computed, num_missing)
+
+    def _needed(self, num_computed: int, num_tokens: int) -> list[range]:
+        """Return the blocks that a sequence needs in each group; where it has a window, those of its next chunk.
+
+        With a window it may have as many as there would be for it if no other sequence had any.
+        """
+        num_filled = self.num_blocks_for(num_tokens)
+        share = 0
+        if self._windowed:
+            share = max(0, self.num_blocks - self._min_blocks(num_filled)) // len(self._windowed)
+        return [policy.needed(num_computed, num_filled, share) for policy in self.policies]
+
+    def _min_blocks(self, num_filled: int) -> int:
+        """Return the blocks without which a sequence that fills `num_filled` in a group cannot go on."""
+        return sum(policy.min_blocks(num_filled) for policy in self.policies)
+
+    def max_tokens(self, max_model_len: int) -> int:
+        """Return the most tokens, up to `max_model_len`, of a sequence that can be computed if it is alone."""
+        lengths = range(self.num_blocks_for(max_model_len) + 1)
+        return max(0, bisect_right(lengths, self.num_blocks, key=self._min_blocks) - 1) * self.block_size
 
     def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
-        """Return, of each group, the blocks of the longest prefix that no group need compute; None for evicted ones."""
+        """Return the blocks of the longest prefix that is usable in all groups, of each that grows.
+
+        None stands for a block that is missing.
+        """
         # A waiting sequence finds what was cached since the last reset.
         seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[Block | None]] = []
         if not most:
-            return [[]] * self.held.num_groups
-        for group in range(self.held.num_groups):
-            matched.append(self._cache.match(self._root(seq, group), seq.token_ids, most))
+            return [[]] * self._num_growing
+        for group in range(self._num_growing):
+            root = self._cache.root(seq.num_resets, group)
+            matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most))
             most = len(matched[-1])
-        num_usable = self.held.num_usable(matched, seq.num_tokens)
-        return [blocks[:num_usable] for blocks in matched]
+        length, longer = most, -1
+        while length != longer and self._has_gaps:
+            longer = length
+            for group, policy in enumerate(self.policies):
+                blocks = matched[group] if policy.grows else matched[0]
+                length = policy.usable_prefix(blocks, length, seq.num_tokens, self._has_states)
+        return [blocks[:length] for blocks in matched]
 
-    def _root(self, seq: Sequence, group: int) -> Identity:
-        return self._cache.root(seq.request.cache_salt, seq.num_resets, group)
+    def _has_states(self, block: Block) -> bool:
+        """Whether the states at the end of a block of the first group are cached."""
+        keys = self._state_keys(block.identity)
+        return all(key in self._cache.blocks and key not in self._coming_states for key in keys)
 
-    def _make_tables(self, seq: Sequence, found: list[list[Block]], spans: list[tuple[int, int]]) -> None:
-        """Give a sequence the blocks found for each group, if any are, and free ones for the rest of its span."""
-        for block in chain.from_iterable(found):
+    def _state_keys(self, parent: int) -> Iterator[BlockKey]:
+        """Yield the keys of the states at the end of the block with identity `parent`, in the order of tables."""
+        for group, policy in self._states.items():
+            for i in range(policy.num_blocks):
+                yield _state_key(parent, group, i)
+
+    def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
+        """Give a sequence the blocks found for each group, if any are, and free ones for the rest that it needs."""
+        for block in chain.from_iterable(fit.found):
             self._free.pop(block.block_id, None)
             block.ref_count += 1
             block.num_hits += 1
+        sources: list[Block] = []
+        if self._states and fit.found:
+            sources = [self._cache.blocks[key] for key in self._state_keys(fit.found[0][-1].identity)]
+            for block in sources:
+                block.num_hits += 1
+                if block.ref_count == 0:
+                    self._free.move_to_end(block.block_id)
         seq.block_tables.clear()
-        for group, (first, end) in enumerate(spans):
-            block_ids, identity = [0] * first, self._root(seq, group)
-            if found:
-                block_ids += [block.block_id for block in found[group]]
-                identity = found[group][-1].identity
-            block_ids += [self._take_free_block() for _ in range(end - len(block_ids))]
-            seq.block_tables.append(BlockTable(block_ids, first, identity))
+        for group, needed in enumerate(fit.needed):
+            block_ids, identity = [0] * needed.start, self._cache.root(seq.num_resets, group)
+            if fit.found and group < self._num_growing:
+                block_ids += [block.block_id for block in fit.found[group]]
+                identity = fit.found[group][-1].identity
+            block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
+            seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
+        own = chain.from_iterable(seq.block_tables[self._num_growing :])
+        # One of its blocks may have held the state until now.
+        self._copies += [
+            BlockTransfer("copy", source.block_id, block_id)
+            for source, block_id in zip(sources, own, strict=False)
+            if source.block_id != block_id
+        ]
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
         """Whether a sequence can share the blocks that `source` has of their prompt.
@@ -190,8 +255,11 @@ class BlockManager:
         It always can where none was released. Else `source` must hold all blocks that the sequence will attend to, and
         have registered none past the prompt, where the sequence will register its own.
         """
+        if self._states:
+            # It computes the last token of the prompt again, and its state is that of a later one.
+            return False
         num_released = [table.num_released for table in source.block_tables]
-        firsts = [self.held.first(group, seq.num_tokens - 1) for group in range(len(num_released))]
+        firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
         is_held = all(released <= first for released, first in zip(num_released, firsts, strict=True))
         num_full = seq.num_tokens // self.block_size
         return not any(num_released) or (is_held and source.num_registered_blocks <= num_full)
@@ -203,7 +271,7 @@ class BlockManager:
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
         seq.block_tables.clear()
         for group, table in enumerate(source.block_tables):
-            identity = table.registered_identity if has_released else self._root(seq, group)
+            identity = table.registered_identity if has_released else self._cache.root(seq.num_resets, group)
             seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
             for block_id in seq.block_tables[group].held:
                 self.blocks[block_id].ref_count += 1
@@ -215,43 +283,80 @@ class BlockManager:
         None may be one that another output of the request has, too; that output may have ended, and have filled and
         registered it.
         """
-        index, lacking = seq.num_computed_tokens // self.block_size, []
-        for group, table in enumerate(seq.block_tables):
-            if index < len(table) and not (seq.siblings and self._is_shared(table[index])):
-                continue
-            lacking.append(group)
+        first, last = self._next_blocks(seq)
+        lacking = []
+        for group, table in enumerate(seq.block_tables[: self._num_growing]):
+            if last >= len(table) or (seq.siblings and self.policies[group].copied(table, first, self._is_shared)):
+                lacking.append(group)
         return lacking
+
+    def _next_blocks(self, seq: Sequence) -> tuple[int, int]:
+        """Return the indices of the blocks in which the next token to compute may lie: drafts in flight may fail."""
+        first = (seq.num_computed_tokens - seq.num_unsure) // self.block_size
+        return first, seq.num_computed_tokens // self.block_size
 
     def _is_shared(self, block_id: int) -> bool:
         return self.blocks[block_id].ref_count > 1 or self.blocks[block_id].key is not None
 
     def give_blocks(self, seq: Sequence, groups: list[int]) -> tuple[list[NewBlock], list[BlockTransfer]]:
         """Give a sequence what it lacks, as many free blocks as `groups`, and return what they are to be copies of."""
-        index, new, copies = seq.num_computed_tokens // self.block_size, [], []
+        first, last = self._next_blocks(seq)
+        new, copies = list[NewBlock](), list[BlockTransfer]()
         for group in groups:
-            table = seq.block_tables[group]
-            if index == len(table):
+            if last == len(seq.block_tables[group]):
                 new.append(self._append_block(seq, group))
-                continue
-            source, copy = table[index], self._take_free_block()
-            self._release(seq, source)
-            table[index] = copy
-            new.append(NewBlock(seq.slot, index, copy, group))
-            copies.append(BlockTransfer("copy", source, copy))
+            else:
+                copies.append(self._copy_block(seq, group, first, new))
         return new, copies
+
+    def _copy_block(self, seq: Sequence, group: int, index: int, new: list[NewBlock]) -> BlockTransfer:
+        """Give a sequence a block of its own in place of a shared one, and return the copy to make."""
+        table = seq.block_tables[group]
+        source, copy = table[index], self._take_free_block()
+        self._release(seq, source)
+        table[index] = copy
+        new.append(NewBlock(seq.slot, index, copy, group))
+        return BlockTransfer("copy", source, copy)
+
+    def own_states(self, seq: Sequence) -> list[NewBlock]:
+        """Let a sequence write to its states: those that are cached are copied into free blocks, or forgotten."""
+        new: list[NewBlock] = []
+        for group, policy in self._states.items():
+            table = seq.block_tables[group]
+            for index in policy.copied(table, 0, self._is_shared):
+                if self._free:
+                    self._copies.append(self._copy_block(seq, group, index, new))
+                else:
+                    self._cache.remove(self.blocks[table[index]])
+        return new
 
     def _append_block(self, seq: Sequence, group: int) -> NewBlock:
         table = seq.block_tables[group]
         table.append(self._take_free_block())
         return NewBlock(seq.slot, len(table) - 1, table[-1], group)
 
-    def extend(self, seq: Sequence) -> list[NewBlock]:
+    def capacity(self, seq: Sequence) -> int:
+        """Return the tokens that a sequence's blocks have room for; 0 if `own_states` must come first."""
+        if self._states and any(
+            policy.copied(seq.block_tables[group], 0, self._is_shared) for group, policy in self._states.items()
+        ):
+            return 0
+        return min(map(len, seq.block_tables[: self._num_growing])) * self.block_size
+
+    def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlock]:
+        """Give a sequence blocks up to `num_tokens` tokens in all groups, as far as they are free."""
+        new = []
+        while self.capacity(seq) < num_tokens and len(self._free) >= self._num_growing:
+            new += [self._append_block(seq, group) for group in range(self._num_growing)]
+        return new
+
+    def extend_windows(self, seq: Sequence) -> list[NewBlock]:
         """Give a sequence blocks for its next tokens in groups with windows, as far as they are free, evenly."""
         self.release_outside_window(seq)
-        spans = self.held.spans(seq.num_computed_tokens, seq.num_tokens)
-        ends = {group: spans[group][1] for group in self.held.windowed}
+        needed = self._needed(seq.num_computed_tokens, seq.num_tokens)
+        ends = {group: needed[group].stop for group in self._windowed}
         new = []
-        for num_blocks in range(seq.num_blocks, max(ends.values())):
+        for num_blocks in range(self.capacity(seq) // self.block_size, max(ends.values())):
             for group, end in ends.items():
                 if len(seq.block_tables[group]) == num_blocks < end and self._free:
                     new.append(self._append_block(seq, group))
@@ -259,8 +364,9 @@ class BlockManager:
 
     def release_outside_window(self, seq: Sequence) -> None:
         """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
-        for group in self.held.windowed:
-            table, first = seq.block_tables[group], self.held.first(group, seq.num_computed_tokens)
+        for group in self._windowed:
+            first = self.policies[group].num_released(seq.num_computed_tokens - seq.num_unsure)
+            table = seq.block_tables[group]
             for block_id in table[table.num_released : first]:
                 self._release(seq, block_id)
             table.num_released = max(table.num_released, first)
@@ -307,19 +413,53 @@ class BlockManager:
         block.ref_count = 1
         return block_id
 
-    def register(self, seq: Sequence) -> None:
-        """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be."""
+    def take_copies(self) -> list[BlockTransfer]:
+        """Return, at the end of a step's plan, the copies of states that it makes, before it computes any."""
+        if self._coming_states:
+            # A waiting sequence may use them from the next step on.
+            self._coming_states.clear()
+            self._num_gained += 1
+        copies, self._copies = self._copies, []
+        return copies
+
+    def register(self, seq: Sequence) -> bool:
+        """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be.
+
+        Returns whether its states are cached as well, which must be copied before it goes on; see `own_states`.
+        """
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
-            return
+            return False
         for i in range(seq.num_registered_blocks, num_full):
-            tokens = self._cache.block_tokens(seq.token_ids, i)
-            for table in seq.block_tables:
-                key = table.registered_identity, tokens
+            tokens, extra = self._cache.block_tokens(seq.token_ids, i), b"" if i else seq.request.cache_extra
+            for table in seq.block_tables[: self._num_growing]:
+                key = table.registered_identity, tokens, extra
                 # Of two sequences that compute the same block, the first one's is the one that others find.
                 block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
                 table.registered_identity = block.identity
         seq.num_registered_blocks = num_full
+        if not self._states or num_full * self.block_size < seq.num_computed_tokens:
+            return False
+        self._register_states(seq, num_full)
+        return True
+
+    def _register_states(self, seq: Sequence, num_blocks: int) -> None:
+        """Let the states of a sequence that has computed just `num_blocks` blocks be found, if they are to be kept."""
+        parent = seq.block_tables[0].registered_identity
+        for group, policy in self._states.items():
+            if policy.is_checkpoint(num_blocks, seq.num_prompt_tokens):
+                for i, block_id in enumerate(seq.block_tables[group]):
+                    key = _state_key(parent, group, i)
+                    if key not in self._cache.blocks:
+                        self._register(self.blocks[block_id], key)
+                        self._coming_states.add(key)
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk up to `end` ends so that the states to be kept are those at the ends of chunks."""
+        if self._states and self.enable_prefix_caching:
+            for policy in self._states.values():
+                end = policy.chunk_end(seq.num_computed_tokens, end, seq.num_prompt_tokens)
+        return end
 
     def _register(self, block: Block, key: BlockKey) -> Block:
         # A fork may share a block whose parent was evicted since it was registered.
@@ -332,6 +472,7 @@ class BlockManager:
     def begin_step(self) -> None:
         """Begin a step: the blocks registered from now on are confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])
+        self._coming_states.clear()
         if self.host is not None:
             self.host.begin_step()
 
@@ -355,6 +496,8 @@ class BlockManager:
             self._free.move_to_end(block_id, last=False)
         self._unconfirmed.clear()
         self.loads.clear()
+        self._copies.clear()
+        self._coming_states.clear()
         if self.host is not None:
             self.host.rollback()
 
@@ -380,7 +523,7 @@ class BlockManager:
         if self.host is None or not self.host.loads_enough():
             return False
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
-        parent = matched[-1].identity if matched else self._root(seq, 0)
+        parent = matched[-1].identity if matched else self._cache.root(seq.num_resets, 0)
         return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)
 
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
@@ -441,12 +584,22 @@ class BlockManager:
                 self._check_table(seq, group, table)
 
     def _check_table(self, seq: Sequence, group: int, table: BlockTable) -> None:
-        held, first = table.held, self.held.first(group, seq.num_computed_tokens)
-        assert len(held) == len(set(held)) <= self.held.most(group), f"{seq} holds a block twice, or too many"
+        policy, held = self.policies[group], table.held
+        assert len(held) == len(set(held)) <= policy.most_held, f"{seq} holds a block twice, or too many"
+        if not policy.grows:
+            assert len(held) == policy.most_held, f"{seq} has a part of a state"
+            assert all(self.blocks[block_id].ref_count == 1 for block_id in held), f"{seq} shares its state"
+            return
+        first = policy.num_released(seq.num_computed_tokens - seq.num_unsure)
         most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
         assert table.num_released <= most_released, f"{seq} has released a block too early"
         # A chunk that begins inside a registered block does not store.
-        num_kept = seq.num_registered_blocks if seq.is_prefill else 0
+        num_kept = seq.num_registered_blocks if seq.is_behind else 0
         for block_id in table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
             is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
             assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
+
+
+def _state_key(parent: int, group: int, index: int) -> BlockKey:
+    """Return the key of a block of the state at the end of the block with identity `parent`."""
+    return parent, b"", b"state %d %d" % (group, index)

@@ -15,8 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from nanovllm.engine.block import Block
-from nanovllm.engine.evicted_prefixes import BlockKey, Identity
+from nanovllm.engine.prefix_cache import Block, BlockKey
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
@@ -123,14 +122,15 @@ class HostCache:
         """Return whether the step being planned loads more than the link copies in a small step."""
         return self._num_loading * self._copy_seconds > self._memory.step_seconds
 
-    def would_load(self, seq: Sequence, parent: Identity, first: int, end: int) -> bool:
+    def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
         """Return whether `fetch` would load something; `parent` is the identity of the block before `first`."""
         return len(self._copies_of(seq, parent, first, end)) >= self.min_loaded_blocks
 
-    def _copies_of(self, seq: Sequence, parent: Identity, first: int, end: int) -> dict[BlockKey, HostBlock]:
+    def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> dict[BlockKey, HostBlock]:
         copies: dict[BlockKey, HostBlock] = {}
         for i in range(first, end):
-            key = parent, seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
+            tokens = seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
+            key = parent, tokens, b"" if i else seq.request.cache_extra
             copy = self._copies.get(key)
             if copy is None:
                 break

@@ -26,15 +26,22 @@ from nanovllm.engine.call_guard import Call, drive, exit_with_interpreter
 from nanovllm.engine.controlled_engine import ControlledEngine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.host_cache import HostCache
-from nanovllm.engine.request import Abort, MakeConstraint, Request, TokenConstraint, check_request_ids, no_constraint
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request import (
+    Abort,
+    MakeConstraint,
+    Request,
+    RequestLimits,
+    RequestSeeds,
+    TokenConstraint,
+    check_request_ids,
+    fill_rows,
+    no_constraint,
+)
 from nanovllm.engine.request_output import request_output
-from nanovllm.engine.request_seeds import RequestSeeds
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.engine.step_histograms import StepHistograms
-from nanovllm.engine.token_masks import token_masks
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
@@ -80,8 +87,9 @@ class LLMEngine(ControlledEngine, Unpicklable):
             runner.num_kvcache_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            windows=runner.kv_windows,
-            max_chunk=config.max_num_batched_tokens,
+            kinds=runner.cache_kinds,
+            # The drafts of two steps may be in flight.
+            max_chunk=config.max_num_batched_tokens + 2 * runner.num_drafts,
             host=None if memory is None else HostCache(memory, config.kvcache_block_size),
             num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size),
         )
@@ -91,13 +99,14 @@ class LLMEngine(ControlledEngine, Unpicklable):
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
+            num_drafts=runner.num_drafts,
         )
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
             # Of tokens in all groups of layers, none of which has released any.
-            num_kv_slots=runner.num_kvcache_blocks // len(runner.kv_windows) * config.kvcache_block_size,
-            max_stored_tokens=self.block_manager.held.most_tokens(max_model_len),
+            num_kv_slots=runner.num_kvcache_blocks // len(runner.cache_kinds) * config.kvcache_block_size,
+            max_stored_tokens=self.block_manager.max_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
         )
         self.seeds = RequestSeeds(config.seed)
@@ -198,7 +207,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
             # With nothing launched the pipeline drains: an empty plan still collects the last result.
             self._collect(runner.pipeline_depth if batch is not None else 0)
             self._collect_last()
-            tokens.num_prefill_tokens = batch.num_prompt_tokens if batch is not None else 0
+            tokens.num_prefill_tokens = batch.num_chunk_tokens if batch is not None else 0
             return tokens
 
     def _rest(self) -> None:
@@ -230,8 +239,17 @@ class LLMEngine(ControlledEngine, Unpicklable):
         # They follow from the tokens of the step before.
         if not self._collect(0):
             raise RuntimeError("the step before has failed, and the requests of this one with it")
-        seqs = [self.scheduler.find(batch.sampled_seq_ids[index]) for index in batch.masked]
-        return token_masks(seqs, self.limits.vocab_size)
+        words = np.empty((len(batch.masked), -(-self.limits.vocab_size // 32)), dtype=np.int32)
+        constrained: list[tuple[TokenConstraint, int]] = []
+        for row, index in enumerate(batch.masked):
+            seq = self.scheduler.find(batch.sampled_seq_ids[index])
+            if seq is None or seq.constraint is None:
+                # It has just finished, and may sample anything.
+                words[row] = -1
+            else:
+                constrained.append((seq.constraint, row))
+        fill_rows(constrained, words)
+        return words
 
     def _collect(self, depth: int) -> bool:
         """Take in results until no more than `depth` steps are under way; returns whether none of them has failed."""
@@ -243,9 +261,9 @@ class LLMEngine(ControlledEngine, Unpicklable):
                 self._fail(error)
                 return False
             changes = self.scheduler.postprocess(batch, output)
-            num_tokens = batch.num_prompt_tokens + len(output.token_ids)
-            self.step_histograms.observe(num_tokens, len(batch.decode_slots), time.monotonic())
-            self._step_tokens.sampled.append((batch.sampled_seq_ids, output.token_ids, changes.dropped))
+            num_tokens = batch.num_chunk_tokens + len(output.token_ids)
+            self.step_histograms.observe(num_tokens, len(batch.rows), time.monotonic())
+            self._step_tokens.sampled.append((changes.seq_ids, changes.token_ids, changes.dropped))
             self._results.new_tokens += changes.new_tokens
             for seq, cause in changes.failed:
                 # A request with several outputs fails with any of them, and only once.

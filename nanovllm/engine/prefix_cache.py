@@ -1,55 +1,145 @@
-"""Finds blocks by what they hold.
+"""Finds blocks of the KV cache by what they hold.
 
-A block's key is the *identity* of the block before it, and its own tokens, as bytes. Identities are serial numbers that
-are never used again, so equal keys are equal prefixes (vLLM hashes both instead). The first block's parent is a *root*,
-which is another one for each group of layers, with a salt, and after each reset.
+A block's key is the *identity* of the block before it, its own tokens as bytes, and what else its content depends on
+(`extra`: of a first block the request's salt). Identities are serial numbers that are never used again, so equal keys
+are equal prefixes (vLLM hashes both instead). The first block's parent is a *root*, another one for each group of
+layers, and after each reset.
+
+The state of a recurrent layer at a block's end is found by a key as well: the block's identity, no tokens, and `extra`
+with the number of its group and of its block.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 
-from nanovllm.engine.block import ROOT_IDENTITY, Block
-from nanovllm.engine.evicted_prefixes import BlockKey, EvictedPrefixes, Identity
+BlockKey = tuple[int, bytes, bytes]
+"""Parent's identity, tokens, extra. A dict compares the keys after their hashes."""
+ROOT_IDENTITY = 0
+"""The identity of the block before a first one; see `PrefixCache.root`."""
+
+
+class Block:
+    """One page of the cache. `key` and `identity` are those of its content while it is in the prefix cache.
+
+    `num_hits` counts how often it was found there, whatever it held.
+    """
+
+    __slots__ = ("block_id", "identity", "key", "num_hits", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: BlockKey | None = None
+        self.identity = ROOT_IDENTITY
+        self.num_hits = 0
+
+
+class BlockTable(list[int]):
+    """Block ids of a sequence in one group of layers, by their index in the sequence.
+
+    Attributes:
+        num_released: leading entries that mean nothing, since the sequence has released the blocks.
+        registered_identity: the identity of the block at the end of `Sequence.num_registered_blocks`.
+    """
+
+    __slots__ = ("num_released", "registered_identity")
+
+    def __init__(self, block_ids: Iterable[int], num_released: int, registered_identity: int) -> None:
+        super().__init__(block_ids)
+        self.num_released = num_released
+        self.registered_identity = registered_identity
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that the sequence has."""
+        return self[self.num_released :]
+
+
+class EvictedPrefixes:
+    """Keys and identities of evicted blocks while a cached block follows; O(1) for each block.
+
+    A cached block is found by the identity of the block before it. Where layers have sliding windows, the head of a
+    prefix is freed, and evicted, before its tail, which is all that a sequence with this prefix needs.
+    """
+
+    def __init__(self) -> None:
+        self._identities: dict[BlockKey, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+        # By identity: cached and evicted blocks that follow it directly.
+        self._num_children: Counter[int] = Counter()
+
+    def find(self, key: BlockKey) -> int | None:
+        """Return the identity of an evicted block."""
+        return self._identities.get(key)
+
+    def on_registered(self, key: BlockKey) -> int | None:
+        """Note that a block is cached; returns the identity by which others follow it already."""
+        identity = self._identities.pop(key, None)
+        if identity is None:
+            self._num_children[key[0]] += 1
+        else:
+            del self._keys[identity]
+        return identity
+
+    def on_evicted(self, key: BlockKey, identity: int) -> None:
+        """Note that a block is evicted; forgets it, and what came before it, if nothing that is cached follows."""
+        self._identities[key], self._keys[identity] = identity, key
+        last = identity
+        while not self._num_children[last] and last in self._keys:
+            key = self._keys.pop(last)
+            del self._identities[key]
+            last = key[0]
+            self._num_children[last] -= 1
+            if not self._num_children[last]:
+                del self._num_children[last]
+
+    def check_integrity(self, cached: dict[BlockKey, int]) -> None:
+        """Assert that exactly what is needed is here, given the identities of cached blocks; for tests."""
+        keys = [*cached, *self._identities]
+        assert self._num_children == Counter(parent for parent, _, _ in keys), "children are miscounted"
+        assert self._keys == {identity: key for key, identity in self._identities.items()}
+        assert not self._identities.keys() & cached.keys(), "a block is cached and evicted"
+        assert all(self._num_children[identity] for identity in self._keys), "nothing follows an evicted block"
 
 
 class PrefixCache:
-    """The blocks that can be found, in use or not.
+    """Finds blocks by their keys, in use or not.
 
     Args:
         block_size: tokens of a block.
         num_groups: groups of layers.
-        has_windows: whether the head of a prefix may be evicted before its tail, and be missing from what is found.
+        has_gaps: whether a prefix can be usable though blocks of it are missing.
 
     Attributes:
         blocks: by key.
         num_resets: how often everything was forgotten.
     """
 
-    def __init__(self, block_size: int, num_groups: int, has_windows: bool) -> None:
+    def __init__(self, block_size: int, num_groups: int, has_gaps: bool) -> None:
         self._block_size, self._num_groups = block_size, num_groups
         self.blocks: dict[BlockKey, Block] = {}
         self.num_resets = 0
         self._identities = count(ROOT_IDENTITY + 1)
-        self._evicted = EvictedPrefixes() if has_windows else None
+        self._evicted = EvictedPrefixes() if has_gaps else None
 
-    def root(self, salt: str | None, num_resets: int, group: int) -> Identity:
+    def root(self, num_resets: int, group: int) -> int:
         """Return the identity that first blocks have as their parent."""
-        root = num_resets * self._num_groups + group
-        return ROOT_IDENTITY - root if salt is None else f"{root} {salt}"
+        return ROOT_IDENTITY - (num_resets * self._num_groups + group)
 
     def block_tokens(self, token_ids: array[int], index: int) -> bytes:
         """Return the tokens of a sequence's block."""
         return token_ids[index * self._block_size : (index + 1) * self._block_size].tobytes()
 
-    def match(self, root: Identity, token_ids: array[int], most: int) -> list[Block | None]:
+    def match(self, root: int, token_ids: array[int], extra: bytes, most: int) -> list[Block | None]:
         """Return a prefix's leading blocks, `most` at most; None for one that was evicted while others follow it."""
         matched: list[Block | None] = []
         identity = root
         for i in range(most):
-            key = identity, self.block_tokens(token_ids, i)
+            key = identity, self.block_tokens(token_ids, i), b"" if i else extra
             block = self.blocks.get(key)
             if block is not None:
                 identity = block.identity
@@ -93,8 +183,7 @@ class PrefixCache:
         assert {key: block.identity for key, block in self.blocks.items()} == identities
         for key, block in self.blocks.items():
             assert block.key == key, f"block {block.block_id}: wrong cache entry"
-            is_older = not isinstance(key[0], str) and block.identity <= key[0]
-            assert not is_older, f"block {block.block_id} is older than its parent"
+            assert block.identity > key[0], f"block {block.block_id} is older than its parent"
         if self._evicted is not None:
             self._evicted.check_integrity(identities)
         return identities

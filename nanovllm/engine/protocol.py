@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from nanovllm.engine.call_guard import Call
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.request import Request
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.stats_history import StatsSample
 
 

@@ -1,10 +1,11 @@
 """Decides which sequences run in the next step, and how many tokens of each.
 
-A step gives every running sequence its next token and fills what is left of one token budget with chunks of waiting
-prompts, so that a long prompt stalls nobody (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is
-full, the newest sequence loses its blocks and is computed again later (preemption by recomputation, vLLM, Kwon et al.
-2023). Planning needs counts alone, never the values of tokens in flight, so a step can be planned while the one
-before it still runs.
+A row of a step is a sequence and the tokens that it computes: computed tokens catch up with those that exist. A
+sequence that has caught up computes its newest token, one that is behind (it is new, or was preempted) a chunk of what
+it lacks. Those that have caught up come first, and the others have what is left of one token budget, so that a long
+prompt stalls nobody (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is full, the newest sequence
+loses its blocks and is computed again later (preemption by recomputation, vLLM, Kwon et al. 2023). Planning needs
+counts alone, never the values of tokens in flight, so a step can be planned while the one before it still runs.
 
 Running and waiting sequences are ordered by `Sequence.sort_key`: by priority, then by arrival. The last running one is
 the one to preempt. The first is preempted only for a waiting one of higher priority, so that one always makes progress.
@@ -14,36 +15,36 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Reversible
+from collections.abc import Iterable, Iterator, Mapping, Reversible
 from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
 from itertools import islice
-from operator import attrgetter
+
+import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.decode_rows import DecodeRows
 from nanovllm.engine.engine_outputs import StreamedToken
-from nanovllm.engine.request_messages import new_request, pooling_of, prompt_scores, take_in_logprobs
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.waiting_queue import WaitingQueue
-from nanovllm.runner.messages import PromptChunk, ScheduledBatch, StepOutput
-
-_sort_key = attrgetter("sort_key")
+from nanovllm.engine.sequence import Sequence, SequenceStatus, SteadyRows, sort_key
+from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
 
 @dataclass
 class StepChanges:
-    """Lists the sequences that a step's tokens have changed.
+    """What the tokens of a step have changed.
 
     Attributes:
+        seq_ids, token_ids: the step's tokens, each with the id of its sequence.
+        dropped: ids of sequences that had finished before their tokens came, which do not count.
         finished: sequences that are complete.
         failed: sequences whose constraint has raised, and what; they are gone.
-        dropped: ids of those that had ended before their token came.
         new_tokens: of requests that report them.
     """
 
+    seq_ids: list[int]
+    token_ids: np.ndarray
+    dropped: set[int] = field(default_factory=set)
     finished: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
     new_tokens: list[StreamedToken] = field(default_factory=list)
 
 
@@ -71,6 +72,7 @@ class Scheduler:
         max_num_batched_tokens: tokens of one step.
         max_model_len: tokens of one sequence.
         eos_token_ids: tokens that end an output, unless its request ignores them.
+        num_drafts: see `Runner`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        num_drafts: int = 0,
     ) -> None:
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
@@ -91,16 +94,17 @@ class Scheduler:
         self.waiting = WaitingQueue()
         # Sorted; there are no more than slots.
         self.running: list[Sequence] = []
-        # The running sequences whose prompts are planned.
-        self.decoding = DecodeRows(max_num_running, block_manager.block_size)
+        # The running sequences that have caught up.
+        num_drafts = 0 if block_manager.has_states else num_drafts
+        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts)
         self.stats = SchedulerStats()
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
         # Tokens that the step being planned has room for.
         self._budget = 0
-        # Admitted sequences whose prompts are not all planned: those that load blocks, then one of which a part is. No
-        # other is admitted before the rest is.
-        self._prefilling: list[Sequence] = []
+        # Running sequences that are behind: those that load blocks, then one that has had a chunk. No other is
+        # admitted before it has caught up.
+        self._behind: list[Sequence] = []
         # Unfinished sequences that are sampled by more than a temperature.
         self._num_extra = 0
 
@@ -116,8 +120,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan one step; None if nothing can run now.
 
-        Preemption is settled (by priorities and the decode rows) before any block of the step is registered (by the
-        chunks).
+        Preemption is settled (by priorities, and by the rows that have caught up) before any block of the step is
+        registered (by chunks).
         """
         if not self.waiting and not self.running:
             return None
@@ -125,24 +129,25 @@ class Scheduler:
         batch = ScheduledBatch(self.stats.num_steps + 1)
         self._budget = self.max_num_batched_tokens
         self.block_manager.begin_step()
-        ending = self._schedule_decodes(batch)
-        prefilled = self._schedule_chunks(batch)
-        if not len(batch.decode_slots) and not batch.chunks:
+        ending = self._schedule_steady(batch)
+        caught_up = self._schedule_behind(batch)
+        if not len(batch.rows) and not batch.chunks:
             self.block_manager.cancel_step()
             return None
         self.stats.num_steps = batch.number
-        batch.sampled_seq_ids += [seq.seq_id for seq in prefilled]
+        batch.sampled_seq_ids += [seq.seq_id for seq in caught_up]
         if self._num_extra:
-            planned = [*self.decoding.seqs, *prefilled]
-            batch.has_extra = any(seq.has_extra for seq in planned)
-            batch.masked = [i for i, seq in enumerate(planned) if seq.constraint is not None]
+            sampled = [self._sequences[seq_id] for seq_id in batch.sampled_seq_ids]
+            batch.has_extra = any(seq.has_extra for seq in sampled)
+            batch.masked = [i for i, seq in enumerate(sampled) if seq.constraint is not None]
         for seq in ending:
             self._end_by_count(seq)
-        for seq in prefilled:
-            self._begin_decoding(seq, batch.number + 1)
+        for seq in caught_up:
+            self._begin_steady(seq, batch.number + 1)
+        batch.transfers += self.block_manager.take_copies()
         if self.block_manager.loads:
             batch.transfers += self.block_manager.loads.take()
-        batch.transfers += self.block_manager.plan_saves(self.running, batch.num_prompt_tokens)
+        batch.transfers += self.block_manager.plan_saves(self.running, batch.num_chunk_tokens)
         return batch
 
     def _preempt_for_priority(self) -> None:
@@ -152,7 +157,7 @@ class Scheduler:
         for the first waiting one only, since the others may share its prefix; a long prompt gets the blocks of several
         sequences in successive steps.
         """
-        budget = self.max_num_batched_tokens - len(self.decoding)
+        budget = self.max_num_batched_tokens - len(self.steady)
         for index, seq in enumerate(self._outranking()):
             budget -= 0 if index else self._num_begun_tokens(seq.priority)
             # A preempted sequence waits for its token in flight. At 0, the preempted row's own token is left.
@@ -164,9 +169,9 @@ class Scheduler:
             budget -= seq.num_tokens
 
     def _num_begun_tokens(self, priority: int) -> int:
-        """Return the tokens left to prefill of admitted prompts with at least this priority."""
-        begun = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.priority <= priority]
-        return sum([seq.num_prefill_tokens - seq.num_computed_tokens for seq in begun])
+        """Return the tokens that running sequences of at least this priority are behind."""
+        begun = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.priority <= priority]
+        return sum([seq.num_tokens - seq.num_computed_tokens for seq in begun])
 
     def _outranking(self) -> list[Sequence]:
         """Return waiting sequences in order if the first outranks the last running one; at most one per running one."""
@@ -176,19 +181,21 @@ class Scheduler:
             return []
         return list(islice(self.waiting.in_order(), len(self.running)))
 
-    def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan a token for every sequence that decodes; return those that end with it."""
-        for seq in self.decoding.without_room():
+    def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
+        """Plan a row for every sequence that has caught up; return those that end with it."""
+        for seq in self.steady.without_room():
             self._make_room(seq, batch)
-        ending = self.decoding.plan()
-        batch.decode_slots = self.decoding.slots
-        batch.sampled_seq_ids = self.decoding.seq_ids
-        self._budget -= len(self.decoding)
+        batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(self._budget)
+        self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(batch.rows)
         return ending
 
     def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        """Give a running sequence the blocks its next token needs, if need be from the newest one, or none of them."""
-        if seq.status is not SequenceStatus.RUNNING:
+        """Give a running sequence the blocks for its next token, if need be from the newest one, or none of them.
+
+        Drafts get blocks that are free.
+        """
+        num_new = self.steady.most_new(seq) if seq.status is SequenceStatus.RUNNING else 0
+        if not num_new:
             return
         manager = self.block_manager
         manager.release_outside_window(seq)
@@ -202,51 +209,54 @@ class Scheduler:
                 new, copies = manager.give_blocks(seq, groups)
                 batch.new_blocks += new
                 batch.transfers += copies
-        self.decoding.note_blocks(seq)
+        batch.new_blocks += manager.own_states(seq)
+        if num_new > 1:
+            batch.new_blocks += manager.extend(seq, seq.num_computed_tokens + min(num_new, self._budget))
+        self.steady.note_room(seq, manager.capacity(seq))
 
-    def _schedule_chunks(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan chunks of admitted and waiting prompts; return the sequences whose prompts end with them.
+    def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
+        """Plan chunks of running and waiting sequences that are behind; return those that catch up.
 
-        A prompt some of whose blocks this step loads from the host's memory gets its first chunk one
-        step later, so that other rows do not wait for the copies. If there are no others, the step itself waits for its
-        loads, on the device, and computes these prompts.
+        A sequence some of whose blocks this step loads from the host's memory gets its first chunk one step later, so
+        that other rows do not wait for the copies. If there are no others, the step itself waits for its loads, on the
+        device, and computes these sequences.
         """
-        before = [seq for seq in self._prefilling if seq.status is SequenceStatus.RUNNING and seq.is_prefill]
+        before = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.is_behind]
         loading: list[Sequence] = []
-        planned = self._schedule_prompts(before, loading, batch)
-        if loading and not batch.chunks and not len(batch.decode_slots):
+        caught_up = self._schedule_chunks(before, loading, batch)
+        if loading and not batch.chunks and not len(batch.rows):
             batch.waits_for_loads = True
             batch.transfers += self.block_manager.loads.take()
             first, loading = loading, []
-            planned = self._schedule_prompts(first, loading, batch)
-        self._prefilling = loading + self._prefilling
-        return planned
+            caught_up = self._schedule_chunks(first, loading, batch)
+        self._behind = loading + self._behind
+        return caught_up
 
-    def _schedule_prompts(
-        self, prefilling: list[Sequence], loading: list[Sequence], batch: ScheduledBatch
+    def _schedule_chunks(
+        self, behind: list[Sequence], loading: list[Sequence], batch: ScheduledBatch
     ) -> list[Sequence]:
-        """Plan chunks of admitted prompts, then of waiting ones, while there is budget; see `_schedule_chunks`.
+        """Plan chunks of running sequences, then of waiting ones, while there is budget; see `_schedule_behind`.
 
         The next step, in which others have their next tokens, waits for what this one loads. Once that is more than the
-        link copies in a small step, whoever would load more is admitted in the next one.
+        link copies in a small step, a sequence that would load more is admitted in the next one.
 
         Args:
-            prefilling: the admitted ones; what is left of them is in `_prefilling` afterwards.
+            behind: the running ones; what is left of them is in `_behind` afterwards.
             loading: takes those that wait for blocks.
             batch: takes the chunks.
         """
-        planned = []
-        while self._budget and (seq := prefilling.pop(0) if prefilling else self._admit(batch)) is not None:
+        caught_up = []
+        while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:
             if self.block_manager.loads.has_blocks_of(seq):
                 loading.append(seq)
                 continue
             self._schedule_chunk(seq, batch)
-            if seq.is_prefill:
-                prefilling.insert(0, seq)
+            if seq.is_behind:
+                behind.insert(0, seq)
                 break
-            planned.append(seq)
-        self._prefilling = prefilling
-        return planned
+            caught_up.append(seq)
+        self._behind = behind
+        return caught_up
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
         """Move the head of the queue to the running, if budget, slots, blocks and what is to be loaded allow."""
@@ -257,10 +267,9 @@ class Scheduler:
         if not manager.allocate(seq):
             return None
         self.waiting.remove(seq)
-        insort(self.running, seq, key=_sort_key)
+        insort(self.running, seq, key=sort_key)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
-        seq.num_prefill_tokens = seq.num_tokens
         seq.num_admissions += 1
         if seq.prompt_outputs is not None and seq.wants_prompt_outputs:
             seq.prompt_outputs.clear()
@@ -269,34 +278,32 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
-        batch.new_requests.append(new_request(seq))
+        batch.new_requests.append(seq.new_request())
         return seq
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
-        end = min(seq.num_prefill_tokens, start + self._budget)
-        if end > seq.num_blocks * self.block_manager.block_size:
+        batch.new_blocks += self.block_manager.own_states(seq)
+        end = self.block_manager.chunk_end(seq, min(seq.num_tokens, start + self._budget))
+        if end > self.block_manager.capacity(seq):
             # With a window, it has blocks for a part of its prompt.
-            batch.new_blocks += self.block_manager.extend(seq)
-            end = min(end, seq.num_blocks * self.block_manager.block_size)
+            batch.new_blocks += self.block_manager.extend_windows(seq)
+            end = min(end, self.block_manager.capacity(seq))
             if end == start:
                 return
         store = start >= max(seq.num_registered_blocks * self.block_manager.block_size, seq.num_shared_tokens)
-        ends_prompt = end == seq.num_prefill_tokens
-        scores, pooling = prompt_scores(seq, start, end), pooling_of(seq, end)
+        scores, pooling = seq.prompt_scores(start, end), seq.pooling_of(end)
         if scores is not None or pooling is not None:
             batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
-        token_ids = seq.token_ids[start:end]
-        batch.chunks.append(PromptChunk(seq.slot, start, token_ids, store, ends_prompt, scores, pooling))
+        token_ids, samples = seq.token_ids[start:end], end == seq.num_tokens
+        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling))
         self._budget -= end - start
         seq.num_computed_tokens = end
         self.block_manager.register(seq)
 
-    def _begin_decoding(self, seq: Sequence, first_step: int) -> None:
-        """Count the token that this step samples after a prompt."""
-        most_tokens = self.max_model_len
-        if seq.max_tokens is not None:
-            most_tokens = min(most_tokens, seq.num_prompt_tokens + seq.max_tokens)
+    def _begin_steady(self, seq: Sequence, first_step: int) -> None:
+        """Count the token that this step samples for a sequence that has caught up."""
+        most_tokens = self._most_tokens(seq)
         seq.num_tokens += 1
         if seq.num_tokens >= most_tokens:
             self._end_by_count(seq)
@@ -304,7 +311,14 @@ class Scheduler:
             # Nothing more is given in this step. Another output of the request may yet share them.
             if not seq.siblings:
                 self.block_manager.release_outside_window(seq)
-            self.decoding.add(seq, most_tokens, first_step)
+            self.steady.add(seq, most_tokens, first_step)
+            self.steady.note_room(seq, self.block_manager.capacity(seq))
+
+    def _most_tokens(self, seq: Sequence) -> int:
+        """Return the tokens, prompt and output, with which a sequence ends."""
+        if seq.max_tokens is None:
+            return self.max_model_len
+        return min(self.max_model_len, seq.num_prompt_tokens + seq.max_tokens)
 
     def _end_by_count(self, seq: Sequence) -> None:
         """Free what a sequence holds; its last token is sampled in this step."""
@@ -320,41 +334,72 @@ class Scheduler:
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
         """Take in a step's tokens."""
-        changes, num_decodes = StepChanges(), len(batch.decode_slots)
+        changes = StepChanges(batch.sampled_seq_ids, output.token_ids)
         self._note_first_tokens(batch)
-        take_in_logprobs(batch, output, self._sequences)
-        affected = self.decoding.take(batch.decode_slots, output.token_ids[:num_decodes], batch.number)
-        for index in [*affected, *range(num_decodes, len(output.token_ids))]:
-            self._take_token(batch.sampled_seq_ids[index], int(output.token_ids[index]), changes)
-        self.stats.num_output_tokens += len(output.token_ids) - len(changes.dropped)
+        if output.offsets is None:
+            _take_logprobs(changes.seq_ids, batch, output, self._sequences)
+            num_rows = len(batch.rows)
+            attention = self.steady.take(batch.rows.slots, output.token_ids[:num_rows], batch.number)
+            for index in [*attention, *range(num_rows, len(output.token_ids))]:
+                self._take_tokens(batch.sampled_seq_ids[index], [int(output.token_ids[index])], 1, changes)
+        else:
+            self._take_ragged(batch, output, output.offsets, changes)
+        self.stats.num_output_tokens += len(changes.token_ids) - len(changes.dropped)
         self.stats.num_clipped_kv = output.num_clipped_kv
         self.block_manager.confirm_step()
         return changes
 
-    def _take_token(self, seq_id: int, token_id: int, changes: StepChanges) -> None:
-        """Take in the token of one sequence."""
+    def _take_ragged(
+        self, batch: ScheduledBatch, output: StepOutput, offsets: np.ndarray, changes: StepChanges
+    ) -> None:
+        """Take in the tokens of a step with drafts, row by row; `changes` has those that count."""
+        lens = np.diff(offsets).tolist()
+        seq_ids = [seq_id for seq_id, n in zip(batch.sampled_seq_ids, lens, strict=True) for _ in range(n)]
+        _take_logprobs(seq_ids, batch, output, self._sequences)
+        num_new = batch.rows.num_new.tolist() + [1] * (len(lens) - len(batch.rows))
+        changes.seq_ids, parts = [], [output.token_ids[:0]]
+        for seq_id, planned, first, end in zip(
+            batch.sampled_seq_ids, num_new, offsets.tolist(), offsets[1:].tolist(), strict=False
+        ):
+            count = self._take_tokens(seq_id, output.token_ids[first:end].tolist(), planned, changes)
+            changes.seq_ids += [seq_id] * count
+            parts.append(output.token_ids[first : first + count])
+        changes.token_ids = np.concatenate(parts)
+        changes.dropped.clear()
+
+    def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
+        """Take in the tokens of one row that was planned to compute `num_new`; return how many of them count."""
         seq = self._sequences.get(seq_id)
         # An EOS is seen one step late: the token sampled after it is dropped.
         if seq is None:
             changes.dropped.add(seq_id)
-            return
-        seq.append(token_id)
-        try:
-            # Most sequences are not watched, and need not pay for a call.
-            ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
-        # The error fails this sequence alone. A panic of a native library derives from BaseException.
-        except BaseException as error:
-            self._finish(seq, "abort")
-            changes.failed.append((seq, error))
-            return
-        if ends:
-            self._finish(seq, "stop")
-            changes.finished.append(seq)
-        elif seq.status is SequenceStatus.RUNNING:
-            self.block_manager.register(seq)
-        elif seq.status is SequenceStatus.ENDING and not seq.num_in_flight:
-            self._finish(seq, "length")
-            changes.finished.append(seq)
+            return 0
+        if num_new > 1:
+            self.steady.settle(seq, num_new, len(token_ids))
+        for count, token_id in enumerate(token_ids, 1):
+            seq.append(token_id)
+            try:
+                # Most sequences are not watched, and need not pay for a call.
+                ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
+            # The error fails this sequence alone. A panic of a native library derives from BaseException.
+            except BaseException as error:
+                self._finish(seq, "abort")
+                changes.failed.append((seq, error))
+                return count
+            if ends or self._has_all_tokens(seq):
+                self._finish(seq, "stop" if ends else "length")
+                changes.finished.append(seq)
+                return count
+        if seq.status is SequenceStatus.RUNNING and self.block_manager.register(seq):
+            self.steady.note_room(seq, self.block_manager.capacity(seq))
+        return len(token_ids)
+
+    def _has_all_tokens(self, seq: Sequence) -> bool:
+        """Whether a sequence has the last token that its limits allow."""
+        if seq.status is SequenceStatus.ENDING:
+            return not seq.num_in_flight
+        # With drafts in flight, the plan cannot tell which token is the last.
+        return self.steady.num_drafts > 0 and len(seq.token_ids) >= self._most_tokens(seq)
 
     def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
         """Pass a token to the sequence's constraint, and report it; returns whether the output ends with it."""
@@ -365,14 +410,15 @@ class Scheduler:
             seq.constraint.accept(token_id)
         if seq.request.reports_tokens:
             wants_record = seq.record_bytes and seq.request.is_streamed
-            record = bytes(seq.logprobs[-seq.record_bytes :]) if wants_record else b""
+            start = (len(seq.token_ids) - seq.num_prompt_tokens - 1) * seq.record_bytes
+            record = bytes(seq.logprobs[start : start + seq.record_bytes]) if wants_record else b""
             changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
         return is_end
 
     def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        """Take the time of the first tokens of outputs, which come at the ends of prompts."""
+        """Take the time of the first tokens of outputs, which follow chunks."""
         now = time.monotonic()
-        for seq_id in batch.sampled_seq_ids[len(batch.decode_slots) :]:
+        for seq_id in batch.sampled_seq_ids[len(batch.rows) :]:
             seq = self._sequences.get(seq_id)
             if seq is not None and seq.metrics.time_to_first_token is None:
                 seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
@@ -440,6 +486,8 @@ class Scheduler:
             self.block_manager.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        # Of tokens after the last one.
+        del seq.logprobs[(len(seq.token_ids) - seq.num_prompt_tokens) * seq.record_bytes :]
         # They refer to one another, and would wait for the garbage collector.
         seq.siblings = ()
         seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
@@ -448,8 +496,107 @@ class Scheduler:
 
     def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
         """Take a running sequence's blocks and its slot."""
-        del self.running[bisect_left(self.running, seq.sort_key, key=_sort_key)]
-        self.decoding.discard(seq)
+        del self.running[bisect_left(self.running, seq.sort_key, key=sort_key)]
+        self.steady.discard(seq)
         self.block_manager.free(seq, is_preempted)
         self._free_slots.append(seq.slot)
         seq.slot = -1
+
+
+class WaitingQueue:
+    """A heap by `Sequence.sort_key`: O(log n) to add, O(1) to remove, whose entry is dropped when it comes first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], int]] = []
+        self._sequences: dict[int, Sequence] = {}
+        # Those that have come since `hold_new`, and are not to run; None if the queue is not held.
+        self._held: dict[int, Sequence] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over the sequences, in no particular order."""
+        return iter(self._sequences.values())
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        self._sequences[seq.seq_id] = seq
+        heappush(self._heap, (seq.sort_key, seq.seq_id))
+
+    def add_new(self, seq: Sequence) -> None:
+        """Queue a sequence that has never run; if the queue is held, for the time after."""
+        if self._held is None:
+            self.add(seq)
+        else:
+            self._sequences[seq.seq_id] = self._held[seq.seq_id] = seq
+
+    def hold_new(self) -> None:
+        """Let no sequence run that comes from now on, until `release_new`."""
+        self._held = {} if self._held is None else self._held
+
+    def release_new(self) -> None:
+        """Let those run that have come meanwhile."""
+        held, self._held = self._held or {}, None
+        for seq in held.values():
+            self.add(seq)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that are not to run now."""
+        return len(self._held or ())
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it stands."""
+        del self._sequences[seq.seq_id]
+        if self._held is not None:
+            self._held.pop(seq.seq_id, None)
+
+    def first(self) -> Sequence | None:
+        """Return the sequence that is to run next, if there is one."""
+        while self._heap:
+            seq = self._sequences.get(self._heap[0][1])
+            if seq is not None:
+                return seq
+            heappop(self._heap)
+        return None
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate over the sequences in the order in which they are to run; the queue must not change meanwhile."""
+        # Children of a heap's entry come after it, so those of the entries seen so far are enough to find the next.
+        seen = [(self._heap[0], 0)] if self._heap else []
+        before = -1
+        while seen:
+            (_, seq_id), index = heappop(seen)
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(self._heap):
+                    heappush(seen, (self._heap[child], child))
+            # A sequence that was taken out and came back has two entries.
+            if seq_id in self._sequences and seq_id != before:
+                yield self._sequences[seq_id]
+            before = seq_id
+
+
+def _take_logprobs(
+    seq_ids: list[int], batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]
+) -> None:
+    """Give sequences their log-probabilities, and what chunks of their prompts were asked for.
+
+    Args:
+        seq_ids: the sequence of each token.
+        batch, output: the step.
+        sequences: the unfinished ones by id.
+    """
+    if output.logprobs is not None:
+        records = output.logprobs.records()
+        packed, size = records.tobytes(), records[:1].nbytes
+        for i, index in enumerate(output.logprob_rows):
+            seq = sequences.get(seq_ids[index])
+            if seq is not None:
+                seq.logprobs += packed[i * size : i * size + seq.record_bytes]
+    for (seq_id, num_admissions), item in zip(batch.scored_seq_ids, output.prompt_outputs, strict=True):
+        seq = sequences.get(seq_id)
+        # A preempted prompt is computed again from its start.
+        if seq is not None and seq.num_admissions == num_admissions:
+            assert seq.prompt_outputs is not None
+            seq.prompt_outputs.append(item)

@@ -1,6 +1,9 @@
-"""The state of one output of a request, which the scheduler and the block manager write.
+"""Sequences: the outputs of requests, with their tokens and counts, which the scheduler and the block manager write.
 
-While it decodes, its counts and newest tokens are in `DecodeRows`; reading `Sequence.token_ids` takes them from there.
+A running sequence has *caught up* when its newest token is the only one left to compute. Those that have are rows of
+one table of arrays (`SteadyRows`): a step changes all rows by adding to an array, and finds the few that need attention
+(a full block, a limit, the end of the output, a reader) by comparison. Only they go through the code for one sequence,
+which reads counts and tokens from the table (`Sequence.num_tokens`, `Sequence.token_ids`).
 """
 
 from __future__ import annotations
@@ -8,19 +11,25 @@ from __future__ import annotations
 import time
 import typing
 from array import array
+from bisect import bisect_left, insort
 from enum import Enum, auto
-from typing import Protocol
+from operator import attrgetter
 
 import numpy as np
 
-from nanovllm.engine.block_table import BlockTable
-from nanovllm.engine.request import Request, TokenConstraint
+from nanovllm.engine.prefix_cache import BlockTable
+from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
 from nanovllm.logprobs import record_bytes
 from nanovllm.outputs import RequestMetrics
-from nanovllm.runner.messages import TokenLogprobs
+from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
+from nanovllm.sampling_params import SamplingExtra
 
-GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
-"""Spreads seeds: its multiples modulo 2**64 are far apart."""
+_MAX_END_TOKENS = 4
+"""End tokens of an output that are looked for in all rows at once; a request with more is watched."""
+_FEW_ROWS = 8
+"""Up to this number all rows get attention, which is faster: 8 rows take 20 us, and 40 us by indexing arrays."""
+_NEVER = np.iinfo(np.int64).max
+sort_key = attrgetter("sort_key")
 
 
 class SequenceGroup(list["Sequence"]):
@@ -45,23 +54,11 @@ class SequenceStatus(Enum):
     WAITING = auto()
     """Queued; holds no block and no slot. A preempted sequence is back here, maybe with a token still in flight."""
     RUNNING = auto()
-    """Holds a slot and blocks; is in every step until it ends or is preempted."""
+    """Holds a slot and blocks until it ends or is preempted."""
     ENDING = auto()
     """Its last token is in flight (a stop by count is known when planning); holds nothing any more."""
     FINISHED = auto()
     """Its text is complete, or it was aborted."""
-
-
-class Rows(Protocol):
-    """What a sequence knows of `DecodeRows`, which holds the counts and newest tokens of those that decode."""
-
-    num_tokens: np.ndarray
-
-    def flush(self, seq: Sequence) -> None:
-        """Append to a sequence's `token_ids` the tokens that only these arrays have."""
-
-    def note_token(self, seq: Sequence) -> None:
-        """Count a token that was appended to a sequence."""
 
 
 class Sequence:
@@ -69,8 +66,11 @@ class Sequence:
 
     Three counts tell where it is, and the difference between them is what makes overlapped steps possible:
     `len(token_ids)` tokens whose values are known here, `num_tokens` that exist (the newest may so far exist on the
-    device alone), and `num_computed_tokens` whose keys and values are stored or planned to be. While it decodes, these
-    are kept with those of all others in `rows`.
+    device alone), and `num_computed_tokens` whose keys and values are stored or planned to be. Once it has caught up,
+    these are in the table `rows`.
+
+    A step may compute drafts, and return fewer tokens than it was planned for. Until its result is known, `num_tokens`
+    and `num_computed_tokens` count all that it may return; `num_unsure` of them may turn out not to exist.
     """
 
     # fmt: off
@@ -92,7 +92,6 @@ class Sequence:
         "metrics",
         "num_admissions",
         "num_cached_tokens",
-        "num_prefill_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_resets",
@@ -155,11 +154,9 @@ class Sequence:
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] | None = [] if is_asked else None
         self.num_admissions = 0
         self.metrics = RequestMetrics(time.monotonic())
-        self.rows: Rows | None = None
+        self.rows: SteadyRows | None = None
         self._num_tokens = self.num_prompt_tokens
         self._num_computed_tokens = 0
-        # Tokens to compute before the first one can be sampled after (re-)admission.
-        self.num_prefill_tokens = 0
         # Prompt tokens found in the cache at the first admission; None before it.
         self.num_cached_tokens: int | None = None
         self.slot = -1
@@ -190,7 +187,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens exist."""
+        """The tokens that exist, at most."""
         return self._num_tokens if self.rows is None else int(self.rows.num_tokens[self.slot])
 
     @num_tokens.setter
@@ -201,13 +198,18 @@ class Sequence:
     @property
     def num_computed_tokens(self) -> int:
         """The tokens whose keys and values are stored or planned to be."""
-        # While it decodes, these are all tokens but the newest.
+        # All but the newest once it has caught up.
         return self._num_computed_tokens if self.rows is None else self.num_tokens - 1
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, count: int) -> None:
         assert self.rows is None
         self._num_computed_tokens = count
+
+    @property
+    def num_unsure(self) -> int:
+        """The tokens in flight that may turn out not to exist."""
+        return 0 if self.rows is None else int(self.rows.num_unsure[self.slot])
 
     def append(self, token_id: int) -> None:
         """Take the value of the next token."""
@@ -220,13 +222,8 @@ class Sequence:
         self._token_ids.frombytes(token_ids)
 
     @property
-    def num_blocks(self) -> int:
-        """Leading blocks that it has been given in every group of layers."""
-        return min([len(table) for table in self.block_tables], default=0)
-
-    @property
     def num_in_flight(self) -> int:
-        """Tokens that were planned but whose values have not come back yet."""
+        """The tokens, at most, that were planned and whose values have not come back yet."""
         return self.num_tokens - len(self.token_ids)
 
     @property
@@ -249,13 +246,52 @@ class Sequence:
         """Another output of the request that has the whole prompt in blocks which this one, waiting, can share."""
         if not self.siblings or self.num_tokens > self.num_prompt_tokens or self.wants_prompt_outputs:
             return None
-        others = (other for other in self.siblings if other.status is SequenceStatus.RUNNING and not other.is_prefill)
+        others = (other for other in self.siblings if other.status is SequenceStatus.RUNNING and not other.is_behind)
         return next(others, None)
 
     @property
-    def is_prefill(self) -> bool:
-        """Whether tokens known on the host are still to be computed before the next can be sampled."""
-        return self.num_computed_tokens < self.num_prefill_tokens
+    def is_behind(self) -> bool:
+        """Whether a token that is known on the host is still to be computed."""
+        return self.rows is None and self.num_computed_tokens < self.num_tokens
+
+    def new_request(self) -> NewRequest:
+        """Return what its slot must hold, as it is admitted."""
+        return NewRequest(
+            self.slot,
+            [table[:] for table in self.block_tables],
+            self.num_prompt_tokens,
+            self.params.temperature,
+            self.seed,
+            self._sampling_extra() if self.has_extra else None,
+        )
+
+    def _sampling_extra(self) -> SamplingExtra:
+        """Return what it asks of sampling beyond its temperature."""
+        params = self.params
+        return SamplingExtra(
+            params,
+            self.token_ids[:] if params.uses_penalties else array("i"),
+            self.num_prompt_tokens,
+            tuple(self.end_token_ids) if params.min_tokens else (),
+            self.request.bad_token_ids,
+            self.constraint is not None,
+        )
+
+    def prompt_scores(self, start: int, end: int) -> PromptScores | None:
+        """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
+        params = self.params
+        if params.prompt_logprobs is None or not self.wants_prompt_outputs:
+            return None
+        # A token is scored by the hidden state before it.
+        first, last = max(start + 1, params.prompt_logprobs_start), min(end, self.num_prompt_tokens - 1)
+        if first > last:
+            return None
+        return PromptScores(first - 1 - start, self.token_ids[first : last + 1], params.prompt_logprobs)
+
+    def pooling_of(self, end: int) -> str | None:
+        """Return which hidden states are asked for of a chunk that ends at `end`: "last", or "mean" of all."""
+        pooling = self.request.pooling
+        return pooling if pooling == "mean" or end == self.num_prompt_tokens else None
 
     @property
     def completion_token_ids(self) -> list[int]:
@@ -265,8 +301,202 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, known={len(self.token_ids)}, exist={self.num_tokens}, "
-            f"computed={self.num_computed_tokens}, blocks={self.num_blocks})"
+            f"computed={self.num_computed_tokens}, blocks={[len(table) for table in self.block_tables]})"
         )
+
+
+class SteadyRows:
+    """The running sequences that have caught up, a row each, in the order in which they run.
+
+    Of a row's `num_tokens`, `_num_known` have values: those in the sequence's own list and `_num_recent` in `_recent`.
+    The others are in steps under way. A step is *quiet* if no row can need a block or reach its last token in it.
+
+    Args:
+        num_slots: sequences that may run at once.
+        block_size: tokens of a block.
+        num_drafts: drafts that a row may compute beside its newest token.
+
+    Attributes:
+        num_tokens: [num_slots]; see `Sequence`. The newest of them is computed next.
+        num_unsure: [num_slots]; see `Sequence`; zero where there are no drafts.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0) -> None:
+        self.block_size, self.num_drafts = block_size, num_drafts
+        self.num_tokens, self.num_unsure = np.zeros((2, num_slots), dtype=np.int64)
+        self._seqs: list[Sequence] = []
+        self._rows: Rows | None = NO_ROWS
+        self._seq_ids: list[int] = []
+        self._num_quiet_steps = 0
+        # Tokens whose values are known, and the newest of them, which are not in the sequence's own list yet.
+        self._num_known, self._num_recent = np.zeros((2, num_slots), dtype=np.int64)
+        self._recent = np.empty((num_slots, block_size), dtype=np.int32)
+        # Tokens that the sequence's blocks have room for; and those in blocks that other outputs may share.
+        self._capacity, self._num_shared = np.zeros((2, num_slots), dtype=np.int64)
+        # Tokens with which it ends, whatever they are; and the most that one step computes.
+        self._most_tokens, self._most_new = np.zeros((2, num_slots), dtype=np.int64)
+        self._end_token_ids = np.full((num_slots, _MAX_END_TOKENS), -1, dtype=np.int64)
+        self._is_watched = np.zeros(num_slots, dtype=bool)
+        # The first step with this row: tokens of earlier ones were another sequence's.
+        self._first_step = np.full(num_slots, _NEVER, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        """The sequences, a row each."""
+        return self._seqs
+
+    def add(self, seq: Sequence, most_tokens: int, first_step: int) -> None:
+        """Make a row of a sequence that has caught up.
+
+        Args:
+            seq: has a slot; `note_room` must follow.
+            most_tokens: tokens with which it ends.
+            first_step: number of the first step with this row.
+        """
+        slot, ends = seq.slot, list(seq.end_token_ids)
+        insort(self._seqs, seq, key=sort_key)
+        self._rows = None
+        self.num_tokens[slot], self.num_unsure[slot] = seq.num_tokens, 0
+        self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
+        self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
+        self._most_tokens[slot] = most_tokens
+        # The host makes a mask for one token.
+        self._most_new[slot] = 1 if seq.constraint is not None else 1 + self.num_drafts
+        self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
+        self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
+        self._first_step[slot] = first_step
+        seq.rows = self
+
+    def discard(self, seq: Sequence) -> None:
+        """Remove a sequence if it is a row, and give it its counts and tokens back. It still has its slot."""
+        if seq.rows is None:
+            return
+        num_tokens = seq.num_tokens
+        self.flush(seq)
+        del self._seqs[bisect_left(self._seqs, seq.sort_key, key=sort_key)]
+        self._rows = None
+        self._first_step[seq.slot] = _NEVER
+        seq.rows = None
+        seq.num_tokens, seq.num_computed_tokens = num_tokens, num_tokens - 1
+
+    def note_room(self, seq: Sequence, capacity: int) -> None:
+        """Note the tokens that a sequence's blocks have room for, after that has changed."""
+        self._capacity[seq.slot] = capacity
+        self._num_quiet_steps = 0
+
+    def note_token(self, seq: Sequence) -> None:
+        """Count a token that was appended to a sequence."""
+        self._num_known[seq.slot] += 1
+
+    def flush(self, seq: Sequence) -> None:
+        """Append to a sequence's `token_ids` the tokens that only these arrays have."""
+        slot = seq.slot
+        count = self._num_recent[slot]
+        if count:
+            seq.append_known(self._recent[slot, :count].tobytes())
+            self._num_recent[slot] = 0
+
+    def without_room(self) -> list[Sequence]:
+        """Return the sequences that may lack a block of their own for what they compute next."""
+        if self._num_quiet_steps:
+            return []
+        slots = self._all_rows().slots
+        num_tokens = self.num_tokens[slots]
+        num_stored = num_tokens + self._most_new[slots] - 1 if self.num_drafts else num_tokens
+        is_shared = num_tokens - self.num_unsure[slots] <= self._num_shared[slots]
+        rows = np.flatnonzero((num_stored > self._capacity[slots]) | is_shared)
+        return [self._seqs[row] for row in rows]
+
+    def most_new(self, seq: Sequence) -> int:
+        """Return the most tokens that a sequence may compute in the next step: 0 if enough are in flight."""
+        return int(min(self._most_new[seq.slot], self._most_tokens[seq.slot] - self.num_tokens[seq.slot]))
+
+    def plan(self, budget: int) -> tuple[Rows, list[int], list[Sequence]]:
+        """Count the new tokens of each row.
+
+        budget: most tokens, no fewer than rows.
+
+        Returns:
+            The rows, the ids of their sequences, and the sequences that end with this step.
+        """
+        rows, seq_ids = self._all_rows(), self._seq_ids[:]
+        slots = rows.slots
+        if self.num_drafts:
+            rows, seq_ids = self._with_drafts(slots, budget)
+        self.num_tokens[rows.slots] += rows.num_new if self.num_drafts else 1
+        if self._num_quiet_steps:
+            self._num_quiet_steps -= 1
+            return rows, seq_ids, []
+        num_tokens, most_tokens = self.num_tokens[slots], self._most_tokens[slots]
+        if not self.num_drafts and len(slots) and (num_tokens > self._num_shared[slots]).all():
+            left = np.minimum(self._capacity[slots] + 1, most_tokens - 1) - num_tokens
+            self._num_quiet_steps = max(0, int(left.min()))
+        ending = np.flatnonzero(num_tokens - self.num_unsure[slots] >= most_tokens)
+        return rows, seq_ids, [self._seqs[row] for row in ending]
+
+    def _all_rows(self) -> Rows:
+        """Return a token of every row; the same object until a row joins or leaves."""
+        if self._rows is None:
+            self._rows = Rows.of_one_token(np.array([seq.slot for seq in self._seqs], dtype=np.int32))
+            self._seq_ids = [seq.seq_id for seq in self._seqs]
+        return self._rows
+
+    def _with_drafts(self, slots: np.ndarray, budget: int) -> tuple[Rows, list[int]]:
+        """Return the rows with as many drafts as limits, blocks and budget allow, and the ids of their sequences.
+
+        A row sits out while the tokens in flight may be its last.
+        """
+        num_tokens = self.num_tokens[slots]
+        num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
+        num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
+        num_new = np.minimum(num_new, 1)
+        # The first rows have what is left of the budget.
+        left = budget - int(num_new.sum()) - (num_drafts.cumsum() - num_drafts)
+        num_drafts = np.clip(left, 0, num_drafts)
+        self.num_unsure[slots] += num_drafts
+        runs = np.flatnonzero(num_new)
+        rows = Rows(slots[runs], (num_new + num_drafts)[runs].astype(np.int32))
+        return rows, [self._seq_ids[row] for row in runs]
+
+    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> None:
+        """Take back what a row was planned for and has not returned.
+
+        seq: was a row in that step; it may have been preempted since.
+        """
+        if seq.rows is None:
+            seq.num_tokens -= num_new - num_returned
+        else:
+            self.num_tokens[seq.slot] -= num_new - num_returned
+            self.num_unsure[seq.slot] -= num_new - 1
+
+    def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
+        """Store the tokens of a step's rows, one each; return the rows whose tokens the scheduler must look at.
+
+        Args:
+            slots: [num_rows] int32; of the step.
+            token_ids: [num_rows] int64; those of the rows returned are left to the caller.
+            step: its number.
+        """
+        if len(slots) <= _FEW_ROWS:
+            return np.arange(len(slots))
+        num_known = self._num_known[slots] + 1
+        # A block's last token is known before its keys are planned, or one step after.
+        affected = (num_known % self.block_size < 2) | self._is_watched[slots] | (self._first_step[slots] > step)
+        affected |= (self._end_token_ids[slots] == token_ids[:, None]).any(1)
+        if self.num_drafts:
+            affected |= num_known >= self._most_tokens[slots]
+        rows = np.flatnonzero(affected)
+        if len(rows):
+            quiet = np.flatnonzero(~affected)
+            slots, token_ids, num_known = slots[quiet], token_ids[quiet], num_known[quiet]
+        num_recent = self._num_recent[slots]
+        self._recent[slots, num_recent] = token_ids
+        self._num_recent[slots] = num_recent + 1
+        self._num_known[slots] = num_known
+        return rows
 
 
 def make_sequences(

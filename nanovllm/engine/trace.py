@@ -55,9 +55,9 @@ class Trace:
         """Note a step that is being launched, and the requests that have come since the one before."""
         preempted, self._num_preemptions = self._num_preemptions, self._scheduler.stats.num_preemptions
         what = {
-            "decodes": len(batch.decode_slots),
+            "decodes": len(batch.rows),
             "chunks": len(batch.chunks),
-            "prompt tokens": batch.num_prompt_tokens,
+            "prompt tokens": batch.num_chunk_tokens,
             "new requests": len(batch.new_requests),
             "preempted": self._num_preemptions - preempted,
         }
@@ -136,7 +136,8 @@ class TracedRunner:
         self._trace = trace
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.kv_windows = runner.kv_windows
+        self.num_drafts = runner.num_drafts
+        self.cache_kinds = runner.cache_kinds
         self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
@@ -50,9 +50,9 @@ class CachedAttention(nn.Module):
         self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
         self.options = options
 
-    def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+    def kv_cache_spec(self, dtype: torch.dtype) -> Paged:
         """Return what the layer caches, in the dtype of its keys and values."""
-        return KVCacheSpec(self.num_kv_heads, self.key_size, self.value_size, self.options.window, dtype)
+        return Paged(self.num_kv_heads, self.key_size, self.value_size, self.options.window, dtype)
 
     def bind(self, pages: KVPages, backend: AttentionBackend, group: int = 0) -> None:
         """Give the layer its cache, its backend and its group."""

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.protocol import Engine
-from nanovllm.engine.request_seeds import RequestSeeds
+from nanovllm.engine.request import RequestSeeds
 from nanovllm.replicas.engine_process import EngineProcesses
 from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
 from nanovllm.replicas.model_files import ModelFiles, read_model_files

@@ -13,8 +13,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_outputs import NewTokens, TokenFields
-from nanovllm.engine.request import Abort, Request
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request import Abort, Request, RequestLimits
 from nanovllm.outputs import RequestOutput
 
 

@@ -21,8 +21,7 @@ from nanovllm.config import Config
 from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
 from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.request import Abort, Request, check_request_ids
-from nanovllm.engine.request_limits import RequestLimits
+from nanovllm.engine.request import Abort, Request, RequestLimits, check_request_ids
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.replicas.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop

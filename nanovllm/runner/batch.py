@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.kernels.slot_tensors import gather_decode_rows
-from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
+from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
 from nanovllm.runner.staging import Staging
@@ -106,7 +106,7 @@ class BatchBuilder:
         self.slots = SlotState(num_slots, max_blocks, num_groups, device)
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
-        self._sent_decode_slots = self._sent_plan = NO_SLOTS
+        self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
         # The most that a step sends: prompts, padded; decode slots; attention's plan; indices and values of all slots.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots, num_groups)
         self._staging = Staging(prompts + 2 * self.slots.size + num_slots + len(backend.plan_buffer), device)
@@ -115,11 +115,16 @@ class BatchBuilder:
         """Return the shape of a batch without padding, and what attention's plan has for the device."""
         # Layers that see all tokens, which may attend to common prefixes together, are in the first group if in any.
         slots = self.slots
-        variant, array = self._backend.plan_host(batch.decode_slots, slots.num_computed, slots.block_tables[:, 0])
-        return StepShape(len(batch.decode_slots), batch.num_prompt_tokens, len(batch.chunks), variant), array
+        variant, array = self._backend.plan_host(batch.rows.slots, slots.num_computed, slots.block_tables[:, 0])
+        return StepShape(len(batch.rows.slots), batch.num_chunk_tokens, len(batch.chunks), variant), array
 
     def send(
-        self, batch: ScheduledBatch, shape: StepShape, plan: np.ndarray = NO_SLOTS, *, is_capture_size: bool = False
+        self,
+        batch: ScheduledBatch,
+        shape: StepShape,
+        plan: np.ndarray = NO_ROWS.slots,
+        *,
+        is_capture_size: bool = False,
     ) -> PreparedStep:
         """Update the host's copy of the slots and send what changed to the device, padded to `shape`.
 
@@ -131,18 +136,18 @@ class BatchBuilder:
             plan: from the method `plan`.
             is_capture_size: whether a graph may be captured for the shape.
         """
-        slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.decode_slots)
+        slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.rows.slots)
         changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
         )
         num_padding = shape.num_decodes - num_decodes
-        decode_slots = batch.decode_slots
+        decode_slots = batch.rows.slots
         if num_padding:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
-        changed_slots = NO_SLOTS if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
+        changed_slots = NO_ROWS.slots if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
         # The prompts' arrays come first, since their sizes follow from the shape.
-        changed_plan = NO_SLOTS if plan is self._sent_plan else plan
+        changed_plan = NO_ROWS.slots if plan is self._sent_plan else plan
         sent = self._staging.send([*prompts, changed_slots, changed_plan, changed_index, changed_values])
         *prompt_tensors, new_slots, new_plan, index_tensor, value_tensor = sent
         if len(new_plan):
@@ -152,8 +157,8 @@ class BatchBuilder:
         if len(new_slots):
             self._decode_slots[: len(new_slots)] = new_slots
             self._sent_decode_slots = decode_slots
-        decode_lens = slots.num_computed[batch.decode_slots] + 1
-        slots.num_computed[batch.decode_slots] = decode_lens
+        decode_lens = slots.num_computed[batch.rows.slots] + 1
+        slots.num_computed[batch.rows.slots] = decode_lens
         seq_lens, query_lens = list[int](), list[int]()
         if not is_capture_size:
             seq_lens = decode_lens.tolist() + [1] * num_padding

@@ -11,11 +11,18 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import CacheSpec, Paged, State
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.runner.host_blocks import BlockCopies
-from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StateCache, WindowCache
+
+
+def cache_kind(spec: CacheSpec, block_bytes: int) -> CacheKind:
+    """Return what the engine is told of layers that declare `spec`; a state takes blocks of `block_bytes`."""
+    if isinstance(spec, State):
+        return StateCache(-(-spec.num_bytes // block_bytes), spec.checkpoint)
+    return FullCache() if spec.window is None else WindowCache(spec.window)
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class CacheTensors:
 
     @classmethod
     def zeros(
-        cls, spec: KVCacheSpec, num_layers: int, num_blocks: int, block_size: int, device: torch.device
+        cls, spec: Paged, num_layers: int, num_blocks: int, block_size: int, device: torch.device
     ) -> CacheTensors:
         """Allocate the pages; filled, because a masked key still meets a product, and garbage may be NaN."""
         shape = num_layers, num_blocks, block_size, spec.num_kv_heads
@@ -69,7 +76,7 @@ class KVCache:
     def __init__(
         self,
         layers: Sequence[CachedAttention],
-        specs: Sequence[KVCacheSpec],
+        specs: Sequence[Paged],
         groups: Sequence[KVCacheGroup],
         backend: AttentionBackend,
         num_clipped: torch.Tensor,

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
-from nanovllm.runner.messages import NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from nanovllm.runner.prompt_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows
 
@@ -138,8 +138,6 @@ def profiling_batch(config: Config, max_blocks: int, num_groups: int, max_model_
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
     return ScheduledBatch(
         new_requests=[NewRequest(slot, [[0] * max_blocks] * num_groups, 1, 1.0, 0) for slot in range(num_seqs)],
-        chunks=[
-            PromptChunk(slot, 0, array("i", [0]) * min(n, max_model_len), False, True) for slot, n in enumerate(lens)
-        ],
+        chunks=[Chunk(slot, 0, array("i", [0]) * min(n, max_model_len), False, True) for slot, n in enumerate(lens)],
         sampled_seq_ids=list(range(num_seqs)),
     )

@@ -35,6 +35,35 @@ class NewRequest:
 
 
 @dataclass(frozen=True)
+class FullCache:
+    """Layers that keep the keys and values of all tokens."""
+
+
+@dataclass(frozen=True)
+class WindowCache:
+    """Layers that see the last `window` tokens at most, the query's own included."""
+
+    window: int
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """Layers that keep a state of fixed size a sequence, which a step reads, and overwrites.
+
+    Attributes:
+        num_blocks: blocks of the cache that a state takes.
+        checkpoint: a state is kept at every block end whose number is a multiple of this, beside a prompt's last one.
+    """
+
+    num_blocks: int
+    checkpoint: int
+
+
+CacheKind = FullCache | WindowCache | StateCache
+"""What the layers of a group of the cache keep: all that the engine knows of them."""
+
+
+@dataclass(frozen=True)
 class NewBlock:
     """Makes block `block_id` entry `index` of a running slot's block table, that of a group of the KV cache."""
 
@@ -73,11 +102,11 @@ class PromptScores:
 
 
 @dataclass(slots=True)
-class PromptChunk:
-    """Tokens at positions `start ... start + len(token_ids) - 1` of the sequence in `slot`.
+class Chunk:
+    """A row whose tokens the host sends: those at `start ... start + len(token_ids) - 1` of the sequence in `slot`.
 
     `store` is false for the one token that a full prefix hit recomputes inside a shared block: its keys and values are
-    there already, and shared blocks are immutable. `samples` is true for the chunk that ends its prompt. `scores` and
+    there already, and shared blocks are immutable. `samples` is true if no token follows that is known. `scores` and
     `pooling` ("last" or "mean") ask for more of its hidden states than a token.
     """
 
@@ -90,14 +119,37 @@ class PromptChunk:
     pooling: str | None = None
 
 
-NO_SLOTS = np.empty(0, dtype=np.int32)
+@dataclass(frozen=True)
+class Rows:
+    """Rows whose tokens the device has: the newest of each slot's sequence, and drafts of those that follow it.
+
+    Attributes:
+        slots: [num_rows] int32.
+        num_new: [num_rows] int32; the tokens that each row computes. It samples one token after each of them, and the
+            step returns the leading ones that the drafts agree with, and the one after.
+    """
+
+    slots: np.ndarray
+    num_new: np.ndarray
+
+    @classmethod
+    def of_one_token(cls, slots: np.ndarray) -> Rows:
+        """Return rows that compute one token each."""
+        return cls(slots, np.ones(len(slots), dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+NO_ROWS = Rows.of_one_token(np.empty(0, dtype=np.int32))
 
 
 @dataclass
 class ScheduledBatch:
-    """One step: decode rows (one per entry of `decode_slots`) first, then the prompt chunks.
+    """The plan of one step. A row of it is a slot and the new tokens that it computes.
 
-    A decode row's token, position and block table are on the device already, under its slot.
+    The tokens of `rows` are on the device already, and so are their positions and block tables; those of `chunks`, the
+    rows that follow, come with the plan.
     """
 
     # Counts the steps of an engine.
@@ -110,10 +162,10 @@ class ScheduledBatch:
     transfers: list[BlockTransfer] = field(default_factory=list)
     # Whether this step sees what it loads, too.
     waits_for_loads: bool = False
-    # [num_decodes] int32; the same object as in the step before if no row has joined or left.
-    decode_slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)
-    chunks: list[PromptChunk] = field(default_factory=list)
-    # The sequences a token is sampled for: those of decode_slots, then those of the chunks that sample.
+    # The same object as in the step before if no row has joined or left.
+    rows: Rows = NO_ROWS
+    chunks: list[Chunk] = field(default_factory=list)
+    # The sequences that tokens are sampled for: those of `rows`, then those of the chunks that sample.
     sampled_seq_ids: list[int] = field(default_factory=list)
     # Whether a row asks for more than a temperature.
     has_extra: bool = False
@@ -124,8 +176,8 @@ class ScheduledBatch:
     scored_seq_ids: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens to compute in this step."""
+    def num_chunk_tokens(self) -> int:
+        """Tokens of all chunks."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
@@ -160,13 +212,14 @@ class StepOutput:
     """A step's results.
 
     Attributes:
-        token_ids: [num_samples] int64; sampled tokens, in the order of `ScheduledBatch.sampled_seq_ids`.
-        logprob_rows: which of these `logprobs` are of.
+        token_ids: [num_tokens] int64; the tokens of each row, in the order of `ScheduledBatch.sampled_seq_ids`.
+        logprob_rows: indices of the tokens that `logprobs` are of.
         logprobs: None if no row asks for any.
         prompt_outputs: of each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
             [hidden_size] float32.
         num_clipped_kv: keys and values, of the first rank's heads, that were too large for a cache in e4m3, since the
             engine began.
+        offsets: [num_rows + 1]; where each row's tokens begin and end. None if each has one, as is usual.
     """
 
     token_ids: np.ndarray
@@ -174,6 +227,7 @@ class StepOutput:
     logprobs: TokenLogprobs | None = None
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
     num_clipped_kv: int = 0
+    offsets: np.ndarray | None = None
 
 
 class StepHandle(Protocol):
@@ -192,8 +246,11 @@ class Runner(Protocol):
     # Steps that are left under way while the next one is planned: 0 or 1.
     pipeline_depth: int
     num_kvcache_blocks: int
-    # Of each group of the KV cache: tokens that a layer sees at most, the query's own included; None if one sees all.
-    kv_windows: list[int | None]
+    # Drafts of following tokens that the device has for every row beside its newest token; a row of a step computes as
+    # many of them as fit.
+    num_drafts: int
+    # Of each group of the cache; states come last, after one group of another kind at least.
+    cache_kinds: list[CacheKind]
     # None if blocks are not kept in the host's memory.
     host_memory: HostMemory | None
 

@@ -7,6 +7,7 @@ draws tokens, leaves them in their slots, where the next step finds them, and se
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from nanovllm.models import load_model
 from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.forward_step import ForwardStep
-from nanovllm.runner.kv_cache import KVCache
+from nanovllm.runner.kv_cache import KVCache, cache_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import HostMemory, ScheduledBatch
 from nanovllm.runner.on_device import OnDevice
@@ -84,6 +85,7 @@ class ModelRunner(OnDevice):
         # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
+        self.num_drafts = 0
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // config.kvcache_block_size)
         self.graphs: StepGraphs | None = None
@@ -97,6 +99,8 @@ class ModelRunner(OnDevice):
             self.capture_sizes = make_capture_sizes(config, self.backend, self.model, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
+            specs = [replace(self.kv_specs[group.layers[0]], window=group.window) for group in self.kv_groups]
+            self.cache_kinds = [cache_kind(spec, self.kv_cache.block_bytes) for spec in specs]
             self._compile_kernels()
             self.num_kvcache_blocks = self._measure_cache(free_before)
             self._free()
@@ -104,7 +108,7 @@ class ModelRunner(OnDevice):
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             if config.swap_space:
-                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.kv_windows, self._run)
+                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.cache_kinds, self._run)
 
     def _load(self, folder: str) -> None:
         """Load the model; undone by `_unload`."""
@@ -122,7 +126,6 @@ class ModelRunner(OnDevice):
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_groups = self._make_groups()
-        self.kv_windows = [group.window for group in self.kv_groups]
         self.backend = make_backend(
             config.attention_backend,
             self.device,
@@ -263,7 +266,7 @@ class ModelRunner(OnDevice):
         """Return what rows ask for beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
         num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
-        sampled = batch.decode_slots.tolist() + [slots.padding_slot] * num_padding
+        sampled = batch.rows.slots.tolist() + [slots.padding_slot] * num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.runner.messages import PromptChunk
+from nanovllm.runner.messages import Chunk
 
 
 class PromptArrays(NamedTuple):
@@ -53,7 +53,7 @@ _NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArray
 
 
 def make_prompt_arrays(
-    chunks: list[PromptChunk],
+    chunks: list[Chunk],
     num_tokens: int,
     num_chunks: int,
     block_tables: np.ndarray,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from nanovllm.models.base import CausalLM
-from nanovllm.runner.messages import PromptChunk, PromptScores
+from nanovllm.runner.messages import Chunk, PromptScores
 from nanovllm.sampling.sampler import DeviceLogprobs, Sampler
 
 LOGITS_BYTES = 2**28
@@ -14,7 +14,7 @@ LOGITS_BYTES = 2**28
 
 
 def prompt_outputs(
-    model: CausalLM, sampler: Sampler, chunks: list[PromptChunk], hidden: torch.Tensor
+    model: CausalLM, sampler: Sampler, chunks: list[Chunk], hidden: torch.Tensor
 ) -> list[DeviceLogprobs | torch.Tensor]:
     """Return what chunks with `scores` or `pooling` ask for, in order; hidden: [num_prompt_tokens, hidden_size]."""
     ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])

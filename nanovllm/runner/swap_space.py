@@ -12,7 +12,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.kv_cache import KVCache
-from nanovllm.runner.messages import HostMemory, NewRequest, PromptChunk, ScheduledBatch
+from nanovllm.runner.messages import CacheKind, Chunk, HostMemory, NewRequest, ScheduledBatch, WindowCache
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
@@ -30,7 +30,7 @@ def make_swap_space(
     config: Config,
     communicator: Communicator,
     current_cache: Callable[[], KVCache],
-    kv_windows: list[int | None],
+    cache_kinds: list[CacheKind],
     run_step: Callable[[ScheduledBatch], None],
 ) -> HostMemory:
     """Have a cache's blocks kept in the host's memory, until it is unbound; takes some 0.2 s.
@@ -39,15 +39,16 @@ def make_swap_space(
         config: the engine's settings.
         communicator: joins the ranks.
         current_cache: returns the cache, which holds nothing yet; after a sleep another one.
-        kv_windows: of the only group; see `Runner`.
+        cache_kinds: of the only group; see `Runner`.
         run_step: runs a step, and waits for it.
 
     Raises:
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
     """
-    if kv_windows != [None]:
+    (kind,) = cache_kinds
+    if isinstance(kind, WindowCache):
         raise ValueError(
-            f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kv_windows[0]} "
+            f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kind.window} "
             "tokens), and such a model's blocks are not kept in the host's memory"
         )
     kv_cache = current_cache()
@@ -112,8 +113,7 @@ def _prompt_batch(num_tokens: int, prompt_tokens: int, block_size: int) -> Sched
     return ScheduledBatch(
         new_requests=[NewRequest(slot, [blocks], 1, 1.0, 0) for slot in range(len(lengths))],
         chunks=[
-            PromptChunk(slot, 0, array("i", [0]) * length, store=False, samples=True)
-            for slot, length in enumerate(lengths)
+            Chunk(slot, 0, array("i", [0]) * length, store=False, samples=True) for slot, length in enumerate(lengths)
         ],
         sampled_seq_ids=list(range(len(lengths))),
     )

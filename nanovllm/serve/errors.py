@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from nanovllm.async_llm import QueueFullError
-from nanovllm.engine.request_limits import PromptTooLongError
+from nanovllm.engine.request import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammar_compiler import GrammarError
 

@@ -32,7 +32,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from types import FrameType
 
 from nanovllm.config import Config
-from nanovllm.engine.request_seeds import RequestSeeds
+from nanovllm.engine.request import RequestSeeds
 from nanovllm.replicas.engine_process import EngineProcesses
 from nanovllm.serve.logs import log_config
 from nanovllm.serve.server_counts import ServerCounts

@@ -7,9 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from nanovllm.config import Pooling
-from nanovllm.engine.request import Grammar, Request
-from nanovllm.engine.request_limits import PromptTooLongError, RequestLimits
-from nanovllm.engine.request_seeds import RequestSeeds
+from nanovllm.engine.request import Grammar, PromptTooLongError, Request, RequestLimits, RequestSeeds
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, render_text

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanovllm.engine.request import TokenConstraint
-from nanovllm.engine.token_masks import fill_rows
+from nanovllm.engine.request import TokenConstraint, fill_rows
 from nanovllm.text.text_reader import partial_start
 
 Start = Literal["inside", "before", "unknown", "answer"]

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.request import Grammar, Request, TokenConstraint
-from nanovllm.engine.token_masks import fill_rows
+from nanovllm.engine.request import Grammar, Request, TokenConstraint, fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.grammar_compiler import (
     GrammarError,

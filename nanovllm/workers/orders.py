@@ -15,11 +15,11 @@ class StepOrder:
 
     Attributes:
         batch: the step; without its sequence ids, which only rank 0 needs.
-        same_decode_slots: whether its decode slots, which are not sent then, are those of the step before.
+        same_rows: whether its `rows` are those of the step before, and not sent.
     """
 
     batch: ScheduledBatch
-    same_decode_slots: bool
+    same_rows: bool
 
 
 @dataclass(frozen=True)

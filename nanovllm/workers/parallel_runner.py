@@ -109,7 +109,8 @@ class ParallelRunner:
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.kv_windows = runner.kv_windows
+        self.num_drafts = runner.num_drafts
+        self.cache_kinds = runner.cache_kinds
         self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> ForwardStep:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
+from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import CallOrder, StepOrder
@@ -44,7 +44,7 @@ class WorkerProcesses:
         self.size = size
         self._channel = Sender(size - 1)
         self._ranks: list[WorkerProcess] = []
-        self._decode_slots = NO_SLOTS
+        self._rows = NO_ROWS
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
         self._stopped = False
@@ -76,10 +76,10 @@ class WorkerProcesses:
         Raises:
             WorkerError: a rank has ended.
         """
-        # Most steps have the previous step's decode slots, which are then not sent again. Only rank 0 needs the ids.
-        again = np.array_equal(batch.decode_slots, self._decode_slots)
-        self._decode_slots = batch.decode_slots
-        sent = replace(batch, sampled_seq_ids=[], decode_slots=NO_SLOTS if again else batch.decode_slots)
+        # Most steps have the rows of the step before, which are then not sent again. Only rank 0 needs the ids.
+        again = batch.rows is self._rows
+        self._rows = batch.rows
+        sent = replace(batch, sampled_seq_ids=[], rows=NO_ROWS if again else batch.rows)
         self._send(StepOrder(sent, again))
 
     def broadcast_masks(self, masks: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.communicator import find_store
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.messages import NO_SLOTS, ScheduledBatch
+from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
@@ -93,16 +93,16 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
     )
     reports.send(READY)
-    decode_slots = NO_SLOTS
+    rows = NO_ROWS
     # `runner.check` raises while the channel waits if the last step failed on the device.
     while (order := channel.receive(runner.check)) is not None:
         if isinstance(order, CallOrder):
             reports.send(_call(runner, order))
             continue
         batch: ScheduledBatch = order.batch
-        if order.same_decode_slots:
-            batch.decode_slots = decode_slots
-        decode_slots = batch.decode_slots
+        if order.same_rows:
+            batch.rows = rows
+        rows = batch.rows
         step = runner.forward(batch)
         runner.sample(step, _receive_masks(channel, runner) if batch.masked else None)
     runner.exit()

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.workers.channel import Receiver, Sender
-from tests.mock_runner import slot_array
+from tests.mock_runner import slot_rows
 
 MESSAGES = 2000
 PAUSE_SECONDS = 0.0005
@@ -38,7 +38,7 @@ def main() -> None:
     context = get_context("fork")
     for name, batch in (
         ("again", ScheduledBatch()),
-        ("256 rows", ScheduledBatch(decode_slots=slot_array(*range(256)))),
+        ("256 rows", ScheduledBatch(rows=slot_rows(*range(256)))),
     ):
         channel, pipes, readers = Sender(num_readers), [], []
         for reader in range(num_readers):

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from bench import measure_ceilings
-from nanovllm.attention.kv_cache_spec import KVCacheSpec
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.policy import FASTEST
@@ -52,7 +52,7 @@ def microseconds(
     num_layers = min(MOST_LAYERS, max(1, MOST_BYTES // num_bytes))
     max_blocks = -(-length // BLOCK_SIZE)
     num_blocks = rows * max_blocks
-    spec = KVCacheSpec(num_kv_heads, HEAD_DIM, HEAD_DIM, None, dtype)
+    spec = Paged(num_kv_heads, HEAD_DIM, HEAD_DIM, None, dtype)
     backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512)
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM * dtype.itemsize)
     cache = torch.empty(cache_shape, dtype=torch.uint8, device=DEVICE)

@@ -1,0 +1,197 @@
+"""Cache policies: how a sequence holds blocks of one group of layers, a class for each kind of cache.
+
+Every policy answers four questions: which blocks a sequence needs for its next tokens, which it can release, how long a
+prefix is that it can start from, and which blocks must be copied before it writes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from typing_extensions import override
+
+from nanovllm.engine.prefix_cache import Block
+from nanovllm.runner.messages import CacheKind, FullCache, StateCache, WindowCache
+
+
+class CachePolicy(ABC):
+    """The blocks that a sequence holds in one group of layers.
+
+    Attributes:
+        grows: whether a sequence has a block for every `block_size` of its tokens.
+        has_gaps: whether a prefix can be usable though blocks of it are missing.
+        most_held: most blocks that a sequence holds.
+    """
+
+    grows = True
+    has_gaps = True
+    most_held: int
+
+    @abstractmethod
+    def min_blocks(self, num_filled: int) -> int:
+        """Return the blocks without which a sequence that fills `num_filled` cannot go on."""
+
+    @abstractmethod
+    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        """Return the blocks, by their index in the table, that a sequence needs to compute its next tokens.
+
+        Args:
+            num_computed: its computed tokens.
+            num_filled: blocks that all its tokens fill.
+            share: blocks that it may have beyond `min_blocks`.
+        """
+
+    def num_released(self, num_computed: int) -> int:
+        """Return the leading blocks that a sequence does not need any more."""
+        return 0
+
+    @abstractmethod
+    def usable_prefix(
+        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+    ) -> int:
+        """Return the length of the longest prefix, of at most `length` blocks, that a sequence can start from.
+
+        Args:
+            blocks: the cached ones, None for one that is missing; of a group that grows.
+            length: an upper bound.
+            num_tokens: tokens of the sequence.
+            has_state: whether the state at the end of a block is cached.
+        """
+
+    def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
+        """Return the entries of a table that must be copied before the next token is written, into block `first`."""
+        return [first] if first < len(table) and is_shared(table[first]) else []
+
+
+class FullPolicy(CachePolicy):
+    """A sequence holds the blocks of all its tokens."""
+
+    has_gaps = False
+
+    def __init__(self, num_blocks: int) -> None:
+        self.most_held = num_blocks
+
+    @override
+    def min_blocks(self, num_filled: int) -> int:
+        return num_filled
+
+    @override
+    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        return range(num_filled)
+
+    @override
+    def usable_prefix(
+        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+    ) -> int:
+        return _first_missing(blocks, 0, length)
+
+
+class WindowPolicy(CachePolicy):
+    """A sequence holds the blocks of a sliding window, and of what it computes next.
+
+    Args:
+        window: tokens that a query sees at most, its own included.
+        num_blocks, block_size: blocks of the cache, and tokens of one.
+        max_chunk: most tokens of a sequence in one step.
+    """
+
+    def __init__(self, window: int, num_blocks: int, block_size: int, max_chunk: int) -> None:
+        # At least 2, so that the block before the next token is always held.
+        self._window, self._block_size = max(2, window), block_size
+        # Blocks to go on by a token, and by a whole chunk.
+        self._fewest = self._num_spanned(self._window)
+        self._most = self._num_spanned(self._window - 1 + max_chunk)
+        self.most_held = min(num_blocks, self._most)
+
+    @override
+    def min_blocks(self, num_filled: int) -> int:
+        return min(num_filled, self._fewest)
+
+    @override
+    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        first = self.num_released(num_computed)
+        return range(first, min(num_filled, first + min(self._most, self._fewest + share)))
+
+    @override
+    def num_released(self, num_computed: int) -> int:
+        return max(0, num_computed + 1 - self._window) // self._block_size
+
+    @override
+    def usable_prefix(
+        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+    ) -> int:
+        # Every length from a missing block up to this one needs that block: its window begins no later.
+        first = self.num_released(min(length * self._block_size, num_tokens - 1))
+        return _first_missing(blocks, first, length)
+
+    def _num_spanned(self, num_tokens: int) -> int:
+        """Return the most blocks in which this number of consecutive tokens lies."""
+        return (num_tokens + self._block_size - 2) // self._block_size + 1
+
+
+class StatePolicy(CachePolicy):
+    """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
+
+    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and whoever goes on copies them.
+
+    Args:
+        kind: the blocks of a state, and how often one is kept.
+        block_size: tokens of a block.
+    """
+
+    grows = False
+
+    def __init__(self, kind: StateCache, block_size: int) -> None:
+        self.num_blocks = self.most_held = kind.num_blocks
+        self._checkpoint, self._block_size = kind.checkpoint, block_size
+
+    @override
+    def min_blocks(self, num_filled: int) -> int:
+        return self.num_blocks
+
+    @override
+    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        return range(self.num_blocks)
+
+    @override
+    def usable_prefix(
+        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+    ) -> int:
+        # A token must be left to compute, from the state before it.
+        length = min(length, (num_tokens - 1) // self._block_size)
+        while length and not ((block := blocks[length - 1]) is not None and has_state(block)):
+            length -= 1
+        return length
+
+    @override
+    def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
+        return [index for index, block_id in enumerate(table) if is_shared(block_id)]
+
+    def is_checkpoint(self, num_blocks: int, num_prompt_tokens: int) -> bool:
+        """Whether the state after `num_blocks` blocks is kept: regularly, and at a prompt's last block end.
+
+        The latter is the last that leaves a token of the prompt to compute.
+        """
+        return num_blocks % self._checkpoint == 0 or num_blocks == (num_prompt_tokens - 1) // self._block_size
+
+    def chunk_end(self, start: int, end: int, num_prompt_tokens: int) -> int:
+        """Return where a chunk ends so that no checkpoint lies inside it."""
+        for num_blocks in range(start // self._block_size + 1, end // self._block_size + 1):
+            if self.is_checkpoint(num_blocks, num_prompt_tokens):
+                return num_blocks * self._block_size
+        return end
+
+
+def make_policy(kind: CacheKind, num_blocks: int, block_size: int, max_chunk: int) -> CachePolicy:
+    """Return the policy of a kind of cache; see the classes for the arguments."""
+    if isinstance(kind, FullCache):
+        return FullPolicy(num_blocks)
+    if isinstance(kind, WindowCache):
+        return WindowPolicy(kind.window, num_blocks, block_size, max_chunk)
+    return StatePolicy(kind, block_size)
+
+
+def _first_missing(blocks: Sequence[Block | None], first: int, end: int) -> int:
+    """Return the index of the first missing block in `first ... end - 1`, or `end`."""
+    return blocks.index(None, first, end) if None in blocks[first:end] else end

@@ -267,7 +267,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
         rounding: Rounding | None,
     ) -> HeadOutputs | None:
-        """See the base class; supported by `hopper_decode`, for decode rows only, without cascade attention."""
+        """Supported by `hopper_decode`, for decode rows only, without cascade attention."""
         uses_cascade, _ = cast(DecodeVariant, metadata.variant)
         if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import ReduceOp, Store, TCPStore  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
@@ -155,31 +156,32 @@ class DistributedCommunicator(Communicator):
                 raise RuntimeError("a collective was interrupted because a rank has died")
         work.wait()
 
+    @override
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         self._reduce_in_place(x, ReduceOp.SUM)
         return x
 
+    @override
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         keys = pack_candidates(scores, token_ids)
         self._reduce_in_place(keys, ReduceOp.MAX)
         return unpack_tokens(keys)
 
+    @override
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         out = x.new_zeros(len(x), self.size, x.shape[1])
         out[:, self.rank] = x
         return self.all_reduce(out).flatten(1)
 
+    @override
     def all_reduce_min(self, value: int) -> int:
-        """See the base class."""
         tensor = torch.tensor(value, device=self._group_device)
         self._reduce_in_place(tensor, ReduceOp.MIN)
         return int(tensor)
 
+    @override
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class; without NCCL by way of the host."""
+        """Send by way of the host where there is no NCCL."""
         x = x.contiguous()
         # Bytes, since gloo does not know every dtype.
         flat = x.view(-1).view(torch.uint8)
@@ -196,15 +198,15 @@ class DistributedCommunicator(Communicator):
             flat.copy_(sent)
         return x
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         if self._aborting is not None:
             self.abort()
         elif self._uses_nccl:
             self._group.shutdown()
 
+    @override
     def interrupt(self) -> None:
-        """See the base class."""
         # gloo's own wait for a dead rank can last as long as `_TIMEOUT`: if a write to its closed connection fails,
         # nothing wakes the thread that waits for the write (torch 2.13, in one of a hundred deaths among three ranks).
         self._interrupted.set()
@@ -214,8 +216,8 @@ class DistributedCommunicator(Communicator):
                 self._aborting = Thread(target=self._group.abort, daemon=True)
                 self._aborting.start()
 
+    @override
     def abort(self) -> None:
-        """See the base class."""
         self.interrupt()
         if self._aborting is not None:
             self._aborting.join(_ABORT_SECONDS)

@@ -10,6 +10,7 @@ from itertools import permutations
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn import functional
+from typing_extensions import override
 
 from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.distributed.peer_memory import PeerMemory
@@ -122,8 +123,9 @@ class SymmetricCommunicator(DistributedCommunicator):
         # The host's copy of `buffer.step`, which graphs increase.
         self._num_steps = 0
 
+    @override
     def prepare_step(self) -> None:
-        """See the base class. All ranks take part, as each counts the same steps."""
+        """All ranks take part, as each counts the same steps."""
         if self._num_steps == self._buffer.max_steps:
             self._restart_call_numbers()
         self._num_steps += 1
@@ -138,18 +140,19 @@ class SymmetricCommunicator(DistributedCommunicator):
         self.all_reduce_min(0)
         self._num_steps = 0
 
+    @override
     def begin_step(self) -> None:
-        """See the base class."""
         self._call, self._end_call = 0, self._forward_calls
         self._buffer.step.add_(1)
 
+    @override
     def begin_sampling(self) -> None:
-        """See the base class."""
         # An index as even or odd as the number of a forward pass's calls, which the last call's is not.
         self._call, self._end_call = self._forward_calls, self._buffer.calls_per_step
 
+    @override
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class; for what follows a forward pass."""
+        """Sum what follows a forward pass."""
         # Two halves in an odd number of calls each, so that the number of calls per step stays odd, or even.
         padding = -x.numel() % (2 * _SUM_COLUMNS)
         rows = functional.pad(x.flatten(), (0, padding)).view(-1, _SUM_COLUMNS)
@@ -157,22 +160,22 @@ class SymmetricCommunicator(DistributedCommunicator):
         sums = [self.all_reduce_rms_norm(half, weight, 1e-6, None)[1] for half in rows.chunk(2)]
         return torch.cat(sums).flatten()[: x.numel()].view_as(x)
 
+    @override
     def all_reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return self.all_reduce_rms_norm(x, x.new_ones(x.shape[1]), 1.0, None)[1]
 
+    @override
     def all_reduce_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class."""
         normed, total = torch.empty_like(x), torch.empty_like(x)
         self._reduce(x, Norm(weight, eps), residual, lambda part: normed[part], total)
         return normed, total
 
+    @override
     def all_reduce_quantize_rows(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
     ) -> tuple[Fp8Rows, torch.Tensor]:
-        """See the base class."""
         rows, total = rounding.empty_rows(len(x), x.shape[1], x.dtype, x.device), torch.empty_like(x)
         self._reduce(x, Norm(weight, eps), residual, rows.part, total)
         return rows, total
@@ -198,12 +201,13 @@ class SymmetricCommunicator(DistributedCommunicator):
             all_reduce_rms_norm(x[part], norm, rest, self._buffer, self._call, one_shot, (normed(part), sums))
             self._call += 1
 
+    @override
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return all_reduce_argmax(scores, token_ids, self._buffer)
 
+    @override
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """See the base class; by way of rank 0's rows, which no step uses meanwhile, and with waits of the host."""
+        """Copy by way of rank 0's rows, which no step uses meanwhile; the host waits."""
         x = x.contiguous()
         rows = self._memory.addresses[0] + self._buffer.rows_offset
         most_bytes = self._buffer.signals_offset - self._buffer.rows_offset
@@ -219,21 +223,21 @@ class SymmetricCommunicator(DistributedCommunicator):
             self.all_reduce_min(0)
         return x
 
+    @override
     def interrupt(self) -> None:
-        """See the base class."""
         self._buffer.abort.fill_(1)
         super().interrupt()
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         self._memory.unmap()
 
+    @override
     def release(self) -> None:
-        """See the base class."""
         self._memory.free()
 
+    @override
     def abort(self) -> None:
-        """See the base class."""
         self.interrupt()
         # A device that is lost has lost its memory too, and refuses every call.
         with suppress(RuntimeError):

@@ -55,8 +55,8 @@ class TransformersForCausalLM(LoadableCausalLM):
         self._class = _class_of(config.hf)
         self.head = self._made(config.hf, torch.float32)
 
+    @override
     def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See the base class."""
         if config.load_format == "dummy":
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(config.seed or 0)
@@ -83,20 +83,22 @@ class TransformersForCausalLM(LoadableCausalLM):
             cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._class.__name__} cannot run over a paged KV cache: {cause}") from error
 
+    @override
     def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
-        """See the base class; targets have the names that transformers' model has."""
+        """Targets have the names that transformers' model has."""
         return self._sources.slices(self)
 
+    @override
     def weight_tensors(self) -> list[torch.Tensor]:
-        """See the base class."""
         return [*self.parameters(), *self._sources.tensors]
 
+    @override
     def weight_targets(self, name: str) -> list[WeightTarget]:
-        """See the base class."""
         return self._sources.targets(name)
 
+    @override
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        """See the base class; by transformers' code, which converts what is stored otherwise than it runs."""
+        """Read by transformers' code, which converts tensors that are stored in another form."""
         for name, parameter in self._read(folder, self._dtype).named_parameters():
             yield name, WholeTensor(parameter.detach())
 
@@ -256,8 +258,9 @@ class TransformersForCausalLM(LoadableCausalLM):
         torch.cuda.synchronize(device)
 
     @contextmanager
+    @override
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """See the base class; where the layers are, and whether one can be left out, is the model's own affair."""
+        """Keep all layers: only the model's own code knows whether one can be left out."""
         yield
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
@@ -282,8 +285,9 @@ class TransformersForCausalLM(LoadableCausalLM):
     def compute_logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return self.project_logits(x)
 
+    @override
     def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See the base class; the model's own head may scale the logits, cap them, or add a bias."""
+        """Run the model's own head, which may scale the logits, cap them, or add a bias."""
         logits, vocab = self._head_logits(hidden), self.shard.vocab
         return logits if vocab.is_whole else nn.functional.pad(logits, (0, vocab.size - vocab.num_present))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ModelShard, Shard, even_shard
@@ -123,14 +124,14 @@ class SourceSlice(WeightSlice):
     tied: tuple[WeightSlice, ...] = ()
     norms: tuple[FusedNorm, ...] = ()
 
+    @override
     def fill(self, name: str, tensor: Any) -> None:
-        """See the base class."""
         for part in self.tied:
             part.fill(name, tensor)
         super().fill(name, tensor)
 
+    @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class."""
         super().store(name, values)
         for norm in self.norms:
             norm.refresh()

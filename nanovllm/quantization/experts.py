@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
@@ -49,8 +50,8 @@ class DenseExpertsWeight(ExpertsWeight):
         self.values = nn.Parameter(torch.empty(experts.size, *shard.size), requires_grad=False)
 
     @property
+    @override
     def matrices(self) -> torch.Tensor:
-        """See the base class."""
         return self.values
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
@@ -81,8 +82,8 @@ class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
         self.experts = experts
 
     @property
+    @override
     def matrices(self) -> ExpertsMatrices:
-        """See the base class."""
         return self.matrix
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:

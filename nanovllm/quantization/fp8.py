@@ -61,8 +61,9 @@ class Fp8Values(LoadableModule):
         """What kernels take."""
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
+    @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See the base class; what is here has dtypes of its own."""
+        """Keep the dtypes of values and scales, whatever the model's."""
         self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
         self.scales = torch.empty_like(self.scales, device=device)
 
@@ -106,8 +107,9 @@ class Fp8Weight(Fp8Values, Weight):
         super().__init__(shard, config)
         self.bias = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False) if has_bias else None
 
+    @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See the base class; `dtype` is the bias's."""
+        """Give the bias the model's dtype."""
         super().allocate(dtype, device)
         if self.bias is not None:
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
@@ -218,8 +220,8 @@ class ScaleSlice(WeightSlice):
         """Return the scale of a tensor that nobody needs."""
         return cls((), (), torch.empty(1, 1), ((), (1,)))
 
+    @override
     def check_shape(self, name: str, shape: list[int]) -> None:
-        """See the base class."""
         if shape not in [list(allowed) for allowed in self.shapes]:
             raise ValueError(f"scales {name!r} have shape {shape}; the config asks for {list(self.shape)}")
 
@@ -229,8 +231,9 @@ class ScaleSlice(WeightSlice):
         if not (values.isfinite() & (values >= 0)).all():
             raise ValueError(f"scales {name!r} must be finite and not negative")
 
+    @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class.
+        """Store scales, for each row of the region.
 
         Raises:
             ValueError: see `check_values`.
@@ -262,8 +265,9 @@ class QuantizingSlice(WeightSlice):
         index = outputs.present, slice(None)
         return cls((outputs.total, inputs.total), index, matrix.values.data, matrix, inputs.present)
 
+    @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class; a scale is that of all inputs, whichever this rank has.
+        """Quantise rows with the scale of all their inputs, whichever this rank has.
 
         Raises:
             ValueError: a value is not finite.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.distributed.shard import Shard
 from nanovllm.quantization.fp8 import ScaleSlice
@@ -32,8 +33,8 @@ class KVCacheScales(LoadableModule):
             nn.Parameter(torch.empty(kv_heads.size, dtype=torch.float32), requires_grad=False) for _ in range(2)
         )
 
+    @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See the base class."""
         super().allocate(torch.float32, device)
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
@@ -57,6 +58,6 @@ class KVScaleSlice(ScaleSlice):
         if not (values.isfinite() & (values > 0)).all():
             raise ValueError(f"scales {name!r} must be finite and positive")
 
+    @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """See the base class."""
         super().store(name, values.flatten())

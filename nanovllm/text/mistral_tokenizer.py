@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from transformers import MistralCommonBackend
+from typing_extensions import override
 
 
 class MistralTokenizer(MistralCommonBackend):
@@ -29,8 +30,9 @@ class MistralTokenizer(MistralCommonBackend):
         """The control tokens by id."""
         return {token_id: token for token, token_id in self._control_ids.items()}
 
+    @override
     def __call__(self, text: Any, *, add_special_tokens: bool = True, **options: Any) -> Any:
-        """See the base class, which does not know `return_token_type_ids`."""
+        """Drop `return_token_type_ids`, which the base class does not know."""
         options.pop("return_token_type_ids", None)
         if add_special_tokens or not isinstance(text, list):
             return super().__call__(text, add_special_tokens=add_special_tokens, **options)
@@ -46,13 +48,15 @@ class MistralTokenizer(MistralCommonBackend):
             token_ids += self._text_to_ids(part, False) if known is None else [known]
         return token_ids
 
+    @override
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """See the base class, which does not know `spaces_between_special_tokens`: it has none."""
+        """Drop `spaces_between_special_tokens`, which the base class does not know: it has none."""
         options.pop("spaces_between_special_tokens", None)
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
 
+    @override
     def apply_chat_template(self, conversation: Any, *, chat_template: str | None = None, **options: Any) -> Any:
-        """See the base class, which has no templates but code of its own."""
+        """Render by code of the library, which has no templates."""
         if chat_template is not None:
             raise ValueError("chat_template: mistral-common writes the prompts of this tokenizer by its own code")
         return super().apply_chat_template(conversation, **options)

@@ -74,8 +74,8 @@ class Config:
         load_format: "auto" reads safetensors; "dummy" draws seeded random weights, and needs only a `config.json`.
         quantization: "fp8" rounds linear layers and experts to e4m3 while loading, with a scale for each output;
             checkpoints that are quantised already need no value.
-        model_impl: "native" runs this library's own code for the model, "transformers" that of transformers over this
-            library's attention and cache; "auto" takes the native one if there is one.
+        model_impl: "native" runs this library's own code for the model, "transformers" its code over this library's
+            attention and cache; "auto" takes the native one if there is one.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the code that the model's config or tokenizer names (`auto_map`). Without it,
             transformers' own code runs, and a model that it lacks is refused.

@@ -99,7 +99,7 @@ class LLM(EngineControl, Unpicklable):
 
     @classmethod
     def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
-        """Return a front end of a model that somebody has loaded."""
+        """Return a front end of a loaded model."""
         llm = cls.__new__(cls)
         llm._set_up(config, loaded)
         return llm

@@ -22,7 +22,7 @@ class Logprob:
 
 
 def pack_records(values: np.ndarray, token_ids: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Return log-probabilities as one record for each position, of which shorter ones are a beginning.
+    """Return log-probabilities as one record for each position; a shorter record is a prefix of a longer one.
 
     Args:
         values, token_ids: [num_positions, width]; of the position's own token, then of the most likely ones in order.
@@ -38,7 +38,7 @@ def pack_records(values: np.ndarray, token_ids: np.ndarray, ranks: np.ndarray) -
 
 
 def record_bytes(num_logprobs: int | None) -> int:
-    """Return the size of a record with so many most likely tokens; 0 for None."""
+    """Return the size of a record, given the number of most likely tokens; 0 for None."""
     return 0 if num_logprobs is None else 4 * (1 + 2 * (1 + num_logprobs))
 
 
@@ -136,7 +136,7 @@ class Logprobs(Sequence[At_co]):
         return Logprobs(self._records, self._width, decode_token, self._num_missing)
 
     def first(self, count: int) -> Logprobs[At_co]:
-        """Return those of so many first positions."""
+        """Return the records of the first positions."""
         return self._stretch(0, count)
 
     def sum(self) -> float:

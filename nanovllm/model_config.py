@@ -30,9 +30,9 @@ class Architecture:
         qk_norm: what of queries and of keys is normalised: each head, or all heads of a token at once; None: nothing.
         norms: where attention and MLP have their norm: before them, or after, of what is added to the residual stream.
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
-        windows: layers that `sliding_window` holds for, where the config has it: all, none, or those of `layer_types`,
-            or without these from `max_window_layers` on.
-        ropes: layers that rotate: all, or those of `no_rope_layers`.
+        windows: layers that `sliding_window` holds for, where the config has it: all, none, or as
+            `layer_types` says, or without it from `max_window_layers` on.
+        ropes: layers that rotate: all, or the layers in `no_rope_layers`.
         scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or those without a window.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
@@ -103,7 +103,7 @@ class ModelConfig:
         quantization: None if all is stored in the dtype of the activations.
         max_position: in tokens.
         has_head: whether logits can be computed; a model without an LM head makes embeddings alone.
-        hf: transformers' config of a model that its code runs, of which the sizes here say only what the engine needs;
+        hf: transformers' config of a model that its code runs, whose sizes here are what the engine needs;
             None of a native model.
     """
 
@@ -305,7 +305,7 @@ def _is_native(hf: Any) -> bool:
     """Whether a row of the table takes a config.
 
     Raises:
-        ValueError: one does, but a value is wrong, whoever's code runs.
+        ValueError: one does, but a value is wrong for either code.
     """
     try:
         ModelConfig.from_hf(hf)

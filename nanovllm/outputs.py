@@ -1,4 +1,4 @@
-"""What an `LLM` returns."""
+"""Outputs of an `LLM`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Prompts = Union[Prompt, Iterable[Union[Prompt, TokenIds]], Iterable[Any], _Token
 
 
 _WHEN_ASKED_FOR: Any = None
-"""Stands for a list that is made when somebody asks for it; see `_made_when_asked_for`."""
+"""Stands for a list that is made on first access; see `_made_when_asked_for`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CompletionOutput:
         text: without special tokens, unless asked for; empty without a tokenizer.
         token_ids: the generated tokens, with the EOS or stop token that ended them.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was asked for.
-        logprobs: for each token those of the most likely ones and its own, by token id, fewer if fewer are possible;
+        logprobs: for each token the most likely tokens' and its own, by token id, fewer if fewer are possible;
             None unless asked for. A `nanovllm.logprobs.Logprobs`, which is a read-only list.
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         stop_reason: the text or the token id that ended it; None at an EOS and at the full length.
@@ -135,8 +135,8 @@ class RequestOutput(Mapping[str, Any]):
         prompt: the text, if the request was one.
         prompt_token_ids: the prompt's tokens; a list, which is made of an array when it is asked for.
         outputs: `SamplingParams.n` of them; of a stream, what is new.
-        finished: whether all outputs have ended.
-        prompt_logprobs: for each token of the prompt those of the most likely ones and its own, by token id; None for
+        finished: whether all outputs are complete.
+        prompt_logprobs: for each token of the prompt the most likely tokens' and its own, by token id; None for
             the first and for those before `prompt_logprobs_start`. None as a whole unless asked for.
         num_cached_tokens: prompt tokens found in the prefix cache.
         metrics: the request's times.
@@ -168,7 +168,7 @@ class RequestOutput(Mapping[str, Any]):
 
 
 def _made_when_asked_for(cls: type, name: str, make: Callable[[Any], list[Any]]) -> None:
-    """Turn a field into a property, whose list is made when somebody asks for it.
+    """Turn a field into a property, whose list is made on first access.
 
     A list of token ids takes as long to make as the rest of an output, and nine times the room of an array; one that
     is empty is work for the garbage collector.
@@ -263,9 +263,9 @@ class StepResult(NamedTuple):
     """What a step has brought, as `LLM.step` returns it.
 
     Attributes:
-        finished: finished requests by id, also those of earlier steps that nobody has had yet.
+        finished: finished requests by id, also of earlier steps whose results were not collected.
         new_token_ids: tokens that this step added, by request id; further outputs of a request have ids of their own.
-        num_prefill_tokens: prompt tokens that were computed: those not in the prefix cache, and those that preempted
+        num_prefill_tokens: prompt tokens that were computed: not in the prefix cache, and again for preempted
             requests compute again.
         num_output_tokens: how many new tokens there are.
     """

@@ -1,4 +1,4 @@
-"""How a checkpoint stores the matrices of its linear layers and experts: config.json's `quantization_config`.
+"""Reads config.json's `quantization_config`: how a checkpoint stores the matrices of linear layers and experts.
 
 The formats are `fp8` of transformers and vLLM, and `float-quantized` of compressed-tensors: e4m3 values with scales
 that multiply. What is not supported is refused by name, before any weight is read.
@@ -135,7 +135,7 @@ def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return names of modules, of which those that begin with "re:" are patterns."""
+    """Return names of modules; names that begin with "re:" are patterns."""
     names = values.get(key) or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"quantization_config: {key}={names!r:.400} must be a list of names")

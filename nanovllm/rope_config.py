@@ -1,4 +1,4 @@
-"""How a model's rotary embedding is stretched, read from its config."""
+"""Reads from a config how a model's rotary embedding is stretched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request is sampled, and when it ends."""
+"""Sampling parameters: how a request is sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class StructuredOutputsParams:
     Attributes:
         json: a JSON schema, as a dict or as text, or a pydantic model's class.
         regex: a regular expression for the whole output.
-        choice: texts, of which the output is one.
+        choice: texts; the output is one of them.
         grammar: a context-free grammar in Lark's syntax, not in GBNF.
         json_object: any JSON object.
         disable_any_whitespace: where JSON may have white space. None: one space after each comma and colon, as
             `json.dumps` writes it, unless the schema's "x-guidance" says otherwise; True: nowhere; False: everywhere,
             which small models fill up to `max_tokens`.
         whitespace_pattern: a regular expression for the white space that JSON may have everywhere.
-        disable_additional_properties: objects of the schema have no other properties than those that it names.
+        disable_additional_properties: objects of the schema have only the properties that it names.
         after_thinking: a model's thoughts, such as those between <think> and </think>, are free; the answer after them
             must match. The prompt may have begun them; otherwise the model may, if the begin tag is one token. Given as
             the text that ends them, they have begun in any case, unless the prompt ends with it.
 
     Raises:
-        ValueError: none of the five is set, or more than one; or a value of another type.
+        ValueError: not exactly one of the five is set; or a value of another type.
 
     Example:
         >>> schema = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -188,7 +188,7 @@ class SamplingParams:
 
     @classmethod
     def from_model(cls, folder: str | os.PathLike[str]) -> SamplingParams:
-        """Return what `generation_config.json` in a model's folder recommends; the defaults if there is none."""
+        """Return what `generation_config.json` in a model's folder recommends; the defaults without that file."""
         return cls(**recommended_values(folder))
 
     def _check(self) -> None:
@@ -236,7 +236,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r:.80}")
-            # Keys of JSON objects are strings. Python reads other digits too, and not so many that none is an id.
+            # Keys of JSON objects are strings. Python reads other digits too, and refuses very long numbers.
             items = (
                 (int(k) if isinstance(k, str) and _TOKEN_ID.fullmatch(k) else k, v) for k, v in self.logit_bias.items()
             )

@@ -62,7 +62,7 @@ class AttentionBackend(ABC):
         return
 
     def variants(self) -> list[CaptureVariant]:
-        """Return the variants of steps, those that take less memory first."""
+        """Return the variants of steps, ordered by memory, the least first."""
         return [CaptureVariant(None)]
 
     def plan_host(self, slots: np.ndarray, num_computed: np.ndarray, block_tables: np.ndarray) -> HostPlan:
@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
     ) -> HeadOutputs:
         """Return the attention outputs of all query rows, [num_tokens, num_heads, elements of a value], contiguous.
 
-        Padding rows, and chunk rows that are in none of `metadata.query_tiles`, are undefined.
+        Padding rows, and chunk rows outside all `metadata.query_tiles`, are undefined.
 
         Args:
             query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.

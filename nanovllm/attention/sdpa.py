@@ -169,7 +169,7 @@ def _attend_in_steps(
     scores = scores.masked_fill(~mask, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.float().view(key.shape[1], -1, 1)
-        # Each query head's is that of all its queries.
+        # All queries of a head share its sink.
         sinks = sinks.repeat_interleave(query.shape[2] // sinks.shape[1], 1)
         scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1)), -1)
     return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value

@@ -151,7 +151,7 @@ class DistributedCommunicator(Communicator):
             with suppress(RuntimeError):
                 work.wait(_POLL_TIME)
             if self._interrupted.is_set() and not work.is_completed():
-                # The group's destructor waits for its collectives. In a thread, nobody waits for it.
+                # The group's destructor waits for its collectives, so it runs in a thread.
                 Thread(target=_outlast, args=(work, self._group), daemon=True).start()
                 raise RuntimeError("a collective was interrupted because a rank has died")
         work.wait()
@@ -224,7 +224,7 @@ class DistributedCommunicator(Communicator):
 
 
 def _outlast(work: dist.Work, group: Any) -> None:
-    """Keep a group until its collective has ended."""
+    """Keep a group until its collective is finished."""
     with suppress(RuntimeError):
         work.wait()
 

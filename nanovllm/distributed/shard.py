@@ -104,7 +104,7 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
 
 def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
     if all(layer.has_experts for layer in model.layers):
-        # There is none.
+        # The model has no experts.
         return Shard.whole(model.intermediate_size)
     return _column_shard("intermediate_size", model.intermediate_size, rank, size, _column_unit(model))
 

@@ -131,7 +131,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         self._num_steps += 1
 
     def _restart_call_numbers(self) -> None:
-        """Clear the buffers of all ranks while none of them sends anything."""
+        """Clear the buffers of all ranks while no rank sends."""
         # Every call has received all that was sent to this rank before it ends.
         self._memory.synchronize()
         self._memory.clear()
@@ -188,7 +188,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         normed: Callable[[slice], torch.Tensor | Fp8Rows],
         total: torch.Tensor,
     ) -> None:
-        """Sum the ranks' x in as many calls as it takes; `normed` returns where some of the rows go."""
+        """Sum the ranks' x, in several calls if it is large; `normed` returns where some of the rows go."""
         num_bytes = x.numel() * x.element_size()
         one_shot = self.policy.all_reduces_at_once(len(x), num_bytes, self.size)
         count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)

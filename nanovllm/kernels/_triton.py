@@ -33,8 +33,8 @@ class NotCompiledError(Exception):
 
 HAS_TRITON = find_spec("triton") is not None
 _PDL_SETTING = os.environ.get("NANOVLLM_PDL")
-"""A switch for debugging: with "wait" no kernel starts before the previous one has ended. If an answer is wrong without
-it only, a kernel reads too early what the previous one writes (see `pdl_options`)."""
+"""A switch for debugging: with "wait" no kernel starts before the previous one is done. If an answer is wrong without it
+only, a kernel reads too early what the previous one writes (see `pdl_options`)."""
 if _PDL_SETTING not in (None, "wait"):
     raise ValueError(f"NANOVLLM_PDL must be 'wait' or not set, not {_PDL_SETTING!r}")
 _LEAST_CAPABILITY = (8, 0)
@@ -146,7 +146,7 @@ def uses_triton(device: torch.device) -> bool:
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Return launch arguments of kernels with a `PDL` flag: programmatic dependent launch from Hopper on.
 
-    Such a kernel may start before the previous one has ended. Each kernel waits (`gdc_wait`) before it writes or reads
+    Such a kernel may start before the previous one is done. Each kernel waits (`gdc_wait`) before it writes or reads
     what the previous one wrote, and lets the next one start (`gdc_launch_dependents`) only afterwards. All kernels
     before the previous one have therefore ended, and their results may be read before `gdc_wait`: a 0.6B step of 1 row
     takes 0.64 ms this way, and 0.70 if all kernels wait first.

@@ -35,7 +35,7 @@ def empty_kernel():
 
 @cache
 def compiler_ready(device: torch.device) -> Future[None]:
-    """Start Triton's initialisation in a thread, once per device; the future is done when it has ended.
+    """Start Triton's initialisation in a thread, once per device; the future is done when it is finished.
 
     Triton hashes its library, queries its tools' versions, and compiles a C module, which takes 0.8 s. That overlaps
     with the start of CUDA and with the search for the kernels to compile.
@@ -86,7 +86,7 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]], rank
 def _shared_out(jobs: list[T], rank: int, size: int) -> list[T]:
     """Return all jobs in an order in which ranks rarely compile the same kernel twice.
 
-    Rank r first takes jobs r, r + size, ..., then those of rank r + 1, and so on. It takes another rank's jobs in
+    Rank r first takes jobs r, r + size, ..., then the jobs of rank r + 1, and so on. It takes another rank's jobs in
     reverse order: where the two meet, the remaining ones are already in Triton's cache.
     """
     own, *others = [jobs[(rank + step) % size :: size] for step in range(size)]

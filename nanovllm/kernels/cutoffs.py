@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p as one cutoff for each row: the least logit that is kept.
 
-Rows are those of `kernels/logits.py`.
+Rows are as in `kernels/logits.py`.
 """
 
 from __future__ import annotations

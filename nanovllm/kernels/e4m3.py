@@ -24,7 +24,7 @@ class Fp8Matrix(NamedTuple):
 
     Attributes:
         values: [out_features, in_features], or [num_experts, out_features, in_features]; float8_e4m3fn.
-        scales: [out_features / block_outs, in_features / block_ins], rounded up, or as many for each expert; float32.
+        scales: [out_features / block_outs, in_features / block_ins], rounded up, for each expert; float32.
         block_outs, block_ins: outputs and inputs of a block, which may be cut at the matrix' end.
     """
 
@@ -150,7 +150,7 @@ def to_e4m3(x, NATIVE: tl.constexpr):
         size = tl.minimum(tl.abs(x), 448.0)
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 8 * (127 - 7)
-        # Beside 2^14 float32's last bit is worth 2^-9, as that of e4m3's subnormal numbers is.
+        # Beside 2^14 float32's last bit is worth 2^-9, like the last bit of e4m3's subnormal numbers.
         subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF
         magnitude = tl.where(size < 2.0**-6, subnormal, normal)
         is_number = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) <= 0x7F800000
@@ -160,7 +160,7 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 
 @jit
 def round_rows(x, NATIVE: tl.constexpr):
-    """Return rows, [rows, size] float32, as bytes of e4m3 of which the largest of a row is 448, and their scales."""
+    """Return rows, [rows, size] float32, as bytes of e4m3, the largest of a row 448, and their scales."""
     largest = tl.max(tl.abs(x), axis=1)
     scales = tl.where(largest > 0, largest / 448.0, 1.0)
     return to_e4m3(x / scales[:, None], NATIVE), scales

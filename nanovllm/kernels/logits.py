@@ -1,4 +1,4 @@
-"""What a request can ask of its logits beyond a temperature: masks, penalties and log-probabilities.
+"""Masks, penalties and log-probabilities: all that a request can ask of its logits beyond a temperature.
 
 Only the rows of requests that ask for something come here, [num_rows, width]. Rows with edits are float32 copies, whose
 width is the vocabulary padded with -inf to a multiple of `WIDTH_UNIT`; rows without are the model's own logits if
@@ -16,7 +16,7 @@ from nanovllm.kernels._triton import jit, tl, triton, uses_triton
 
 WIDTH_UNIT = 1024
 CHUNK = 64
-"""Columns of which the maximum is kept: the 64 largest of 151,936 are found in 2,374 maxima and 4,096 logits."""
+"""Columns per maximum that is kept: the 64 largest of 151,936 are found in 2,374 maxima and 4,096 logits."""
 _BLOCK = 4096
 LEAST_TEMPERATURE = 1e-30
 
@@ -288,7 +288,7 @@ def own_logprobs(
     """Return log-probabilities of given tokens, and of those in `top`; see `token_logprobs`.
 
     Args:
-        x: [num_rows, width], any float dtype, contiguous; logits, of which NaN counts as -inf.
+        x: [num_rows, width], any float dtype, contiguous; logits; NaN counts as -inf.
         token_ids: [num_rows] int64.
         temperatures: [num_rows] float32; divide the logits, but for zeros. None for 1.
         top: logits and token ids of further tokens, [num_rows, k] each.

@@ -287,7 +287,7 @@ class KernelPolicy:
         return num_rows > MAX_GATED_ROWS and self.rounds_rows(num_rows, dtype, device)
 
     def fp8_parts(self, num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> int:
-        """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm; 1 is none.
+        """Return the parts in which `scaled_gemm` leaves the sums of a layer to the next norm; 1 for whole sums.
 
         Then it is chosen for up to MAX_SPLIT_FP8_ROWS rows instead of `torch._scaled_mm`.
         """

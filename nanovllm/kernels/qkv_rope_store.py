@@ -33,7 +33,7 @@ class NormRope:
     Attributes:
         norm_weights: of the query norm and of the key norm, [head_dim] each; None for no norm.
         eps: added to the mean square.
-        cos_sin: [max_position, head_dim] float32; head_dim / 2 cosines, then as many sines.
+        cos_sin: [max_position, head_dim] float32; head_dim / 2 cosines, then head_dim / 2 sines.
     """
 
     norm_weights: NormWeights | None
@@ -129,7 +129,7 @@ def qkv_rope_store_ref(
 
 @jit
 def quantize_kv(x, scales, mask, clipped_ptr, NATIVE: tl.constexpr):
-    """Return bytes of e4m3 that mean x, if multiplied by the scales; counts those of `mask` that are clipped."""
+    """Return bytes of e4m3 that mean x, if multiplied by the scales; counts the clipped ones in `mask`."""
     scaled = x.to(tl.float32) / scales
     num_clipped = tl.sum((mask & (tl.abs(scaled) > 448.0)).to(tl.int32))
     if num_clipped > 0:

@@ -97,7 +97,7 @@ def _gather_decode_rows_kernel(
     in_table = mask[:, None] & (columns < max_blocks)
     entries = tl.load(table_ptr[:, None] + columns, mask=in_table, other=0)
     tl.store(row_tables_ptr + (group_row + rows[:, None]) * max_blocks + columns, entries, mask=in_table)
-    # Only the programs of the first columns write the per-row values, those of the first group all that groups share.
+    # Only the programs of the first columns write the per-row values; the first group's write all that groups share.
     mask = mask & (tl.program_id(1) + tl.zeros_like(rows) == 0)
     positions = tl.load(num_computed_ptr + slots, mask=mask, other=0)
     blocks = tl.load(table_ptr + positions // block_size, mask=mask, other=0)

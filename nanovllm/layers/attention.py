@@ -30,7 +30,7 @@ class CachedAttention(nn.Module):
 
     Attributes:
         pages: the layer's cache; bound by the runner, as are the backend and the group.
-        group: that of the KV cache to which the layer belongs, whose metadata it attends by.
+        group: index of the layer's group of the KV cache, whose metadata it attends by.
     """
 
     pages: KVPages

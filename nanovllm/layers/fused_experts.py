@@ -43,7 +43,7 @@ class Router(LoadableModule):
     ) -> tuple[torch.Tensor, Routing, torch.Tensor | None]:
         """Return `norm(x + residual)`, [num_tokens, hidden_size], each token's experts, and `x + residual`.
 
-        The arguments are those of `ColumnParallelLinear`.
+        Takes the arguments of `ColumnParallelLinear`.
         """
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)

@@ -20,7 +20,7 @@ from nanovllm.quantization_config import QuantizationConfig
 
 
 class ColumnParallelLinear(nn.Module):
-    """A product of which each rank has some outputs."""
+    """A product whose outputs are divided among the ranks."""
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
                 arXiv:2002.05202).
 
         Returns:
-            [num_tokens, outputs of this rank], half as many if gated; and [num_tokens, in_features] or None.
+            [num_tokens, outputs of this rank], half of them if gated; and [num_tokens, in_features] or None.
         """
         if norm is None:
             return self.weight.multiply(x, gated=gated)[0], residual
@@ -94,7 +94,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """The last projection of a branch, of which each rank has some inputs.
+    """The last projection of a branch, whose inputs are divided among the ranks.
 
     Its product is one rank's part of a sum, which is left to the norm that follows.
     """

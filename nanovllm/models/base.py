@@ -1,4 +1,4 @@
-"""What the runner and the loader know of a model, whatever its family."""
+"""The interface of a model to the runner and the loader, the same for every family."""
 
 from __future__ import annotations
 

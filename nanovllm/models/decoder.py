@@ -126,7 +126,7 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts, of which a router chooses some for each token."""
+    """A mixture of SwiGLU experts: a router chooses some for each token."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
         super().__init__()

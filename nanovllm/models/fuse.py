@@ -100,7 +100,7 @@ class _Calls:
 
     Attributes:
         modules: that were called.
-        unary: those of them that always took one tensor, not by its name, and returned one.
+        unary: modules that always took one tensor, by position, and returned one.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:

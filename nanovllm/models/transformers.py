@@ -191,7 +191,7 @@ class TransformersForCausalLM(LoadableCausalLM):
                 setattr(self.model, name, None)
 
     def _take_layers(self, probe: Probe) -> None:
-        """Take in what the first tokens have shown."""
+        """Check and keep what the first tokens have shown."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
         if len(numbers := sorted(set(probe.num_heads))) > 1:
@@ -217,7 +217,7 @@ class TransformersForCausalLM(LoadableCausalLM):
                 module.config._attn_implementation = PAGED
 
     def _detach_head(self, states: torch.Tensor) -> None:
-        """Let the head take hidden states, which its decoder would compute; refuse one that mixes those of tokens."""
+        """Let the head take hidden states, which its decoder would compute; refuse one that mixes tokens."""
         self._given = _GivenStates(self.model, self._output_type)
         setattr(self.head, self._prefix, self._given)
         states = states[: 2 * NUM_ROWS]
@@ -323,7 +323,7 @@ class _GivenStates(nn.Module):
 
 
 def _class_of(hf: Any) -> Any:
-    """Return transformers' class of a config, or that of the code which comes with it."""
+    """Return transformers' class of a config, or the class of the code that comes with it."""
     if (known := transformers_class(hf)) is not None:
         return getattr(transformers, known)
     code = getattr(hf, "auto_map", {}).get("AutoModelForCausalLM")
@@ -347,7 +347,7 @@ def _fields_of(values: dict[str, Any], wanted: tuple[Any, ...]) -> str:
 
 @contextmanager
 def _watch_children(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of the model's children of which something runs inside the `with` block."""
+    """Collect the names of the model's children that run inside the `with` block."""
     called = set[str]()
     handles = [
         module.register_forward_pre_hook(lambda *_, name=name: called.add(name))

@@ -183,7 +183,7 @@ def _window(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> in
     """Return the sliding window of a mask; None if it is the causal one.
 
     Args:
-        visible: takes a query's position and those of keys; returns which of them the query sees.
+        visible: takes the positions of a query and of keys; returns which keys the query sees.
 
     Raises:
         ValueError: it is neither.

@@ -30,7 +30,7 @@ _DIVIDED = {"colwise", "rowwise"}
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which each rank has some inputs; the products of all ranks are added up."""
+    """A linear layer whose inputs are divided among the ranks, which add up their products."""
 
     def __init__(self, linear: nn.Linear, inputs: slice, communicator: Communicator) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dic
 
 
 def _named_parts(head: nn.Module) -> list[tuple[str, Any]]:
-    """Return modules and parameters, either of which a plan may name."""
+    """Return modules and parameters: a plan may name either."""
     return [*head.named_modules(), *head.named_parameters()]
 
 
@@ -138,7 +138,7 @@ class SourceSlice(WeightSlice):
 
 
 class SourceParameters:
-    """The parameters of a model by their names, which stay those of its checkpoint.
+    """The parameters of a model by the names in its checkpoint.
 
     Args:
         head: the model, as it was read.

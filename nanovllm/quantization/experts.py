@@ -55,7 +55,7 @@ class DenseExpertsWeight(ExpertsWeight):
         return self.values
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's part of each projection of each expert: nothing of those that other ranks have."""
+        """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
         layer, _, _ = name.rpartition(".")
         inputs, experts = self.shard.inputs, self.experts
         sizes = [shard.size for shard in self.shard.outputs.values()]
@@ -87,7 +87,7 @@ class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
         return self.matrix
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's part of each projection of each expert: nothing of those that other ranks have."""
+        """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
         layer, experts = name.rpartition(".")[0], self.experts
         slices: dict[WeightTarget, WeightSlice] = {}
         for number in range(experts.total):

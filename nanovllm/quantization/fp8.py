@@ -27,7 +27,7 @@ from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
 class Fp8Values(LoadableModule):
-    """Values in e4m3. Their scales are those of the whole matrix, so that ranks round as one does.
+    """Values in e4m3, with the scales of the whole matrix, so that ranks round as one does.
 
     Args:
         shard: this rank's part of the matrix; blocks of scales must not be cut between inputs.
@@ -183,11 +183,11 @@ class E4M3Slice(WeightSlice):
 
 @dataclass(frozen=True)
 class ScaleSlice(WeightSlice):
-    """Scales, which are stored as floats of 16 or 32 bits; those that end as one for each output may be fewer there.
+    """Scales, stored as floats of 16 or 32 bits; a scale for each output may be stored for several at once.
 
     Attributes:
         shape: the usual one, of `shapes`.
-        shapes: all that a tensor of as many scales may have.
+        shapes: all shapes that the stored tensor may have.
         rows: of what is read, for each row of the region; None to take them as they are.
     """
 
@@ -217,7 +217,7 @@ class ScaleSlice(WeightSlice):
 
     @classmethod
     def unused(cls) -> ScaleSlice:
-        """Return the scale of a tensor that nobody needs."""
+        """Return the slice of a scale that is not used."""
         return cls((), (), torch.empty(1, 1), ((), (1,)))
 
     @override
@@ -267,7 +267,7 @@ class QuantizingSlice(WeightSlice):
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Quantise rows with the scale of all their inputs, whichever this rank has.
+        """Quantise rows with the scale of all their inputs, other ranks' included.
 
         Raises:
             ValueError: a value is not finite.

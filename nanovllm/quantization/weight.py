@@ -16,7 +16,7 @@ from nanovllm.weights.slices import LoadableModule
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """What one rank holds of a linear layer's matrix, which may stack those of several projections.
+    """One rank's part of a linear layer's matrix, which may stack the matrices of several projections.
 
     Attributes:
         outputs: outputs of each projection, by the name of its part of the weight, in order; None is the only one.

@@ -1,4 +1,4 @@
-"""How much of the device's memory the KV cache gets."""
+"""Sizes the KV cache by the memory of the device."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ class ExtraRows:
     """What some rows of a step's logits ask for beyond a temperature.
 
     Attributes:
-        edited: of the step's logits, those that are edited or cut off, or whose edited form is asked for.
+        edited: rows of the step's logits that are edited or cut off, or whose edited form is asked for.
         edited_indices: [num_edited] int64; the same on the device. None if there are none.
         edits: of these rows, before the temperature.
         cutoffs: of these rows; None if none has top-k, top-p or min-p.
         counted: [num_counted] int64; which of these rows' tokens are counted. None if none is.
-        logprob_rows: of the step's logits, those that log-probabilities are asked for.
+        logprob_rows: rows of the step's logits whose log-probabilities are asked for.
         logprob_indices: [num_logprob_rows] int64; the same on the device. None if there are none.
         logprobs_in_edited: [num_logprob_rows] int64; which of the edited rows they are, if all of them are edited.
         num_logprobs: most likely tokens to return with each.

@@ -63,7 +63,7 @@ class _Edited:
     Attributes:
         indices: [n] int64; which rows they are.
         rows: their logits, edited.
-        scored: those of which log-probabilities are, but for what is cut off.
+        scored: logits used for log-probabilities, before truncation.
         cutoffs: [n] float32; logits below count as -inf. None keeps all.
         inputs: what these rows are sampled by.
     """

@@ -1,4 +1,4 @@
-"""What running requests ask of sampling beyond a temperature, by slot.
+"""Keeps what running requests ask of sampling beyond a temperature, by slot.
 
 Requests that need only a temperature have no entry, and steps with no other requests do not use this module. Token
 counts and biases are rows of pools on the device, which grow when they are full.
@@ -37,7 +37,7 @@ class _Slot:
 
 
 def pool_rows(num_rows: int) -> int:
-    """Return the rows of a pool of which so many are in use."""
+    """Return the size of a pool for this number of rows in use."""
     return max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())
 
 
@@ -63,7 +63,7 @@ class _Pool:
 
 
 class SamplingState:
-    """Keeps what running requests ask for beyond a temperature, of those that do.
+    """Keeps what running requests ask for beyond a temperature.
 
     Args:
         vocab_size: token ids are below it.
@@ -76,7 +76,7 @@ class SamplingState:
         self.device = device
         self.logprobs_mode = logprobs_mode
         self._slots: dict[int, _Slot] = {}
-        # The rows of a step and their slots, and what they ask for: mostly that of the step before.
+        # The rows of a step and their slots, and what they ask for: mostly the same as in the step before.
         self._cached: tuple[list[int], ExtraRows] | None = None
         self._bias = _Pool(vocab_size, torch.float32, device)
         self._counts = _Pool(vocab_size, torch.int32, device)
@@ -96,7 +96,7 @@ class SamplingState:
         """Return what rows ask for, without the host's masks; None if none asks for anything.
 
         Args:
-            slots: those that tokens are sampled for, in the order of the logits.
+            slots: of the sampled tokens, in the order of the logits.
             num_tokens: [num_slots]; tokens that each slot's sequence has, without the one to be sampled.
         """
         with_extra = [row for row, slot in enumerate(slots) if slot in self._slots]
@@ -115,7 +115,7 @@ class SamplingState:
 
         Args:
             extra: of `rows_of`.
-            masked: of the step's logits, those that the host masks.
+            masked: rows of the step's logits that the host masks.
             masks: [num_masked, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
         """
         index = {row: i for i, row in enumerate(masked)}

@@ -76,7 +76,7 @@ def check_number(
 
 
 def check_strings(name: str, values: Any) -> list[str]:
-    """Return a list of strings, none of them empty; None is an empty list."""
+    """Return a list of non-empty strings; None is an empty list."""
     if values is None:
         return []
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) and value for value in values):
@@ -121,7 +121,7 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
 
 
 def pack_token_ids(prompts: list[Any], vocab_size: int) -> list[array[int] | None]:
-    """Return what `check_token_ids` does of many prompts, in a third of the time; None of those that it has to see."""
+    """Return what `check_token_ids` does of many prompts, in a third of the time; None for prompts left to it."""
     if len(prompts) < _FEW_PROMPTS:
         return [None] * len(prompts)
     try:

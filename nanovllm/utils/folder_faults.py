@@ -55,7 +55,7 @@ def no_model(folder: str) -> str:
 
 
 def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
-    """Return why a model cannot be loaded from a place that has these files, none of which is one of its weights.
+    """Return why a model cannot be loaded from a place that has these files, and no weights.
 
     Args:
         place: of the weights.

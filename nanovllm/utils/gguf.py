@@ -38,7 +38,7 @@ def gguf_file(path: str) -> Path | None:
     """Return the GGUF file that a path is, whatever its name, or that a folder has, of one model; else None.
 
     Raises:
-        ValueError: a folder has those of several models.
+        ValueError: a folder has files of several models.
     """
     if not os.path.isdir(path):
         with open(path, "rb") as opened:
@@ -109,8 +109,8 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
         dtype: of the weights in the folder, by its name in torch.
 
     Raises:
-        ValueError: the file is none, a part or a tensor is missing, transformers cannot read its architecture, or the
-            folder has files.
+        ValueError: the file is not in GGUF, a part or a tensor is missing, transformers cannot read its architecture, or
+            the folder has files.
         OSError: the folder cannot be written.
 
     Example:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 
 def num_gpus() -> int:
-    """Return how many GPUs torch could use, of those that `CUDA_VISIBLE_DEVICES` allows (CUDA Driver API)."""
+    """Return the number of GPUs that `CUDA_VISIBLE_DEVICES` allows (CUDA Driver API)."""
     if version("torch").endswith("+cpu"):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""How much of the host's memory is free."""
+"""Reads the free memory of the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GIB = 2**30
 
 
 def check_swap_space(swap_space: float, num_engines: int = 1) -> None:
-    """Check that so many GiB of the host's memory are free for each of some engines.
+    """Check that the host has free memory for some engines, given the GiB of each.
 
     Raises:
         ValueError: they are not.

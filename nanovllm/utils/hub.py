@@ -37,7 +37,7 @@ def resolve_model(model: str, revision: str | None, weights: bool = True, code: 
         model: a folder, a URL of one, a GGUF file, a folder that has one and no config, or a Hub id.
         revision: branch, tag or commit of a Hub id.
         weights: whether to fetch the weights, or only config and tokenizer.
-        code: whether to fetch the Python files of a URL; those of a Hub id transformers fetches.
+        code: whether to fetch the Python files of a URL; transformers fetches a Hub id's.
 
     Raises:
         ValueError: `model` is none of these, or a Hub id that can neither be downloaded nor is cached; says what to do.

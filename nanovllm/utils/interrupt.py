@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM inside the `with` block, and raise those that arrived at its end.
+    """Hold back SIGINT and SIGTERM inside the `with` block, and raise them at its end.
 
     Signals without a Python handler are not deferred. Outside the main thread, where Python's handlers do not run, this
     does nothing.

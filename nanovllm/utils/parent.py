@@ -11,10 +11,10 @@ _POLL_SECONDS = 0.5
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
-    """End this process once its parent has ended, even if the main thread is blocked.
+    """End this process once its parent is gone, even if the main thread is blocked.
 
     Args:
-        parent: the id that the parent had; it may have ended by now.
+        parent: the parent's id; it may be gone by now.
         clean_up: called before.
     """
 

@@ -38,7 +38,7 @@ def start_python(
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process has ended, after its name: "was killed by SIGKILL", "exited with code 1"."""
+    """Describe the exit of a process, after its name: "was killed by SIGKILL", "exited with code 1"."""
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"

@@ -9,7 +9,7 @@ _MOST_SHOWN = 8
 
 def format_count(count: int) -> str:
     """Return a count in three digits, such as 4.85M, 596M or 8.19B."""
-    # tqdm's G is that of bytes.
+    # tqdm writes G, as for bytes.
     return str(tqdm.format_sizeof(count)).replace("G", "B")
 
 

@@ -2,7 +2,8 @@
 
 The queries of many sequences are the rows of one matrix, so that the prefix's pages are read once for all of them
 (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). `decode_attention` and `hopper_decode` merge the outputs, by their
-log-sum-exp, with attention over each sequence's own pages. Outputs over pages of e4m3 are those of the bare values.
+log-sum-exp, with attention over each sequence's own pages. Outputs over pages of e4m3 are without
+scales.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class CascadePlan:
 
 
 def supports(head_dim: int) -> bool:
-    """Return whether the kernel supports keys and values of so many elements."""
+    """Return whether the kernel supports keys and values of this size."""
     return head_dim == padded_size(head_dim) <= 128
 
 

@@ -118,7 +118,7 @@ def _decode_kernel(
         if HAS_PREFIX:
             place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
             num_parts = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
-        # The new token, which is in none of the tiles, is the last split's.
+        # The last split adds the new token, which no tile has.
         tiles_end = (first_tile + num_tiles) * TILE
         is_last = tiles_end >= old_len
         end = first_key + tl.where(is_last, old_len + 1, tiles_end)

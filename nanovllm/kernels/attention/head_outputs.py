@@ -1,4 +1,4 @@
-"""What attention writes: outputs of heads, or these in e4m3, a scale each, as the product that follows takes them."""
+"""Attention output buffers: 16-bit, or e4m3 with one scale per head where the next linear layer takes e4m3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 
 HeadOutputs: TypeAlias = torch.Tensor | Fp8Rows
-"""[num_rows, num_heads, value_size], contiguous; or rows of as many elements, of which each head is a group."""
+"""[num_rows, num_heads, value_size], contiguous; or rows of num_heads * value_size elements, each head a group."""
 
 
 def rows_of(out: HeadOutputs, rows: slice) -> HeadOutputs:

@@ -1,4 +1,4 @@
-"""How a layer's attention differs from plain causal attention."""
+"""Options of a layer's attention: window, softcap, sinks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AttentionOptions:
         return self.window is None and self.softcap is None and self.sinks is None
 
     def score_scales(self, scale: float) -> tuple[float | None, float]:
-        """Return the factor of the scores in front of the tanh, None without one, and that of a softmax of base 2."""
+        """Return the factor of the scores before the tanh, None without one, and of a softmax of base 2."""
         return (None, scale * LOG2E) if self.softcap is None else (scale / self.softcap, self.softcap * LOG2E)
 
 

@@ -53,7 +53,7 @@ _FLOAT32_TILES = {128: Tiles(32, 64, 1), 256: Tiles(16, 32, 1), MAX_HEAD_SIZE: T
 
 
 def _tiles(query: torch.Tensor, size: int) -> Tiles:
-    """Return the tiles for heads of so many elements."""
+    """Return the tiles for a head size."""
     if query.element_size() == 4:
         return next(tiles for most, tiles in _FLOAT32_TILES.items() if size <= most)
     tiles = next(tiles for most, tiles in _TILES.items() if size <= most)
@@ -132,7 +132,7 @@ def _prefill_kernel(
         unmasked_end = (first_position + tile * BLOCK_M) // BLOCK_N * BLOCK_N
         unmasked_start = 0
         if window is not None:
-            # Keys in the window of the tile's last query are in those of all its queries.
+            # Keys in the window of the tile's last query are in the windows of all its queries.
             first_key = tl.maximum(0, first_position + tile * BLOCK_M + 1 - window) // BLOCK_N * BLOCK_N
             unmasked_start = tl.cdiv(tl.maximum(0, first_position + (tile + 1) * BLOCK_M - window), BLOCK_N) * BLOCK_N
             unmasked_start = tl.minimum(unmasked_start, unmasked_end)

@@ -1,7 +1,7 @@
 """Attention of Hopper's decode kernel to the tiles of a split: each warp has its own keys of every tile, and softmax.
 
 Warps therefore synchronise only to reuse a stage, and at the end, when their softmaxes are merged by maxima and sums,
-as Flash-Decoding (Dao et al. 2023) merges those of programs. Tiles are copied into stages ahead:
+as Flash-Decoding (Dao et al. 2023) merges the states of programs. Tiles are copied into stages ahead:
 
 - `copy_from` describes the source: TMA descriptors of the caches for whole tiles and for a warp's part of a tile,
   pointer to the sequence's block table, the KV head's first column, and `tiles` (first tile, number of tiles, keys in
@@ -106,7 +106,7 @@ def _as_float16_pairs(even, odd):
 
 @gluon.jit
 def _load_keys(keys, OPERAND: gl.constexpr):
-    """Load a tile of keys as an operand, [WARPS, HEAD_DIM, WARP_KEYS]; those of e4m3 in `key_order`."""
+    """Load a tile of keys as an operand, [WARPS, HEAD_DIM, WARP_KEYS]; e4m3 in `key_order`."""
     if keys.dtype == gl.uint8:
         HEAD_DIM: gl.constexpr = keys.shape[2]
         bytes = keys.load(_key_bytes_layout(HEAD_DIM))
@@ -120,7 +120,7 @@ def _load_keys(keys, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _load_values(values, OPERAND: gl.constexpr):
-    """Load a tile of values as an operand, [WARPS, WARP_KEYS, HEAD_DIM]; those of e4m3 in `value_order`."""
+    """Load a tile of values as an operand, [WARPS, WARP_KEYS, HEAD_DIM]; e4m3 in `value_order`."""
     if values.dtype == gl.uint8:
         HEAD_DIM: gl.constexpr = values.shape[2]
         bytes = values.load(_value_bytes_layout(HEAD_DIM))
@@ -165,7 +165,7 @@ def _is_old(tile, old_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(query, key, value, tile, old_len, scale, softmax):
-    """Fold those of a tile's keys that lie before `old_len` into the warps' softmaxes.
+    """Fold the keys of a tile before `old_len` into the warps' softmaxes.
 
     query: [WARPS, ROWS, HEAD_DIM]; key: [WARPS, HEAD_DIM, WARP_KEYS]; value: [WARPS, WARP_KEYS, HEAD_DIM].
     """
@@ -329,7 +329,7 @@ def load_parts(out_ptr, lse_ptr, first_row, stride, count, GROUP: gl.constexpr, 
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     out = gl.zeros([HEADS, HEAD_DIM], gl.float32, OUT)
     lse = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(1, OUT))
-    # Loads as many outputs at once as the layout holds, to wait for them together.
+    # Loads all outputs that the layout holds at once, to wait for them together.
     for start in range(0, count, WARPS):
         is_part = (start + numbers < count)[:, None]
         rows = first_row + (start + numbers)[:, None] * stride + heads[None, :]

@@ -10,7 +10,7 @@ is sent in one of two ways:
 - Rows of plain data, each followed by a signal: an int32 that is set to the call number.
 
 A call number is computed from a step counter on the device and the call's index in its step, so that CUDA graphs can
-be replayed. Numbers are positive: what nobody has written carries 0. A number must not occur twice, as a word that is
+be replayed. Numbers are positive: unwritten memory carries 0. A number must not occur twice, as a word that is
 left of its first call would pass for one of the second; so after `max_steps` steps the buffers are cleared, and the
 counter starts again.
 """
@@ -76,7 +76,7 @@ class SymmetricBuffer:
 
     @cached_property
     def signals_offset(self) -> int:
-        """Offset of the rows' signals, [2, num_ranks + 1, max_rows] int32; those of the results are the last."""
+        """Offset of the rows' signals, [2, num_ranks + 1, max_rows] int32; the results' signals come last."""
         return self.rows_offset + 2 * 2 * self.row_bytes
 
     @cached_property

@@ -51,7 +51,7 @@ def fp8_linear(
 
     Args:
         x: [num_rows, in_features]; or, with a norm, [parts, num_rows, in_features] float32, whose sum is meant; or, if
-            `KernelPolicy.rounds_gate_up`, [num_rows, 2 * in_features], gate and up, of which SiLU(gate) * up is meant.
+            `KernelPolicy.rounds_gate_up`, [num_rows, 2 * in_features], gate and up, standing for SiLU(gate) * up.
         weight: [out_features, in_features] in e4m3; gate and up, one after the other, if `gated`.
         bias, norm, residual: of the layer, before it, and [num_rows, in_features] to add before the norm.
         gated: return `silu(gate) * up`, which has half the features.
@@ -125,7 +125,7 @@ def multiply_rounded_into(
 
 
 def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    # Which values share a scale is told by the scales' shapes. Fast accumulation is that of the tensor cores alone,
+    # The scales' shapes say which values share one. Fast accumulation is the tensor cores' own,
     # which keep about 14 bits.
     return torch._scaled_mm(
         rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False

@@ -84,7 +84,7 @@ def _gemv_kernel(
     if HAS_NORM:
         x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
         x = round_to(x, dtype)
-        # Not one condition: `and` would need the pointer where there is none.
+        # Two conditions: `and` would need the pointer where it is None.
         if normed_ptr is not None:  # noqa: SIM102
             if tl.program_id(0) == 0:
                 tl.store(normed_ptr + ins, x.to(dtype), mask=in_mask)
@@ -110,7 +110,7 @@ def _gemv_kernel(
 
 
 class _Tile(NamedTuple):
-    """What a program computes: `block_out` outputs, of which it takes `parts` times `block_in` inputs."""
+    """What a program computes: `block_out` outputs, `parts` times `block_in` inputs of each."""
 
     parts: int
     block_in: int

@@ -46,7 +46,7 @@ def norm_linear(
 
     Args:
         x: [num_rows, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them.
-        weight: [out_features, in_features]; of a gated layer the gate's rows, then as many of up.
+        weight: [out_features, in_features]; of a gated layer the gate's rows, then up's.
         bias: [out_features], or None.
         norm: RMSNorm before the product, or None.
         residual: [num_rows, in_features], or None for zero; only with a norm.

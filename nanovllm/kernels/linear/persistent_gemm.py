@@ -66,7 +66,7 @@ def _find_tile(tile, row_tiles, column_tiles):
 def _load_tiles(x_desc, weight_desc, row_tiles, column_tiles, steps, stride, second, ring):
     """Run the copying warp: load input and weights of all tiles into the stages.
 
-    Column tile n consists of _COLUMNS weight rows starting at `n * stride`, and as many at `n * stride + second`.
+    Column tile n consists of _COLUMNS weight rows starting at `n * stride`, and _COLUMNS at `n * stride + second`.
     """
     BYTES: gl.constexpr = (_ROWS + 2 * _COLUMNS) * _INS * 2
     xs, weights, full, empty = ring

@@ -50,7 +50,7 @@ class Rounding(NamedTuple):
     Attributes:
         group: inputs that share a scale: all of a row, or a power of two.
         for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are a multiple of 4,
-            of which the last may have any values.
+            and the padding may have any values.
     """
 
     group: int
@@ -89,7 +89,7 @@ def quantize_rows_ref(
 
 @jit
 def store_rounded(x, out_ptr, scale_ptr, first_group, size, scale_group_stride, NATIVE: tl.constexpr):
-    """Round some groups of a row, [groups, group] float32, of which what lies beyond the row is zero, and store them.
+    """Round some groups of a row, [groups, group] float32, zero beyond the row's end, and store them.
 
     out_ptr, scale_ptr: of the row's first value and scale.
     """

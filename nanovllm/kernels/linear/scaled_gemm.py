@@ -73,7 +73,7 @@ def multiply_scaled(
     """Return the product of some steps, scaled, and if gated that with up's weights, too.
 
     x_ptrs: [INS, ROWS], of the first step of all; weight_ptrs, up_ptrs: [OUTS, INS]; the scales' of the first blocks,
-    those of a row `x_scale_stride` apart.
+    the scales of a row `x_scale_stride` apart.
     The products are [OUTS, ROWS] float32 with `WEIGHTS_FIRST`, otherwise [ROWS, OUTS].
     """
     INS: tl.constexpr = x_ptrs.shape[0]
@@ -165,7 +165,7 @@ def scaled_gemm(
 
     Args:
         x: rows; in groups of 128 if the weight has blocks of inputs, else with one scale each.
-        weight: of a gated layer the gate's rows, then as many of up.
+        weight: of a gated layer the gate's rows, then up's.
         dtype: of the result.
         bias: [out_features], or None.
         gated: return SiLU(gate) * up, half as wide; up to MAX_GATED_ROWS rows.

@@ -44,7 +44,7 @@ def _scaled_dot(
     weight, x, scale_ptr, outs, blocks, in_features, out_mask,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product of e4m3 bytes and x, of which each warp's have one block of inputs."""
+    """Return the product of e4m3 bytes and x; each warp's inputs are in one block of scales."""
     offsets = (outs // SCALE_OUTS)[None, :, None] * tl.cdiv(in_features, SCALE_INS) + blocks
     mask = out_mask[None, :, None] & (blocks * SCALE_INS < in_features)
     scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)

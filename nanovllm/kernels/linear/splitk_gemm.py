@@ -122,7 +122,7 @@ def splitk_gemm(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, part
 
     Args:
         x: [num_rows, in_features], contiguous.
-        weight: [out_features, in_features]; of a gated layer the gate's rows, then as many of up.
+        weight: [out_features, in_features]; of a gated layer the gate's rows, then up's.
         gated: return SiLU(gate) * up, half as wide.
         parts: split-K programs per output tile, 1 or SPLITK_PARTS; 1 if gated.
 

@@ -15,7 +15,7 @@ from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 
 _OUTS = 64
-"""Rows of a weight per program, of which half are the gate's if it is gated."""
+"""Rows of a weight per program; if gated, half of them the gate's."""
 _STEP_BYTES = 256
 """Inputs per step, in bytes."""
 
@@ -72,7 +72,7 @@ def find_scales(
     scale_ptr, expert, outs, in_features, out_features,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the scales of one expert's outputs, of their first inputs, and if gated to those of up's."""
+    """Return pointers to the scales of one expert's outputs, of their first inputs; if gated, and of up's."""
     num_blocks = tl.cdiv(in_features, SCALE_INS) if SCALE_INS else 1
     first = expert * tl.cdiv(out_features * (2 if GATED else 1), SCALE_OUTS)
     ptrs = scale_ptr + (first + outs // SCALE_OUTS) * num_blocks

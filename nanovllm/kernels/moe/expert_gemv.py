@@ -1,4 +1,4 @@
-"""The experts of one row, whose time goes to reading the weights of those that it has.
+"""The experts of one row; the time goes to reading their weights.
 
 As in `gemv`, a program requests all its weights at once, and does not use the tensor cores.
 """
@@ -14,7 +14,7 @@ from nanovllm.kernels.moe.expert_gemm import find_scales, swiglu
 from nanovllm.kernels.moe.route import Routing
 
 _WEIGHTS = 4096
-"""Weights per program, or as many as an output has: small programs, since there are many and they start late, once the
+"""Weights per program, or all of an output's: small programs, since there are many and they start late, once the
 experts are known. Qwen3-30B-A3B on an H100: 21.1 -> 18.4 us for gate and up, 12.0 -> 11.1 for down."""
 _MOST_BY_FEW_WARPS = 16384
 
@@ -104,7 +104,7 @@ def _down_gemv_kernel(
 
 
 def _block_out(each: int) -> int:
-    """Return the outputs per program where each takes so many weights."""
+    """Return the outputs per program, given the weights of each."""
     return min(16, max(1, _WEIGHTS // each))
 
 
@@ -143,7 +143,7 @@ def down_gemv(
         routing: the row's experts; from a kernel before the one ahead.
         weight: [num_experts, out_features, size].
         out: [1, out_features].
-        first_expert: the number of the first expert; those that are not here count nothing.
+        first_expert: the number of the first expert; experts of other ranks count nothing.
     """
     (_, top_k, size), (rows, out_features) = x.shape, out.shape
     scaling = {}

@@ -1,4 +1,4 @@
-"""SwiGLU experts, of which each token has some.
+"""SwiGLU experts, some for each token.
 
 Beside weights in e4m3 the rows of a step are treated as in linear layers (`fp8_linear`): up to 16 stay in 16 bits, more
 are rounded to e4m3 before each product, where the GPU multiplies it.
@@ -86,8 +86,8 @@ def fused_experts(
 
     Args:
         x: [num_tokens, in_features], contiguous.
-        routing: the experts of each token; those that are not here count nothing.
-        gate_up: [num_experts, 2 * size, in_features]; of each expert the gate's rows, then as many of up.
+        routing: the experts of each token; experts of other ranks count nothing.
+        gate_up: [num_experts, 2 * size, in_features]; of each expert the gate's rows, then up's.
         down: [num_experts, in_features, size].
         first_expert: the number of the first of them.
         policy: chooses the kernels.

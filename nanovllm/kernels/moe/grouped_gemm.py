@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: of one expert.
-        outs: rows of a weight, of which half are the gate's if it is gated.
+        outs: rows of a weight; if gated, half of them the gate's.
         step_bytes: inputs per step, in bytes.
         warps: of a program.
         stages: steps whose inputs are on their way at once, at most.
@@ -59,7 +59,7 @@ _FP8_TILES: Tiles = {
     _FEW: Tile(16, 128, FP8_INS, 4), _SOME: Tile(32, 128, FP8_INS, 4), _MANY: Tile(64, 128, FP8_INS, 8),
     inf: Tile(128, 128, FP8_INS, 8),
 }  # fmt: skip
-"""For rows in e4m3, beside up to 64 of which weights are the first operand. A step's sums have their own registers."""
+"""For rows in e4m3; with up to 64, weights are the first operand. A step's sums have their own registers."""
 _HOPPER_FP8_TILES: Tiles = {
     _FEW: _FP8_TILES[_FEW], _SOME: Tile(16, 128, FP8_INS, 4, 3), _MOST: Tile(64, 256, FP8_INS, 8), inf: _FP8_TILES[inf]
 }  # fmt: skip
@@ -78,7 +78,7 @@ def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, rows: float, gated: bool, has_blocks: bool) -> Tile:
     """Return the tile for rows of x's dtype and device, `rows` of each expert on the average, and these weights.
 
-    gated: see `grouped_gemm`; has_blocks: whether scales are those of blocks.
+    gated: see `grouped_gemm`; has_blocks: whether each block of weights has a scale.
     """
     on_hopper = is_hopper(x.device)
     if x.element_size() == 1 and on_hopper:

@@ -22,9 +22,9 @@ class Routing:
     """The experts of each token.
 
     Attributes:
-        experts: [num_tokens, top_k] int32, the best first; of equal ones that of the lowest number.
+        experts: [num_tokens, top_k] int32, the best first; of equal ones the lowest number.
         weights: [num_tokens, top_k] float32, what their outputs are multiplied by.
-        num_experts: of which they are chosen.
+        num_experts: the number of experts to choose from.
     """
 
     experts: torch.Tensor
@@ -57,7 +57,7 @@ def _choose_row_kernel(
     logits_ptr, experts_ptr, weights_ptr, num_experts,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose one row's experts by the number of those that are before each, not one after the other."""
+    """Choose one row's experts by their ranks, all at once instead of one after the other."""
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     is_expert = experts < num_experts
     wait_for_previous(PDL)

@@ -19,7 +19,7 @@ class SortedSlots(NamedTuple):
     """The (row, choice) pairs, `row * top_k + choice`, by expert.
 
     Attributes:
-        slots: [num_rows * top_k] int32, those of this rank's experts, in order.
+        slots: [num_rows * top_k] int32; the slots of this rank's experts, in order.
         starts: [num_experts + 1] int32, where each expert's begin, and where the last one's end.
     """
 
@@ -29,7 +29,7 @@ class SortedSlots(NamedTuple):
 
 @jit
 def _load_experts(experts_ptr, slots, num_slots, first_expert, num_experts, EXPERTS: tl.constexpr):
-    """Return the slots' experts, counted from the first of this rank; EXPERTS for those that are not here."""
+    """Return the slots' experts, counted from the first of this rank; EXPERTS for experts of other ranks."""
     experts = tl.load(experts_ptr + slots, mask=slots < num_slots, other=-1) - first_expert
     is_here = (slots < num_slots) & (experts >= 0) & (experts < num_experts)
     return tl.where(is_here, experts, EXPERTS)
@@ -53,7 +53,7 @@ def _place_slots_kernel(
     experts_ptr, counts_ptr, slots_ptr, starts_ptr, num_slots, first_expert, num_experts,
     CHUNK: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Place the slots of one chunk after those of experts and chunks before it."""
+    """Place the slots of one chunk after the slots of the experts and chunks before it."""
     chunk, step, experts = tl.program_id(0), tl.arange(0, STEP), tl.arange(0, EXPERTS)
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     places = tl.zeros([EXPERTS], dtype=tl.int32)

@@ -33,8 +33,8 @@ class NotCompiledError(Exception):
 
 HAS_TRITON = find_spec("triton") is not None
 _PDL_SETTING = os.environ.get("NANOVLLM_PDL")
-"""A switch for debugging: with "wait" no kernel starts before the previous one is done. If an answer is wrong without it
-only, a kernel reads too early what the previous one writes (see `pdl_options`)."""
+"""Switch for debugging: with "wait" no kernel starts before the previous one is done. If an answer is wrong without
+it only, a kernel reads too early what the previous one writes (see `pdl_options`)."""
 if _PDL_SETTING not in (None, "wait"):
     raise ValueError(f"NANOVLLM_PDL must be 'wait' or not set, not {_PDL_SETTING!r}")
 _LEAST_CAPABILITY = (8, 0)

@@ -109,8 +109,8 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
         dtype: of the weights in the folder, by its name in torch.
 
     Raises:
-        ValueError: the file is not in GGUF, a part or a tensor is missing, transformers cannot read its architecture, or
-            the folder has files.
+        ValueError: the file is not in GGUF, a part or a tensor is missing, transformers cannot read its architecture,
+            or the folder has files.
         OSError: the folder cannot be written.
 
     Example:

@@ -19,9 +19,10 @@ from nanovllm.experts_config import ExpertsConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm, sort_slots
 from nanovllm.kernels.moe import route as route_op
-from nanovllm.kernels.moe.fused_experts import fused_experts_ref, kernel_rows
+from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, route_ref
+from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
 from nanovllm.model_config import ModelConfig
@@ -135,7 +136,7 @@ def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other()
 @pytest.mark.parametrize("on_hopper", [False, True])
 def test_kernels_change_where_they_say(on_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_gemm, "is_hopper", lambda device: on_hopper)
-    assert kernel_rows(128, 8) == (1, 2, 17, 129, 385, 1025, 8193)
+    assert FASTEST.expert_rows(128, 8) == (1, 2, 17, 129, 385, 1025, 8193)
     changes: dict[tuple[torch.dtype, bool], set[int]] = {
         (torch.float16, False): {129, 385, 1025},
         (torch.float32, False): {129, 385},

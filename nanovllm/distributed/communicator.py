@@ -12,7 +12,6 @@ from torch import distributed as dist
 from torch.distributed import ReduceOp, Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm, rms_norm
@@ -163,6 +162,8 @@ class DistributedCommunicator(Communicator):
 
     @override
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens  # noqa: PLC0415
+
         keys = pack_candidates(scores, token_ids)
         self._reduce_in_place(keys, ReduceOp.MAX)
         return unpack_tokens(keys)

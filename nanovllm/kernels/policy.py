@@ -74,6 +74,9 @@ MAX_GATED_ROWS = 64
 """Sums of gate and up for more do not fit into the registers of `scaled_gemm`."""
 MAX_EXPERT_ROWS = 16
 """Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""
+EXPERT_TILE_ROWS = (8, 24, 64, 512)
+"""Rows that an expert has on the average, up to which `grouped_gemm` takes a tile; most experts' weights are read once
+by it."""
 FEW_SEQS = 64
 """Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
 2.60 ms a step instead of 2.74 (0.6B, H200)."""
@@ -301,6 +304,11 @@ class KernelPolicy:
         if num_tokens == 1:
             return ExpertsKernel.EXPERT_GEMV
         return ExpertsKernel.EXPERT_GEMM if num_tokens <= MAX_EXPERT_ROWS else ExpertsKernel.GROUPED_GEMM
+
+    def expert_rows(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+        """Return the numbers of rows at which the choice of the experts' kernels or of their tiles changes."""
+        tiles = [most * num_experts // top_k + 1 for most in EXPERT_TILE_ROWS]
+        return 1, 2, MAX_EXPERT_ROWS + 1, *(rows for rows in tiles if rows > MAX_EXPERT_ROWS + 1)
 
     def rows_per_expert(self, num_routed: int, num_experts: int) -> float:
         """Return the rows of an expert for which `grouped_gemm` takes its tile; num_routed: rows of all experts."""

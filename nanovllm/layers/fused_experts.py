@@ -11,7 +11,7 @@ from typing_extensions import override
 from nanovllm.distributed.communicator import Communicator
 from nanovllm.distributed.shard import ExpertsShard, Shard
 from nanovllm.experts_config import ExpertsConfig
-from nanovllm.kernels.moe.fused_experts import fused_experts, kernel_rows
+from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
@@ -36,7 +36,7 @@ class Router(LoadableModule):
     @property
     @override
     def kernel_rows(self) -> Collection[int]:
-        return kernel_rows(len(self.weight), self.top_k)
+        return self.policy.expert_rows(len(self.weight), self.top_k)
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None

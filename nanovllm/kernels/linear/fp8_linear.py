@@ -10,11 +10,8 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
-from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
-from nanovllm.kernels.linear.scaled_gemm import scaled_gemm
-from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
@@ -70,11 +67,15 @@ def fp8_linear(
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
         return fp8_linear(x, weight, bias, gated=gated, policy=policy)[0], total
     if kernel is LinearKernel.GEMV:
+        from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
+
         return gemv(x, weight, bias, norm, residual, gated)
     total = x
     if norm is not None:
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
     if kernel is LinearKernel.SKINNY_GEMM:
+        from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
+
         return skinny_gemm(x, weight, bias, gated), total
     out = _dequantized_linear(x, weight, bias)
     return (silu_and_mul(out) if gated else out), total
@@ -120,6 +121,8 @@ def multiply_rounded_into(
     """Return what `fp8_linear_into` does, with rows rounded as `row_rounding` says."""
     parts = policy.fp8_parts(rows.num_rows, rows.dtype, weight)
     if parts > 1:
+        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415
+
         return scaled_gemm(rows.part(slice(rows.num_rows)), weight, rows.dtype, parts=parts), residual
     return multiply_rounded(rows, weight, policy=policy), residual
 
@@ -135,6 +138,8 @@ def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch
 def _scaled_linear(
     rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None, gated: bool
 ) -> torch.Tensor:
+    from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415
+
     if len(rows.values) <= MAX_GATED_ROWS:
         return scaled_gemm(rows, weight, dtype, bias, gated)
     out = scaled_gemm(rows, weight, dtype, bias)

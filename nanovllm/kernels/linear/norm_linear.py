@@ -1,6 +1,6 @@
 """Linear layers fused with their neighbours in a decoder: residual and RMSNorm before, the SwiGLU gate after.
 
-A `KernelPolicy` chooses the kernel; each has a file of its own.
+A `KernelPolicy` chooses the kernel; each has a file of its own, which is imported when it is first chosen.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import device_limits
-from nanovllm.kernels.linear.gemv import gemv
-from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.policy import FASTEST, SPLITK_PARTS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
@@ -59,6 +57,8 @@ def norm_linear(
     num_rows = x.shape[-2]
     kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
     if kernel is LinearKernel.GEMV:
+        from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
+
         return gemv(x, weight, bias, norm, residual, gated)
     if kernel is LinearKernel.RESIDENT_GEMM:
         from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
@@ -68,6 +68,8 @@ def norm_linear(
     if norm is not None:
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
     if kernel is LinearKernel.SKINNY_GEMM:
+        from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
+
         return skinny_gemm(x, weight, bias, gated), total
     if kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415

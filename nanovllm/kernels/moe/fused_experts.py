@@ -12,14 +12,9 @@ from torch.nn import functional
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix
 from nanovllm.kernels.linear.fp8_linear import fp8_linear_ref
-from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref
-from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref
-from nanovllm.kernels.moe.expert_gemm import expert_gemm
-from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
-from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, tile_limits
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.moe.sort_slots import SortedSlots, sort_slots
-from nanovllm.kernels.policy import FASTEST, MAX_EXPERT_ROWS, ExpertsKernel, KernelPolicy
+from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 ExpertsMatrices = torch.Tensor | Fp8Matrix
@@ -30,6 +25,8 @@ def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantiz
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight[expert])
     if quantizes_rows:
+        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref  # noqa: PLC0415
+
         return scaled_gemm_ref(quantize_rows_ref(x, Rounding(weight.block_ins))[0], weight.expert(expert), x.dtype)
     return fp8_linear_ref(x, weight.expert(expert))[0]
 
@@ -58,20 +55,30 @@ def _values(weight: ExpertsMatrices) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
-def _grouped_product(
+def _sorted_experts(
     x: torch.Tensor,
     routing: Routing,
-    order: SortedSlots,
-    weight: ExpertsMatrices,
-    out: torch.Tensor,
-    gated: bool,
+    gate_up: ExpertsMatrices,
+    down: ExpertsMatrices,
+    first_expert: int,
+    parts: torch.Tensor,
     policy: KernelPolicy,
 ) -> None:
-    """Compute `grouped_gemm`, of rows in e4m3 if the weights are and the device multiplies these."""
-    if isinstance(weight, Fp8Matrix) and policy.rounds_rows(len(routing.experts), x.dtype, x.device):
-        grouped_gemm(quantize_rows(x, Rounding(weight.block_ins))[0], routing, order, weight, out, gated, policy)
-    else:
-        grouped_gemm(x, routing, order, weight, out, gated, policy)
+    """Fill `parts`, [num_tokens * top_k, in_features], by products of rows that are sorted by expert.
+
+    Rows are in e4m3 if the weights are and the device multiplies these.
+    """
+    from nanovllm.kernels.moe.grouped_gemm import grouped_gemm  # noqa: PLC0415
+    from nanovllm.kernels.moe.sort_slots import sort_slots  # noqa: PLC0415
+
+    num_experts, _, size = _values(down).shape
+    order = sort_slots(routing, first_expert, num_experts)
+    activated = torch.empty(len(parts), size, dtype=x.dtype, device=x.device)
+    for rows, weight, out, gated in ((x, gate_up, activated, True), (activated, down, parts, False)):
+        given: torch.Tensor | Fp8Rows = rows
+        if isinstance(weight, Fp8Matrix) and policy.rounds_rows(len(routing.experts), x.dtype, x.device):
+            given = quantize_rows(rows, Rounding(weight.block_ins))[0]
+        grouped_gemm(given, routing, order, weight, out, gated, policy)
 
 
 def fused_experts(
@@ -98,10 +105,12 @@ def fused_experts(
     if not uses_triton(x.device):
         return fused_experts_ref(x, routing, gate_up, down, first_expert)
     (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
-    activated = torch.empty(num_tokens, top_k, size, dtype=x.dtype, device=x.device)
     kernel = policy.experts(num_tokens)
+    activated_shape = num_tokens, top_k, size
     if kernel is ExpertsKernel.EXPERT_GEMV:
-        out = torch.empty_like(x)
+        from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv  # noqa: PLC0415
+
+        activated, out = x.new_empty(activated_shape), torch.empty_like(x)
         gate_up_gemv(x, routing, gate_up, activated, first_expert)
         down_gemv(activated, routing, down, out, first_expert)
         return out
@@ -109,15 +118,11 @@ def fused_experts(
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)
     if kernel is ExpertsKernel.EXPERT_GEMM:
+        from nanovllm.kernels.moe.expert_gemm import expert_gemm  # noqa: PLC0415
+
+        activated = x.new_empty(activated_shape)
         expert_gemm(x, routing, gate_up, activated, first_expert, gated=True)
         expert_gemm(activated, routing, down, parts, first_expert, gated=False)
     else:
-        order = sort_slots(routing, first_expert, num_experts)
-        _grouped_product(x, routing, order, gate_up, activated.flatten(0, 1), True, policy)
-        _grouped_product(activated.flatten(0, 1), routing, order, down, parts.flatten(0, 1), False, policy)
+        _sorted_experts(x, routing, gate_up, down, first_expert, parts.flatten(0, 1), policy)
     return parts.transpose(0, 1)
-
-
-def kernel_rows(num_experts: int, top_k: int) -> tuple[int, ...]:
-    """Return the numbers of rows at which the choice of kernels or of their tiles changes."""
-    return 1, 2, MAX_EXPERT_ROWS + 1, *(rows for rows in tile_limits(num_experts, top_k) if rows > MAX_EXPERT_ROWS + 1)

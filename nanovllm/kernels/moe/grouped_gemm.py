@@ -18,7 +18,7 @@ from nanovllm.kernels.linear.scaled_gemm import multiply_scaled
 from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert, swiglu
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import SortedSlots
-from nanovllm.kernels.policy import FASTEST, FP8_INS, KernelPolicy
+from nanovllm.kernels.policy import EXPERT_TILE_ROWS, FASTEST, FP8_INS, KernelPolicy
 
 
 class Tile(NamedTuple):
@@ -44,8 +44,7 @@ class Tile(NamedTuple):
         return (self.rows + self.outs) * self.step_bytes
 
 
-_FEW, _SOME, _MANY, _MOST = 8, 24, 64, 512
-"""Rows that an expert has on the average, up to which a tile is taken; most experts' weights are read once by it."""
+_FEW, _SOME, _MANY, _MOST = EXPERT_TILE_ROWS
 Tiles = dict[float, Tile]
 _TILES: Tiles = {
     _FEW: Tile(16, 64, 256, 4), _SOME: Tile(32, 64, 256, 4), _MANY: Tile(64, 128, 128, 4), inf: Tile(128, 128, 128, 8)
@@ -68,11 +67,6 @@ _HOPPER_GATED_FP8_TILES: Tiles = {
 }  # fmt: skip
 _HOPPER_GATED_BLOCKS_TILES: Tiles = {**_HOPPER_GATED_FP8_TILES, inf: Tile(128, 256, FP8_INS, 8, 3)}
 """With a scale for each output, the larger tile has no registers left."""
-
-
-def tile_limits(num_experts: int, top_k: int) -> tuple[int, ...]:
-    """Return the numbers of rows from which on another tile is taken."""
-    return tuple(most * num_experts // top_k + 1 for most in (_FEW, _SOME, _MANY, _MOST))
 
 
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, rows: float, gated: bool, has_blocks: bool) -> Tile:

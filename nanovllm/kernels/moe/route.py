@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.fast_math import round_to
-from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
 
 _STEP_BYTES = 256
@@ -145,6 +144,8 @@ def route(
         return route_ref(x, weight, top_k, renormalize, norm, residual)
     if x.shape[-2] == 1:
         normed = x if norm is None else torch.empty_like(x)
+        from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
+
         logits, total = gemv(x, weight, None, norm, residual, normed=None if norm is None else normed)
         return _choose_row(logits, top_k, renormalize), normed, total
     normed, total = (x, x) if norm is None else rms_norm(x, norm.weight, norm.eps, residual)

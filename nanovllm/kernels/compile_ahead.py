@@ -35,7 +35,7 @@ def empty_kernel():
 
 @cache
 def compiler_ready(device: torch.device) -> Future[None]:
-    """Start Triton's initialisation in a thread, once per device; the future is done when it has ended.
+    """Start Triton's initialisation in a thread, once per device; the future is done when it is finished.
 
     Triton hashes its library, queries its tools' versions, and compiles a C module, which takes 0.8 s. That overlaps
     with the start of CUDA and with the search for the kernels to compile.

@@ -29,7 +29,7 @@ _DIVIDED = {"colwise", "rowwise"}
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which each rank has some inputs; the products of all ranks are added up."""
+    """A linear layer whose inputs are divided among ranks; their products are added up."""
 
     def __init__(self, linear: nn.Linear, inputs: slice, communicator: Communicator) -> None:
         super().__init__()
@@ -123,11 +123,10 @@ class SourceSlice(WeightSlice):
     tied: tuple[WeightSlice, ...] = ()
     norms: tuple[FusedNorm, ...] = ()
 
-    def fill(self, name: str, tensor: Any) -> None:
+    @property
+    def places(self) -> tuple[WeightSlice, ...]:
         """See the base class."""
-        for part in self.tied:
-            part.fill(name, tensor)
-        super().fill(name, tensor)
+        return (*self.tied, self)
 
     def store(self, name: str, values: torch.Tensor) -> None:
         """See the base class."""
@@ -137,7 +136,7 @@ class SourceSlice(WeightSlice):
 
 
 class SourceParameters:
-    """The parameters of a model by their names, which stay those of its checkpoint.
+    """The parameters of a model by their names in its checkpoint.
 
     Args:
         head: the model, as it was read.

@@ -43,8 +43,8 @@ class Config:
 
     Attributes:
         model: a folder in the Hub's layout, local or one that fsspec opens (`s3://bucket/model`, whose weights are
-            copied to `~/.cache/nanovllm`); a GGUF file; or a Hub id, which is downloaded unless `HF_HUB_OFFLINE=1` is
-            set.
+            copied to `~/.cache/nanovllm`); a GGUF file; or a Hub id, which is downloaded unless `HF_HUB_OFFLINE=1`
+            forbids it.
         tokenizer: a folder or Hub id of another tokenizer than the model's.
         device: "cpu", "cuda", or "cuda:N", the first GPU if there are several ranks; "auto" takes CUDA if there is a
             GPU.

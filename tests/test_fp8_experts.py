@@ -177,7 +177,7 @@ def test_experts_can_be_dropped_and_loaded_again(mixture: Path, tmp_path: Path) 
 def test_what_does_not_fit_is_refused_by_name(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored, _ = write(mixture, FORMATS["fp8-block"], tmp_path)
     tensors = load_file(stored / "model.safetensors")
-    monkeypatch.setattr(WeightSlice, "fill", None)
+    monkeypatch.setattr(WeightSlice, "store", None)
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight_scale_inv"]
     save_file(tensors, stored / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing \['model.layers.0.mlp.experts.gate_up_proj.weight_scale\[up, 3\]'"):

@@ -28,7 +28,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.loading_bar import loading_bar
 from nanovllm.weights import model_weights
-from nanovllm.weights.slices import WeightSlice
+from nanovllm.weights.slices import rows_of
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -85,7 +85,6 @@ def test_a_tied_checkpoint_may_store_its_head(make_checkpoint: Any, tmp_path: Pa
 
 def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
-    fill = WeightSlice.fill
 
     class CountingSlice:
         def __init__(self, inner: Any) -> None:
@@ -99,7 +98,11 @@ def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytes
             alive.append(weakref.ref(tensor))
             return tensor
 
-    monkeypatch.setattr(WeightSlice, "fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
+    monkeypatch.setattr(
+        model_weights,
+        "rows_of",
+        lambda tensor, parts: [(target, CountingSlice(rows)) for target, rows in rows_of(tensor, parts)],
+    )
     load(checkpoint).exit()
     assert len(alive) == 1
 

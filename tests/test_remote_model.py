@@ -101,9 +101,7 @@ def test_a_copy_that_fails_leaves_nothing_that_is_read(
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", fail)
-        with pytest.raises(
-            ValueError, match=r"access to 'memory://model/model\.safetensors' failed: the network is gone"
-        ):
+        with pytest.raises(ValueError, match="failed: the network is gone"):
             cached_copy("memory://model/model.safetensors")
     assert not copies(cache) and tokens("memory://model") == tokens(checkpoint)
 

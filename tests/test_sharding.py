@@ -17,8 +17,9 @@ from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpac
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
+from nanovllm.weights import model_weights
 from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import WeightTarget, rows_of
 from tests.conftest import MakeCheckpoint
 from tests.test_kernels import by_triton
 
@@ -54,7 +55,6 @@ def test_the_ranks_parts_are_the_checkpoint(
     folder = make_checkpoint(architecture, hidden_size=96, tie_word_embeddings=tied, pad_token_id=0, **SHAPE)
     models = shards(ModelConfig.from_folder(str(folder)), size)
     read = []
-    fill = WeightSlice.fill
 
     class CountingSlice:
         def __init__(self, inner: Any) -> None:
@@ -64,7 +64,11 @@ def test_the_ranks_parts_are_the_checkpoint(
             read.append(self.inner[index].numel())
             return self.inner[index]
 
-    monkeypatch.setattr(WeightSlice, "fill", lambda part, name, tensor: fill(part, name, CountingSlice(tensor)))
+    monkeypatch.setattr(
+        model_weights,
+        "rows_of",
+        lambda tensor, parts: [(target, CountingSlice(rows)) for target, rows in rows_of(tensor, parts)],
+    )
     sizes = []
     for model in models:
         read.clear()

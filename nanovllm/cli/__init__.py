@@ -75,7 +75,7 @@ def _run(name: str, command: Callable[[], int | None]) -> int:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        # Such as a disk that is full, or a pipe that nobody reads any more.
+        # Such as a full disk, or a pipe without a reader.
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 1
 

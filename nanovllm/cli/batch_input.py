@@ -106,7 +106,7 @@ class InputFile:
     Attributes:
         path: the same.
         is_stream: whether it is no regular file: it may be slow, and may end because its writer was killed.
-        lines: its lines. The first bytes of a file are read at once, those of a stream with the first line.
+        lines: its lines. The first bytes of a file are read at once, the first bytes of a stream with the first line.
 
     Raises:
         OSError: the file cannot be read.

@@ -45,7 +45,7 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 @dataclass(slots=True)
 class BatchRequest:
-    """What a line asks for.
+    """A parsed line.
 
     Attributes:
         prompt: a text, token ids, or both with a salt; None for a conversation.
@@ -68,7 +68,7 @@ class BatchRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, processor: InputProcessor) -> None:
-        """Encode the prompt, if the request says how: else it is encoded with those of other lines.
+        """Encode the prompt, if the request says how; otherwise it is encoded together with other lines.
 
         Raises:
             ValueError: the messages do not fit the model's chat template, or a value is out of range.
@@ -100,7 +100,7 @@ def load_line(text: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
     Raises:
-        ValueError: the line is none.
+        ValueError: the line is not a JSON object.
     """
     try:
         record = json.loads(text)
@@ -135,7 +135,7 @@ class RequestParser:
         self._params: dict[Any, SamplingParams] = {}
 
     def parse(self, record: Mapping[str, Any]) -> BatchRequest:
-        """Return what a line's object asks for.
+        """Return the request of a line's object.
 
         Raises:
             ValueError: an unknown field, or a bad value.
@@ -227,7 +227,7 @@ def _check_prompt(prompt: Any) -> str | list[int]:
 
 
 def _template(options: Any) -> dict[str, Any]:
-    """Return the options of `render_text` for those of a chat template."""
+    """Return the options of `render_text` for the options of a chat template."""
     variables = options.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict) or variables.keys() & _RESERVED:
         raise ValueError(f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED))}")

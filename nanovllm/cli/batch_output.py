@@ -48,7 +48,7 @@ def request_digest(line: bytes) -> int:
 
 
 def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
-    """Return what tells runs apart whose answers to the same line differ.
+    """Return a digest that differs between runs whose answers to the same line differ.
 
     Args:
         config: the engine's settings.
@@ -72,7 +72,7 @@ def parse_header(result: bytes) -> tuple[int, str, int] | None:
 
 
 class AnsweredRequests:
-    """The requests that a file has answers to: 8 bytes a line, so that those of a file larger than the memory fit.
+    """The requests that a file has answers to: 8 bytes a line, so that a file larger than the memory fits.
 
     Attributes:
         num_unchanged: lines so far whose answer holds.
@@ -157,7 +157,7 @@ def stored_results(lines: Iterable[bytes], path: str) -> Iterator[StoredResult]:
         path: of the output, for messages.
 
     Raises:
-        ValueError: a line is no result.
+        ValueError: a line is not a result.
     """
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n") and _START.startswith(line[: len(_START)]):
@@ -179,7 +179,7 @@ def check_run(result: StoredResult, run: str, path: str) -> None:
 
 
 def _failed_line(line: bytes, path: str, number: int) -> int:
-    """Return the number of the line that a result without digests is the error of."""
+    """Return the number of the line whose error a result without digests is."""
     try:
         result = json.loads(line) if line.startswith(_START) else {}
     except ValueError:
@@ -196,7 +196,7 @@ def _failed_line(line: bytes, path: str, number: int) -> int:
 
 
 class ResultFile:
-    """Appends results to a file, or writes them to a stream ("-" is the standard output), which nobody reads again.
+    """Appends results to a file, or writes them to a stream ("-" is the standard output).
 
     An output that fsspec opens, or that is compressed, is written in whole when the run ends or is interrupted; until
     then its results are in a temporary file.
@@ -239,7 +239,7 @@ class ResultFile:
             shutil.rmtree(os.path.dirname(self._path), ignore_errors=True)
 
     def is_file(self, descriptor: int | None) -> bool:
-        """Return whether a descriptor (None: that of no local file) is one of this file."""
+        """Return whether a descriptor belongs to this file; None stands for a file that is not local."""
         return descriptor is not None and not self.is_stream and os.path.sameopenfile(descriptor, self._file.fileno())
 
     def load(self, run: str) -> None:
@@ -353,7 +353,7 @@ def _copy_of(path: str) -> str:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Have errors name a file: of a full disk, say, the system says none."""
+    """Add a file's name to errors: the system names none if a disk is full, say."""
     try:
         yield
     except OSError as error:

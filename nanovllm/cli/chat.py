@@ -57,7 +57,7 @@ def check_single_output(values: Mapping[str, Any]) -> None:
 
 
 def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of flags; where they do not say, those that the model recommends.
+    """Return the sampling parameters of flags, and the model's recommendations where there is no flag.
 
     Raises:
         ValueError: a value is out of range.
@@ -147,7 +147,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def _turn(conversation: Conversation) -> bool:
-    """Read a line and do what it says; returns whether the conversation goes on."""
+    """Read a line and execute it; return whether the conversation goes on."""
     try:
         text = input("> " if sys.stdin.isatty() else "").strip()
         if text == "/clear":
@@ -169,7 +169,7 @@ def _turn(conversation: Conversation) -> bool:
 
 
 def banner(llm: LLM) -> str:
-    """Return what a conversation begins with: the model, its size, where it runs, and how to get on."""
+    """Return the first lines of a conversation: the model, its size, its device, and how to get help."""
     name, size = Path(llm.config.model).name, format_count(llm.num_parameters)
     device = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
     lines = [f"nanovllm {__version__}: {name}, {size} parameters, {llm.dtype} on {device}".replace("torch.", "")]

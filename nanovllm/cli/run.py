@@ -103,7 +103,7 @@ class BatchRun:
         with (
             client.driving(),
             ReadAhead(self._lines, self._prepare, self._chunk_size) as lines,
-            # No progress bar where nobody looks.
+            # No progress bar without a terminal.
             Progress(client.engine, self._num_lines, "line", disable=None) as progress,
         ):
             run.run(lines, progress)

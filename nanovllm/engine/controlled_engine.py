@@ -6,7 +6,8 @@ The methods run where the engine is; `Engine.call` reaches them in another proce
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
@@ -57,29 +58,29 @@ class ControlledEngine(DrivenEngine):
 
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
-        with self.between_steps():
-            self._require_weights("load_weights")
-            return self._change_weights(lambda runner: runner.loader.load(weights, strict))
+        with self.between_steps(), self._changing_weights("load_weights"):
+            loaded: LoadedWeights = self._weights.loader.load(weights, strict)
+        return loaded
 
     def unload_adapter(self) -> bool:
         """Take out the adapter that `load_weights` has merged, and return whether there was one."""
-        with self.between_steps():
-            self._require_weights("unload_adapter")
-            return bool(self._change_weights(lambda runner: runner.loader.unload_adapter()).count)
+        with self.between_steps(), self._changing_weights("unload_adapter"):
+            return bool(self._weights.loader.unload_adapter().count)
 
-    def _change_weights(self, change: Callable[[WeightsRunner], LoadedWeights]) -> LoadedWeights:
-        """Change weights, and note what is missing afterwards, also if that fails."""
+    @contextmanager
+    def _changing_weights(self, name: str) -> Iterator[None]:
+        """Note which weights are missing after the `with` block, also if it fails; name: of the call."""
+        self._require_weights(name)
         was_missing = self.state.missing
         try:
-            changed = change(self._weights)
+            yield
         except LoadFailedError as error:
             self.state.missing = error.missing
             raise
-        self.state.missing = changed.missing
-        if was_missing.count and not changed.missing.count:
+        self.state.missing = self._weights.loader.missing
+        if was_missing.count and not self.state.missing.count:
             # Graphs could not be captured before.
             self._weights.wake_up([])
-        return changed
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache, and return whether no request holds blocks of it."""

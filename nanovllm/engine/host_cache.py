@@ -1,10 +1,10 @@
-"""Blocks of the prefix cache in the host's memory: which slot holds what, what is saved there, and what is loaded.
+"""Blocks of the prefix cache in the host's memory: their slots, and the decisions to save and load.
 
 A copy has its block's key and identity, so that one chain finds blocks wherever they are. It may outlive the block on
 the device, or be dropped before it. The order of transfers makes it right: a step's loads come before its saves, and a
 later step's after both.
 
-Knows nothing of the device: slots and keys are all that it deals in.
+It deals in slots and keys alone, and knows nothing of the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ the results."""
 
 @dataclass(frozen=True)
 class HostBlock:
-    """A copy: the slot that it is in, and the identity of the block."""
+    """A copy: its slot, and the identity of the block."""
 
     slot: int
     identity: int
@@ -155,7 +155,7 @@ class HostCache:
 
         Args:
             blocks: the next to be overwritten, first ones first.
-            unconfirmed: those of them, by id, whose content is not computed yet.
+            unconfirmed: ids of blocks whose content is not computed yet.
             num_prompt_tokens: of the step that saves them.
         """
         saves: list[BlockTransfer] = []
@@ -180,7 +180,7 @@ class HostCache:
         return min(self._memory.num_slots, max(1, int(_SAVES_SHARE * seconds / self._copy_seconds)))
 
     def _take_slot(self) -> int | None:
-        """Return a slot, that of the least recently used copy if all are taken; None if one must be waited for."""
+        """Return a free slot, or the slot of the least recently used copy; None if memory is still being allocated."""
         if self._free_slots:
             return self._free_slots.pop()
         if self._num_used_slots < self._memory.num_ready_slots():
@@ -192,7 +192,7 @@ class HostCache:
         return oldest.slot
 
     def clear(self) -> None:
-        """Forget all copies, those that are being made as well; which slots have memory is asked again."""
+        """Drop all copies, including those in flight, and ask again which slots have memory."""
         self._copies.clear()
         self._free_slots.clear()
         self._num_used_slots = 0
@@ -210,11 +210,11 @@ class HostCache:
         assert not saved
 
     def confirm_step(self) -> None:
-        """Confirm what the oldest step without a result was to save."""
+        """Confirm the saves of the oldest step without a result."""
         self._unconfirmed.popleft()
 
     def rollback(self) -> None:
-        """Drop what steps without a result were to save."""
+        """Drop the saves of steps without a result."""
         for key in (key for step in self._unconfirmed for key in step):
             # It may have been dropped since, and its slot given to another.
             copy = self._copies.pop(key, None)

@@ -1,4 +1,4 @@
-"""The interface of a model to the runner and the loader, the same for every family."""
+"""Base class of models of all families, for the runner."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class CausalLM(WeightedModel):
 
     @property
     def kernel_rows(self) -> set[int]:
-        """Numbers of rows at which the choice of the weights' kernels changes."""
+        """Row counts at which the choice of the weights' kernels changes."""
         return {rows for module in self.modules() if isinstance(module, LoadableModule) for rows in module.kernel_rows}
 
     @property
     def kernel_tokens(self) -> set[int]:
-        """Those of them that are looked at as numbers of prompt tokens, too."""
+        """The subset of `kernel_rows` that is compared with prompt tokens, too."""
         modules = [module for module in self.modules() if isinstance(module, LoadableModule)]
         return {tokens for module in modules for tokens in module.kernel_tokens}
 

@@ -124,11 +124,10 @@ class SourceSlice(WeightSlice):
     tied: tuple[WeightSlice, ...] = ()
     norms: tuple[FusedNorm, ...] = ()
 
+    @property
     @override
-    def fill(self, name: str, tensor: Any) -> None:
-        for part in self.tied:
-            part.fill(name, tensor)
-        super().fill(name, tensor)
+    def places(self) -> tuple[WeightSlice, ...]:
+        return (*self.tied, self)
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
@@ -138,7 +137,7 @@ class SourceSlice(WeightSlice):
 
 
 class SourceParameters:
-    """The parameters of a model by the names in its checkpoint.
+    """The parameters of a model by their names in its checkpoint.
 
     Args:
         head: the model, as it was read.

@@ -16,14 +16,14 @@ from nanovllm.runner.messages import CacheKind, Chunk, HostMemory, NewRequest, S
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
-"""How much is copied to measure the link."""
+"""Bytes that are copied to measure the link."""
 _CUDA_TOKENS, _CPU_TOKENS = 2304, 8
 """Prompt tokens of the step that is measured, on CUDA at least: more than a captured step has, so that none is captured
 for this. A CPU computes few in the time that starting may take, and loads any number faster."""
 _PROMPT_TOKENS = 2048
 """Tokens of each prompt of that step."""
 _LAUNCH_BOUND_GAIN = 1.25
-"""If twice the tokens are computed at more than so many times the rate, launches bound the step with half of them."""
+"""If doubling the tokens raises the rate by more than this factor, launches bound the smaller step."""
 
 
 def make_swap_space(
@@ -33,7 +33,7 @@ def make_swap_space(
     cache_kinds: list[CacheKind],
     run_step: Callable[[ScheduledBatch], None],
 ) -> HostMemory:
-    """Have a cache's blocks kept in the host's memory, until it is unbound; takes some 0.2 s.
+    """Keep a cache's blocks in the host's memory until it is unbound; takes some 0.2 s.
 
     Args:
         config: the engine's settings.
@@ -89,7 +89,7 @@ def make_swap_space(
 
 
 def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
-    """Give a cache so many slots in the host's memory, until it is unbound."""
+    """Give a cache `num_slots` slots in the host's memory, until it is unbound."""
     stacks = list(kv_cache.stacks())
     blocks = HostBlocks(num_slots, kv_cache.block_bytes, stacks[0].device)
     kv_cache.copies = (CudaBlockCopies if stacks[0].is_cuda else BlockCopies)(stacks, blocks)

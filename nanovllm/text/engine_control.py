@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
@@ -234,24 +235,20 @@ class EngineControl:
 def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeights:
     """Write weights into the model of every engine; see `LLM.load_weights`."""
     check_bool("strict", strict)
-    given = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
+    given: Any = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
     engine.state.require_no_requests("load_weights", engine.request_ids)
-    if isinstance(given, str) or engine.is_in_process:
-        return _load(engine, given, strict)
-    with TemporaryDirectory(prefix="nanovllm-weights-") as folder:
-        with counted([]):
-            files = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)
-        return _load(engine, files, strict)
-
-
-def _load(engine: Engine, weights: Any, strict: bool) -> LoadedWeights:
-    try:
-        loaded: list[LoadedWeights] = engine.call("load_weights", weights, strict)
-    except LoadFailedError:
-        if not engine.is_in_process:
-            # Replicas that have merged an adapter would go on with it beside those that have taken it out.
-            engine.call("unload_adapter")
-        raise
+    with ExitStack() as stack:
+        if not (isinstance(given, str) or engine.is_in_process):
+            folder = stack.enter_context(TemporaryDirectory(prefix="nanovllm-weights-"))
+            with counted([]):
+                given = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)
+        try:
+            loaded: list[LoadedWeights] = engine.call("load_weights", given, strict)
+        except LoadFailedError:
+            if not engine.is_in_process:
+                # Replicas that have merged an adapter would go on with it beside those that have taken it out.
+                engine.call("unload_adapter")
+            raise
     nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
     return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
 

@@ -33,7 +33,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """The product `scale * b @ a`, of which only the parts that are read are computed, in float32.
+    """The product `scale * b @ a`, computed in float32 and only where it is read.
 
     Attributes:
         a: [rank, inputs].

@@ -115,38 +115,44 @@ class ModelWeights:
         self._parts[name] = [(target, self._slices[target]) for target in targets]
         return self._parts[name]
 
-    def write(self, name: str, tensor: Any) -> None:
-        """Store this rank's slices of a tensor that `check` has passed, and watch for NaN."""
+    def write(self, name: str, tensor: Any, *, finds_nans: bool = True) -> None:
+        """Store this rank's slices of a tensor that `check` has passed; `take_nans` tells if it has NaN.
+
+        Args:
+            name: in the checkpoint.
+            tensor: a reader of a file's tensor; or a tensor of the first rank's, which broadcasts it to the others.
+                These give one without values, on the meta device.
+            finds_nans: whether to look for NaN.
+        """
         if isinstance(tensor, torch.Tensor):
-            tensor = WholeTensor(tensor)
+            tensor = WholeTensor(self._broadcast(name, tensor))
         for target, rows in rows_of(tensor, self._parts[name]):
             maxima: Maxima = []
-            self._slices[target].fill(name, _Watched(name, rows, self._device, maxima))
+            watched = _Watched(name, rows, self._device, maxima) if finds_nans else rows
+            for place in self._slices[target].places:
+                place.store(name, watched[place.index])
             # Not of what was refused.
             self._maxima += maxima
             self.missing.discard(target)
 
-    def send(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor that `check` has passed on this rank, the first, and broadcast it: the others `receive` it."""
-        with torch.inference_mode(), self._after_the_caller():
-            if self._communicator.size > 1:
-                tensor = self._communicator.broadcast(tensor.to(self._device))
-            self.write(name, tensor)
-
-    def receive(self, name: str, shape: list[int], dtype: torch.dtype) -> None:
-        """Write a tensor that the first rank sends."""
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        self.check(name, tensor)
-        self.write(name, self._communicator.broadcast(tensor))
+    def _broadcast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._communicator.size == 1:
+            return tensor
+        if tensor.is_meta:
+            # This rank has not seen the name.
+            self.check(name, tensor)
+            return self._communicator.broadcast(torch.empty_like(tensor, device=self._device))
+        return self._communicator.broadcast(tensor.to(self._device))
 
     @contextmanager
-    def _after_the_caller(self) -> Iterator[None]:
-        """Work on the stream of the steps, after the work that the caller has queued on its own, which waits for it."""
+    def after_the_caller(self) -> Iterator[None]:
+        """Work on the stream of the steps, after what the caller has queued on its own stream, which then waits."""
         if self._device.type != "cuda":
-            yield
+            with torch.inference_mode():
+                yield
             return
         callers, own = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
-        with torch.cuda.stream(own):
+        with torch.inference_mode(), torch.cuda.stream(own):
             own.wait_stream(callers)
             yield
             callers.wait_stream(own)
@@ -167,10 +173,10 @@ class ModelWeights:
         with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
             for name, tensor in self._model.folder_tensors(folder):
                 self.check(name, tensor)
-                for target, rows in rows_of(tensor, self._parts[name]):
-                    self._slices[target].fill(name, rows)
-                    bar.update(self._slices[target].region.nbytes)
-                    if self._slices[target].has_model_dtype:
+                self.write(name, tensor, finds_nans=False)
+                for _, part in self._parts[name]:
+                    bar.update(part.region.nbytes)
+                    if part.has_model_dtype:
                         converted[name] = _dtype_of(tensor)
         if rank == 0:
             config_dtype = getattr(torch, self._model.config.dtype)
@@ -233,7 +239,7 @@ class ModelWeights:
                 self.write(name, tensor)
 
     def check_adapter(self, folder: str) -> tuple[int, set[WeightTarget]]:
-        """Return how many matrices an adapter changes, and which weights they are.
+        """Return the number of matrices that an adapter changes, and their weights.
 
         Raises:
             ValueError: it does not fit, or the weights that it changes are missing, quantised or tied to others.
@@ -261,7 +267,7 @@ class ModelWeights:
                 part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
 
     def take_adapter_out(self) -> int:
-        """Restore the weights that an adapter has changed, to the bit; return how many."""
+        """Restore the weights that an adapter has changed, to the bit; return their number."""
         count = len(self._base)
         while self._base:
             # Kept until it is restored: a device may have no memory for what a store takes.
@@ -274,7 +280,7 @@ class ModelWeights:
         """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
         maxima, self._maxima = self._maxima, []
         names: list[str] = []
-        # One launch for those of a dtype: a conversion of each costs as much as its maximum.
+        # One launch per dtype: converting each value costs as much as finding its maximum.
         for dtype in dict.fromkeys(value.dtype for _, value in maxima):
             same = [(name, value) for name, value in maxima if value.dtype == dtype]
             stacked = torch.stack([value for _, value in same])
@@ -325,7 +331,7 @@ class ModelWeights:
                     storage.resize_(0)
 
     def restore(self) -> None:
-        """Take memory for the weights again, with what was kept in it; nothing happens if they have some."""
+        """Allocate the weights again, and copy back what was kept; do nothing if they are allocated."""
         if self._sizes is None:
             return
         storages = self._storages()
@@ -348,11 +354,11 @@ class ModelWeights:
 
 @contextmanager
 def counted(written: Sized) -> Iterator[None]:
-    """If the `with` block raises, say how many tensors it had written.
+    """If the `with` block raises, add the number of tensors written before to the message.
 
     Raises:
         ValueError, LoadFailedError: the block raised it.
-        RuntimeError: it raised another error, such as that of the iterator which brings the tensors.
+        RuntimeError: it raised another error, for example the error of the iterator that yields the tensors.
     """
     try:
         yield
@@ -387,18 +393,38 @@ class WeightsLoader:
             strict: refuse to leave a tensor as it was.
 
         Raises:
-            ValueError: a tensor does not fit, of which nothing is written; says how many were before it. Of a folder
-                none is written.
+            ValueError: a tensor does not fit. Nothing of it is written, and of a folder no tensor; the message has
+                the number of tensors written before.
             LoadFailedError: a folder, or a tensor, was written in part; or an adapter was not merged.
         """
-        if isinstance(weights, str) and is_adapter(weights):
-            count = self._merge_adapter(weights)
-        elif isinstance(weights, str):
-            count = self._load_folder(weights, strict)
-        else:
-            count = self._load_pairs(weights, strict)
+        if isinstance(weights, str):
+            count = self._merge_adapter(weights) if is_adapter(weights) else self._load_folder(weights, strict)
+            return self._loaded(count)
+        own, written = self._own, list[str]()
+        with counted(written):
+            for item in weights.items() if isinstance(weights, Mapping) else weights:
+                name, tensor = weight_pair(item)
+                if not own.check(name, tensor):
+                    continue
+                own.check_values(name, tensor)
+                if own.adapter_targets:
+                    self._take_adapter_out()
+                spec = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+                with self._left_undone(f"writing {name!r}", set(own.targets(name))), own.after_the_caller():
+                    self._call(ModelWeights.write, name, spec, own=partial(own.write, name, tensor))
+                written.append(name)
+            if strict:
+                own.check_whole({target for name in written for target in own.targets(name)})
+        return self._loaded(len(written))
+
+    def _loaded(self, count: int) -> LoadedWeights:
         nans = [name for names in self._call(ModelWeights.take_nans) for name in names]
-        return LoadedWeights(count, self._own.count_missing(), list(dict.fromkeys(nans)))
+        return LoadedWeights(count, self.missing, list(dict.fromkeys(nans)))
+
+    @property
+    def missing(self) -> MissingWeights:
+        """The weights that steps must wait for."""
+        return self._own.count_missing()
 
     def unload_adapter(self) -> LoadedWeights:
         """Restore the weights that an adapter has changed, and return their number.
@@ -406,7 +432,7 @@ class WeightsLoader:
         Raises:
             LoadFailedError: they were restored in part.
         """
-        return LoadedWeights(self._take_adapter_out(), self._own.count_missing())
+        return LoadedWeights(self._take_adapter_out(), self.missing)
 
     def _load_folder(self, folder: str, strict: bool) -> int:
         count, targets = self._own.check_folder(folder, strict)
@@ -415,26 +441,6 @@ class WeightsLoader:
             self._call(ModelWeights.write_folder, folder)
         return count
 
-    def _load_pairs(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> int:
-        own, written = self._own, list[str]()
-        with counted(written):
-            for item in weights.items() if isinstance(weights, Mapping) else weights:
-                name, tensor = weight_pair(item)
-                if own.check(name, tensor):
-                    own.check_values(name, tensor)
-                    self._write(name, tensor)
-                    written.append(name)
-            if strict:
-                own.check_whole({target for name in written for target in own.targets(name)})
-        return len(written)
-
-    def _write(self, name: str, tensor: torch.Tensor) -> None:
-        if self._own.adapter_targets:
-            self._take_adapter_out()
-        with self._left_undone(f"writing {name!r}", set(self._own.targets(name))):
-            send = partial(self._own.send, name, tensor)
-            self._call(ModelWeights.receive, name, list(tensor.shape), tensor.dtype, own=send)
-
     @contextmanager
     def _left_undone(self, what: str, targets: set[WeightTarget]) -> Iterator[None]:
         """If the `with` block raises, these weights are missing until they are loaded."""
@@ -442,7 +448,7 @@ class WeightsLoader:
             yield
         except Exception as error:
             self._own.missing |= targets
-            raise LoadFailedError(f"{what} has failed in its middle: {error}", self._own.count_missing()) from error
+            raise LoadFailedError(f"{what} has failed in its middle: {error}", self.missing) from error
 
     def _merge_adapter(self, folder: str) -> int:
         count, targets = self._own.check_adapter(folder)
@@ -457,20 +463,20 @@ class WeightsLoader:
                 self._take_adapter_out()
             except LoadFailedError as again:
                 raise LoadFailedError(f"{failure}; {again}", again.missing) from error
-            raise LoadFailedError(f"{failure}; the weights are those without one", self._own.count_missing()) from error
+            raise LoadFailedError(f"{failure}; the weights are those without one", self.missing) from error
         return count
 
     def _take_adapter_out(self) -> int:
-        """Restore, on every rank, the weights that an adapter has changed, and return how many."""
+        """Restore, on every rank, the weights that an adapter has changed, and return their number."""
         changed = self._own.adapter_targets
         try:
             counts = self._call(ModelWeights.take_adapter_out)
         except Exception as error:
             self._own.half_merged = changed
             cause = f"taking an adapter out has failed in its middle: {error}"
-            raise LoadFailedError(cause, self._own.count_missing()) from error
+            raise LoadFailedError(cause, self.missing) from error
         self._own.half_merged = set()
-        # Of ranks some may have restored theirs in a call before, which failed on another.
+        # A rank may have restored its weights in an earlier call, which failed on another rank.
         return max(counts)
 
 

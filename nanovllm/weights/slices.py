@@ -41,10 +41,10 @@ class WeightSlice:
 
     Attributes:
         shape: of the whole tensor.
-        index: the slice; one a dimension.
-        region: where it goes: a parameter, or a region of one.
-        dtypes: that the tensor may be stored in.
-        has_model_dtype: whether another than the model's is worth a warning.
+        index: one slice a dimension.
+        region: its storage: a parameter, or a region of one.
+        dtypes: dtypes that the tensor may be stored in.
+        has_model_dtype: whether a dtype other than the model's deserves a warning.
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
@@ -64,17 +64,13 @@ class WeightSlice:
             region = region.narrow(dim, 0, shard.num_present)
         return cls(tuple(shape), tuple(index), region)
 
-    def fill(self, name: str, tensor: Any) -> None:
-        """Read the slice of a tensor, which `check_shape` and `check_dtype` have passed, and store it.
-
-        Args:
-            name: of the tensor, in the checkpoint.
-            tensor: the whole; reads what it is indexed by.
-        """
-        self.store(name, tensor[self.index])
+    @property
+    def places(self) -> tuple[WeightSlice, ...]:
+        """The slices of the same tensor that this rank stores: this one, and those of modules that are tied to it."""
+        return (self,)
 
     def check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        """Refuse a tensor of another dtype than those of `dtypes`."""
+        """Refuse a tensor whose dtype is not in `dtypes`."""
         if dtype not in self.dtypes:
             raise ValueError(f"tensor {name!r} is stored as {dtype}; the config asks for one of {self.dtypes}")
 
@@ -93,7 +89,7 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor in memory, as `WeightSlice.fill` takes it."""
+    """A tensor in memory, as `ModelWeights.write` takes it."""
 
     tensor: torch.Tensor
 
@@ -111,7 +107,7 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows `start ... stop - 1` of a tensor of a checkpoint, which stacks several; see `WeightSlice.fill`."""
+    """Rows `start ... stop - 1` of a tensor of a checkpoint, which stacks several."""
 
     tensor: Any
     start: int
@@ -131,7 +127,7 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """One matrix of a tensor in which several are stacked, as a trainer has its experts; see `WeightSlice.fill`."""
+    """One matrix of a tensor in which several are stacked, as a trainer has its experts."""
 
     tensor: Any
     number: int
@@ -147,9 +143,9 @@ class StackedTensor:
 
 
 def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
-    """Return each target with the rows of a tensor that it gets; the last gets what is left."""
+    """Yield each target with its rows of a tensor; the last gets the rest."""
     if len(parts) < 2 or tensor.get_shape() in ([], [1]):
-        # One number is that of all.
+        # A single number belongs to all.
         yield from ((target, tensor) for target, _ in parts)
         return
     if len(tensor.get_shape()) > len(parts[0][1].shape):
@@ -164,7 +160,7 @@ def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Itera
 
 
 def shape_of(parts: list[tuple[WeightTarget, WeightSlice]]) -> list[int]:
-    """Return the shape of the tensor that has all these parts."""
+    """Return the shape of the tensor that consists of these parts."""
     experts = {target.expert for target, _ in parts}
     _, first = parts[0]
     rows = sum(part.shape[0] for _, part in parts) // len(experts)
@@ -198,7 +194,7 @@ class LoadableModule(nn.Module):
         }
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give the parameters memory, not yet filled; `dtype` is that of the model's activations."""
+        """Give the parameters memory, not yet filled; `dtype` is the dtype of the model's activations."""
         for name, param in list(self.named_parameters(recurse=False)):
             # Of a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
             values = torch.empty(param.shape, dtype=dtype, device=device)
